@@ -1,0 +1,198 @@
+"""The tier contract: three coroutines to write, working defaults for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+from lmcache_async.errors import TierError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.types import ChunkKey
+
+Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
+"""`await allocate(nbytes)` gives a `Buffer` of that length; BudgetExceededError when there is no room in time."""
+
+
+class TierConfig(BaseModel):
+    """Options of a tier, checked at start-up; a tier's own config derives from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a tier can do beyond the three verbs; the conformance suite picks its cases by it.
+
+    Attributes:
+        in_arena: `get` gives leases of the arena itself, without a copy, and `put` keeps one.
+        persistent: Content outlives the process.
+        removes: `remove` is implemented.
+        lists: `keys` is implemented.
+        max_concurrency: How many chunks the default batch verbs move at the same time.
+    """
+
+    in_arena: bool = False
+    persistent: bool = False
+    removes: bool = False
+    lists: bool = False
+    max_concurrency: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """What a tier holds.
+
+    Attributes:
+        chunks: Records held.
+        bytes: Bytes that count against `max_bytes`.
+        max_bytes: The capacity; None where the backend alone knows.
+        evictions: Records given up for room since the tier was opened.
+        corrupt: Records found unreadable and removed since the tier was opened.
+    """
+
+    chunks: int = 0
+    bytes: int = 0
+    max_bytes: int | None = None
+    evictions: int = 0
+    corrupt: int = 0
+
+
+class Tier(ABC):
+    """A place that keeps chunks by key.
+
+    A buffer's bytes are one sealed record; a tier stores and returns them as they are and need not
+    look inside. Calls may overlap. A chunk is immutable: a second `put` of a key stores the same
+    content, and either copy may stay. Every coroutine is a cancellation point; once cancelled it
+    touches the caller's buffer no more and holds no lease of its own making.
+
+    The caller keeps its lease of the buffer given to `put` until the call has ended; a tier that
+    wants the bytes for longer takes a lease of its own (`buffer.retain()`) or copies them.
+    """
+
+    config_type: ClassVar[type[TierConfig]] = TierConfig
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def contains(self, key: ChunkKey) -> bool:
+        """Whether `get` would find the chunk now.
+
+        Raises:
+            TierError: The backend failed. The caller counts it as a miss.
+        """
+
+    @abstractmethod
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        """The chunk in a buffer of `allocate`'s, leased to the caller; None on a miss.
+
+        Raises:
+            TierError: The backend failed. The caller counts it as a miss.
+            BudgetExceededError: `allocate` found no room in time.
+        """
+
+    @abstractmethod
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        """Keep the bytes of `buffer.view` under `key`. They are visible when the call returns.
+
+        Raises:
+            TierError: The chunk was not stored. The caller counts a drop.
+        """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    def bind(self, arena: Arena) -> None:
+        """Called once before the tier is opened.
+
+        A tier that keeps leases adds a reclaimer to the arena here; one whose transport wants
+        registered memory registers the arena's region.
+        """
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading keys are there: the length of the longest run from the first on."""
+        for count, key in enumerate(keys):
+            if not await self.contains(key):
+                return count
+        return len(keys)
+
+    async def get_many(
+        self, keys: Sequence[ChunkKey], allocate: Allocate
+    ) -> list[Buffer | TierError | None]:
+        """`get` for each key, in order; a failure is a value in its place.
+
+        Cancelled, it gives back every buffer it has got before it ends.
+        """
+        limit = asyncio.Semaphore(self.capabilities.max_concurrency)
+        results: list[Buffer | TierError | None] = [None] * len(keys)
+
+        async def one(index: int, key: ChunkKey) -> None:
+            async with limit:
+                try:
+                    results[index] = await self.get(key, allocate)
+                except TierError as error:
+                    results[index] = error
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, key in enumerate(keys):
+                    group.create_task(one(index, key))
+        except BaseException:
+            for result in results:
+                if isinstance(result, Buffer):
+                    result.release()
+            raise
+        return results
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        """`put` for each item, in order; None where it was stored, else why not."""
+        limit = asyncio.Semaphore(self.capabilities.max_concurrency)
+        results: list[TierError | None] = [None] * len(items)
+
+        async def one(index: int, key: ChunkKey, buffer: Buffer) -> None:
+            async with limit:
+                try:
+                    await self.put(key, buffer)
+                except TierError as error:
+                    results[index] = error
+
+        async with asyncio.TaskGroup() as group:
+            for index, (key, buffer) in enumerate(items):
+                group.create_task(one(index, key, buffer))
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        """Forget the chunk; whether it was there. A tier that cannot remove answers False."""
+        del key
+        return False
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        """All keys held, in no order. A tier that cannot list gives none; see `capabilities`."""
+        for key in ():
+            yield key
+
+    async def clear(self) -> int:
+        """Remove every chunk that `keys` lists; how many there were."""
+        removed = 0
+        for key in [key async for key in self.keys()]:
+            removed += await self.remove(key)
+        return removed
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close. Content of a persistent tier stays."""

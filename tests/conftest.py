@@ -1,0 +1,46 @@
+"""Each async test runs on asyncio's loop and on uvloop's; hypothesis profiles are seeded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+import uvloop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """pytest-asyncio's hook: a test is run once for each factory."""
+    del config, item
+    return LOOPS
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`gpu` tests need a GPU; nothing else is ever skipped."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
