@@ -1,0 +1,19 @@
+"""From tokens to keys: pure, incremental, the same in every process and on every machine."""
+
+from lmcache_async.hashing.chain import ChunkHasher, Extra, partial_candidates
+from lmcache_async.hashing.digest import ALGORITHMS, digest_function
+from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text
+from lmcache_async.hashing.tokens import TokenIds, as_tokens
+
+__all__ = [
+    "ALGORITHMS",
+    "ChunkHasher",
+    "Extra",
+    "Namespace",
+    "RequestNamespace",
+    "TokenIds",
+    "as_tokens",
+    "canonical_text",
+    "digest_function",
+    "partial_candidates",
+]

@@ -1,0 +1,116 @@
+"""What a chunk's KV depends on besides its tokens, as canonical text and as the root of its keys.
+
+Two namespaces have the same text only if they are equal, whatever characters their names hold. The
+text goes into each record's header; its hash is where the chain of keys begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from dataclasses import dataclass
+
+from lmcache_async.hashing.digest import digest_function
+from lmcache_async.types import KEY_BYTES
+
+Pairs = tuple[tuple[str, str], ...]
+"""Names with values; the order does not matter and is made canonical."""
+
+# A message that gives a key ends in a token or in a number of tokens, never in one of these: see chain.py.
+_ENGINE_MARK = 0xFFFFFFFF
+_REQUEST_MARK = 0xFFFFFFFE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What all chunks of one engine's rank share.
+
+    Attributes:
+        model: The model's name as it was asked for.
+        weights: Fingerprint of its weights (`weights_fingerprint`), or a text that stands for it.
+        dtype: Element type of the KV cache.
+        layout: Text of the KV layout, free of addresses and of the number of blocks.
+        quantization: How the weights or the KV are quantised; empty if they are not.
+        world_size: Ranks of the whole model. One whose KV is the same on all ranks (MLA) leaves
+            the ranks and sizes at their defaults, so that it is stored once.
+        format_version: Version of keys and records; another one is another namespace.
+        extra: Further names and values that the KV depends on.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    layout: str
+    quantization: str = ""
+    world_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    chunk_size: int = 256
+    algorithm: str = "xxh3_128"
+    format_version: int = 1
+    extra: Pairs = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", _sorted_pairs(self.extra))
+
+    @property
+    def text(self) -> str:
+        return canonical_text({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    def root(self) -> bytes:
+        """The 16 bytes that the keys of all requests without a namespace of their own begin with."""
+        return _root(bytes(KEY_BYTES), self.text, _ENGINE_MARK, self.algorithm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestNamespace:
+    """What all chunks of one request share, beyond the engine's namespace.
+
+    Attributes:
+        lora: Name of the LoRA adapter.
+        lora_path: Where the adapter came from, or better a fingerprint of its weights.
+        cache_salt: The tenant's secret; requests with different salts never share a chunk.
+        tags: Tags of the request that keep its chunks apart.
+    """
+
+    lora: str = ""
+    lora_path: str = ""
+    cache_salt: str = ""
+    tags: Pairs = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", _sorted_pairs(self.tags))
+
+    @property
+    def text(self) -> str:
+        """Canonical text; empty when the request has nothing of its own."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {name: value for name, value in fields.items() if value}
+        return canonical_text(own) if own else ""
+
+    def root(self, engine_root: bytes, algorithm: str = "xxh3_128") -> bytes:
+        """The 16 bytes that this request's keys begin with; the engine's own root for an empty one."""
+        text = self.text
+        return _root(engine_root, text, _REQUEST_MARK, algorithm) if text else engine_root
+
+
+def canonical_text(value: object) -> str:
+    """JSON with sorted keys and without spaces, one text per value and one value per text.
+
+    Half of a surrogate pair, which a request's JSON may hold and UTF-8 may not, is written as an
+    escape. A whole character never is, so the two stay apart.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _root(parent: bytes, text: str, mark: int, algorithm: str) -> bytes:
+    body = text.encode("utf-8")
+    return digest_function(algorithm)(b"".join((parent, body, struct.pack("<II", len(body), mark))))
+
+
+def _sorted_pairs(pairs: Pairs) -> Pairs:
+    return tuple(sorted((name, value) for name, value in pairs))

@@ -1,0 +1,108 @@
+"""Token ids of any usual form as one int32 array, each id checked."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmcache_async.types import Tokens
+
+TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer[Any]] | torch.Tensor | bytes | bytearray | memoryview"
+"""What `as_tokens` takes."""
+
+MAX_TOKEN = 2**31 - 1
+
+_LITTLE_INT32 = np.dtype("<i4")
+
+
+def as_tokens(tokens: TokenIds) -> Tokens:
+    """The ids as C-contiguous int32; the caller's own memory where it already has that form.
+
+    A tensor on another device is copied to the host. Bytes are int32 in little-endian order.
+
+    Raises:
+        TypeError: An id is no integer; booleans are none either.
+        ValueError: An id is negative or above 2**31 - 1, or there is more than one dimension.
+    """
+    if isinstance(tokens, np.ndarray):
+        return _from_numpy(tokens)
+    if isinstance(tokens, range):
+        return _from_range(tokens)
+    if isinstance(tokens, (bytes, bytearray, memoryview)):
+        return _from_buffer(memoryview(tokens))
+    if isinstance(tokens, array):
+        return _from_numpy(np.asarray(tokens))
+    torch = sys.modules.get(
+        "torch"
+    )  # a tensor cannot exist before torch was imported, and it is slow to import
+    if torch is not None and isinstance(tokens, torch.Tensor):
+        if tokens.is_floating_point() or tokens.is_complex():
+            raise TypeError(f"tokens are a tensor of {tokens.dtype}; token ids are integers")
+        return _from_numpy(tokens.detach().cpu().numpy())
+    if isinstance(tokens, Sequence):
+        return _from_sequence(tokens)
+    raise TypeError(f"tokens are a {type(tokens).__name__}; expected a sequence of integers")
+
+
+def _from_numpy(values: npt.NDArray[Any]) -> Tokens:
+    if values.dtype.kind not in "iu":
+        where = f"; the first is {values.flat[0]!r}" if values.size else ""
+        raise TypeError(f"tokens are an array of {values.dtype}{where}; token ids are integers")
+    if values.ndim != 1:
+        raise ValueError(f"tokens have the shape {values.shape}; expected one dimension")
+    if values.size and (values.min() < 0 or values.max() > MAX_TOKEN):
+        position = int(np.flatnonzero((values < 0) | (values > MAX_TOKEN))[0])
+        _refuse_value(position, values[position])
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+def _from_range(values: range) -> Tokens:
+    for position in (0, len(values) - 1) if values else ():
+        if not 0 <= values[position] <= MAX_TOKEN:
+            # Between two ends that fit everything fits, so the first to leave the span is what is named.
+            _refuse_value(*next((i, v) for i, v in enumerate(values) if not 0 <= v <= MAX_TOKEN))
+    return np.arange(values.start, values.stop, values.step, dtype=np.int64).astype(np.int32)
+
+
+def _from_buffer(view: memoryview) -> Tokens:
+    if view.format not in ("B", "b", "c"):
+        return _from_numpy(np.asarray(view))
+    if not view.c_contiguous or view.nbytes % 4:
+        raise ValueError(f"tokens are {view.nbytes} bytes; expected contiguous int32, 4 bytes each")
+    if not view.nbytes:
+        return np.empty(0, np.int32)
+    return _from_numpy(np.frombuffer(view, _LITTLE_INT32))
+
+
+def _from_sequence(values: Sequence[Any]) -> Tokens:
+    try:
+        packed = array("i", values)  # the fastest way from Python integers; a float is a TypeError to it
+    except (TypeError, OverflowError):
+        _refuse_first(values)
+    result = np.frombuffer(packed, np.int32) if packed else np.empty(0, np.int32)
+    # A boolean passes as 0 or 1, so only these two need a look. Few prompts hold many of them.
+    for position in np.flatnonzero(result <= 1).tolist():
+        if isinstance(values[position], bool) or result[position] < 0:
+            _refuse_first(values)
+    return result
+
+
+def _refuse_first(values: Sequence[Any]) -> NoReturn:
+    for position, value in enumerate(values):
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            raise TypeError(f"token {position} is {value!r} ({type(value).__name__}); token ids are integers")
+        if not 0 <= value <= MAX_TOKEN:
+            _refuse_value(position, value)
+    raise TypeError(f"tokens are a {type(values).__name__} that changed while it was read")
+
+
+def _refuse_value(position: int, value: Any) -> NoReturn:
+    raise ValueError(f"token {position} is {value}; token ids are 0 to {MAX_TOKEN}")
