@@ -1,0 +1,52 @@
+"""Typed, frozen configuration: what there is to set, and `load_config` that reads it."""
+
+from lmcache_async.config.explain import validate_options
+from lmcache_async.config.load import load_config
+from lmcache_async.config.model import (
+    DEFAULT_RETRIEVE_STAGES,
+    DEFAULT_STORE_STAGES,
+    ArenaConfig,
+    EngineConfig,
+    PluginsConfig,
+    RetrieveConfig,
+    StoreConfig,
+    TierSpec,
+    VLLMConfig,
+)
+from lmcache_async.config.sizes import format_size, parse_size
+from lmcache_async.config.values import (
+    Count,
+    Flag,
+    Fraction,
+    Name,
+    Names,
+    OptionalSize,
+    Seconds,
+    Size,
+    Wait,
+)
+
+__all__ = [
+    "DEFAULT_RETRIEVE_STAGES",
+    "DEFAULT_STORE_STAGES",
+    "ArenaConfig",
+    "Count",
+    "EngineConfig",
+    "Flag",
+    "Fraction",
+    "Name",
+    "Names",
+    "OptionalSize",
+    "PluginsConfig",
+    "RetrieveConfig",
+    "Seconds",
+    "Size",
+    "StoreConfig",
+    "TierSpec",
+    "VLLMConfig",
+    "Wait",
+    "format_size",
+    "load_config",
+    "parse_size",
+    "validate_options",
+]

@@ -1,0 +1,151 @@
+"""From what is wrong to a message that says where, which key, which value, what is expected, what is near."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from lmcache_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+KeyPath: TypeAlias = tuple[str | int, ...]
+
+_SECRET = re.compile(r"password|passwd|secret|token|credential|api_?key", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from.
+
+    Attributes:
+        name: The file's path, the variable's name or `kv_connector_extra_config`.
+        lines: In a file, the line of each key.
+        variable_prefix: For a variable, the prefix of its kind, so that a hint is spelled as a variable too.
+    """
+
+    name: str
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    variable_prefix: str = ""
+
+    def at(self, path: KeyPath) -> str:
+        for length in range(len(path), 0, -1):
+            if line := self.lines.get(path[:length]):
+                return f"{self.name}, line {line}"
+        return self.name
+
+    def spell(self, key: str) -> str:
+        return self.variable_prefix + key.upper().replace(".", "__") if self.variable_prefix else key
+
+
+def spell_path(path: KeyPath) -> str:
+    """`("tiers", 1, "path")` as `tiers[1].path`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def known_keys(model: type[BaseModel]) -> list[str]:
+    """Every key of the model in dotted form, sections' keys too."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        keys.append(name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += [f"{name}.{key}" for key in known_keys(info.annotation)]
+    return keys
+
+
+def nearest(text: str, choices: Iterable[str]) -> str | None:
+    """The choice that `text` was most likely meant to be; None where none is near."""
+    choices = list(choices)
+    folded = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(text.lower(), folded, n=1, cutoff=0.6)
+    if close:
+        return folded[close[0]]
+    leaf = text.lower().rpartition(".")[2]
+    same_leaf = [choice for choice in choices if choice.lower().rpartition(".")[2] == leaf]
+    return same_leaf[0] if len(same_leaf) == 1 else None
+
+
+def hint(choice: str | None) -> str:
+    return f"; did you mean {choice}?" if choice else ""
+
+
+def show(value: object, key: str = "") -> str:
+    """The value for a message: short, and without what must stay secret."""
+    if _SECRET.search(key):
+        return "'***'"
+    text = re.sub(r"//[^/@\s'\"]+@", "//***@", repr(value))
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def disagree(message: str, *keys: str) -> PydanticCustomError:
+    """An error for values that are right alone and wrong together; `keys` from the model's own level."""
+    return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], origins: Mapping[KeyPath, Origin], default: Origin
+) -> ConfigError:
+    """The ConfigError for pydantic's error, a line for each thing that is wrong."""
+    return ConfigError(
+        "\n".join(
+            _explain_one(details, model, origins, default) for details in error.errors(include_url=False)
+        )
+    )
+
+
+def validate_options(config_type: type[ModelT], options: Mapping[str, Any], where: str) -> ModelT:
+    """The options as `config_type`.
+
+    Raises:
+        ConfigError: As for the config itself, with `where` as the place.
+    """
+    try:
+        return config_type.model_validate(dict(options))
+    except ValidationError as error:
+        raise explain(error, config_type, {}, Origin(where)) from None
+
+
+def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
+    """What to say of a key that is none of `choices` (dotted keys)."""
+    key = spell_path(path)
+    choice = nearest(key, choices)
+    return f"{origin.at(path)}: there is no key {key}{hint(choice and origin.spell(choice))}"
+
+
+def _explain_one(
+    details: ErrorDetails, model: type[BaseModel], origins: Mapping[KeyPath, Origin], default: Origin
+) -> str:
+    path, context = tuple(details["loc"]), details.get("ctx", {})
+    if details["type"] == "disagree":
+        paths = [path + tuple(key.split(".")) for key in context["keys"]]
+        path = next((path for path in paths if _origin(path, origins)), paths[0])
+        return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
+    origin = _origin(path, origins) or default
+    if details["type"] == "extra_forbidden":
+        return unknown_key(origin, path, known_keys(model))
+    key = spell_path(path)
+    if details["type"] == "missing":
+        return f"{origin.at(path)}: {key} is missing"
+    expected = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    choices = (
+        re.findall(r"'([^']*)'", context.get("expected", "")) if details["type"] == "literal_error" else ()
+    )
+    value = details["input"]
+    return f"{origin.at(path)}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
+
+
+def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+    for length in range(len(path), 0, -1):
+        if origin := origins.get(path[:length]):
+            return origin
+    return None

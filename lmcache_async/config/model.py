@@ -1,0 +1,265 @@
+"""What can be configured: frozen typed records, each field with its meaning and unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from lmcache_async.config.explain import disagree
+from lmcache_async.config.sizes import format_size
+from lmcache_async.config.values import (
+    Count,
+    Flag,
+    Fraction,
+    Name,
+    Names,
+    OptionalSize,
+    Seconds,
+    Size,
+    Wait,
+    parse_list,
+    parse_mapping,
+    unless_none,
+)
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+DEFAULT_STORE_STAGES = ("hash", "lookup", "allocate", "device_to_host", "seal", "write")
+DEFAULT_RETRIEVE_STAGES = ("hash", "plan", "fetch", "verify", "host_to_device")
+
+
+class Section(BaseModel):
+    """A frozen record; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _parse_tiers(value: object) -> list[Any]:
+    tiers = parse_list(value)
+    if not tiers:
+        raise ValueError("expected at least one tier")
+    return tiers
+
+
+def _parse_fingerprint(value: object) -> str:
+    if not isinstance(value, str) or not (value in {"sampled", "full"} or re.fullmatch(r"text:.+", value)):
+        raise ValueError("expected sampled, full or text:<your own name of the weights>")
+    return value
+
+
+def _check_batch(batch_bytes: int, max_in_flight_bytes: int) -> None:
+    if batch_bytes > max_in_flight_bytes:
+        raise disagree(
+            f"a batch of {format_size(batch_bytes)} never fits into"
+            f" max_in_flight_bytes of {format_size(max_in_flight_bytes)}",
+            "batch_bytes",
+            "max_in_flight_bytes",
+        )
+
+
+class ArenaConfig(Section):
+    """The host memory that all records in memory and in flight live in."""
+
+    max_bytes: Size = Field(
+        default=4 * GIB,
+        description="Host memory of the arena in each worker process, in bytes (8GiB, 500MB).",
+    )
+    huge_pages: Flag = Field(default=True, description="Ask the kernel for huge pages for the arena.")
+    prefault: Flag = Field(
+        default=True,
+        description="Touch the arena's pages in the background at start, so that no store pays for it.",
+    )
+
+
+class TierSpec(Section):
+    """One tier by its entry point's name. Keys that are none of the fields are the tier's own options."""
+
+    name: Name = Field(description="Name of the tier's entry point, such as cpu or disk.")
+    id: Name = Field(
+        default="", description="What this tier is called in reports; unique. Its name if not given."
+    )
+    timeout_s: Seconds = Field(default=30.0, description="Longest time of one call to the tier, in seconds.")
+    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
+        default_factory=dict, description="The tier's own options, checked against its config type."
+    )
+    _where: str = PrivateAttr(default="")
+
+    @property
+    def where(self) -> str:
+        """Where the tier was configured, for messages."""
+        return self._where or f"tier {self.id}"
+
+    def placed(self, where: str) -> TierSpec:
+        """The same tier, saying that it was configured there."""
+        tier = self.model_copy()
+        tier._where = where
+        return tier
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name_or_flat(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = {"name": value}
+        if isinstance(value, TierSpec):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(  # noqa: TRY004 - pydantic reads ValueError
+                "expected a tier's name, or a mapping with `name` and the tier's options"
+            )
+        fields = {key: item for key, item in value.items() if key in cls.model_fields}
+        rest = {str(key): item for key, item in value.items() if key not in cls.model_fields}
+        if isinstance(name := fields.get("name"), str):
+            fields.setdefault("id", name)
+        if rest:
+            options = parse_mapping(fields.get("options", {}))
+            if twice := sorted(options.keys() & rest.keys()):
+                raise ValueError(f"expected {twice[0]} once: it is beside `options` and inside it")
+            fields["options"] = options | rest
+        return fields
+
+
+class StoreConfig(Section):
+    """From device memory into the tiers."""
+
+    stages: Names = Field(
+        default=DEFAULT_STORE_STAGES,
+        description="Entry-point names of the stages of the store chain, in order.",
+    )
+    batch_bytes: Size = Field(default=32 * MIB, description="Bytes that one batch carries through the chain.")
+    max_in_flight_bytes: Size = Field(
+        default=256 * MIB, description="Bytes of all batches in the chain at one time; more wait."
+    )
+    allocate_timeout_s: Wait = Field(
+        default=0.2, description="How long a store waits for arena memory before it is dropped, in seconds."
+    )
+    max_pending_write_bytes: OptionalSize = Field(
+        default=None,
+        description="Bytes that slower tiers may have left to write; none means half of the arena.",
+    )
+    partial_chunks: Flag = Field(default=True, description="Store the unfinished last chunk of a prompt too.")
+    generated_tokens: Flag = Field(default=True, description="Store the KV of generated tokens too.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_batch(self.batch_bytes, self.max_in_flight_bytes)
+        return self
+
+
+class RetrieveConfig(Section):
+    """From the tiers into device memory."""
+
+    stages: Names = Field(
+        default=DEFAULT_RETRIEVE_STAGES,
+        description="Entry-point names of the stages of the retrieve chain, in order.",
+    )
+    batch_bytes: Size = Field(default=32 * MIB, description="Bytes that one batch carries through the chain.")
+    max_in_flight_bytes: Size = Field(
+        default=256 * MIB, description="Bytes of all batches in the chain at one time; more wait."
+    )
+    timeout_s: Seconds = Field(
+        default=10.0,
+        description="Longest time of one retrieve, in seconds; what is not there by then is a miss.",
+    )
+    verify_arena: Flag = Field(
+        default=False, description="Check the checksum also of records that never left this process's memory."
+    )
+    promote: Flag = Field(
+        default=True, description="Copy chunks found in a slower tier into the faster ones."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_batch(self.batch_bytes, self.max_in_flight_bytes)
+        return self
+
+
+class VLLMConfig(Section):
+    """What only the vLLM connector uses."""
+
+    lookup_timeout_s: Seconds = Field(
+        default=0.1,
+        description="How long a request waits for its lookup before it counts as a miss, in seconds.",
+    )
+    lookup_pin_ttl_s: Seconds = Field(
+        default=30.0,
+        description="How long chunks found by a lookup stay pinned if no retrieve follows, in seconds.",
+    )
+    max_pinned_fraction: Fraction = Field(
+        default=0.25, description="Largest part of the arena that lookups may pin, above 0 and at most 1."
+    )
+    socket_dir: Annotated[Path | None, BeforeValidator(unless_none)] = Field(
+        default=None,
+        description="Directory of the sockets between scheduler and workers; none means a private temporary one.",
+    )
+    reset_cache: Literal["all", "memory"] = Field(
+        default="all", description="What vLLM's reset of its prefix cache clears: every tier, or memory only."
+    )
+
+
+class PluginsConfig(Section):
+    """Where tiers and stages may come from."""
+
+    third_party: Flag = Field(
+        default=True, description="Use entry points of other distributions than lmcache-async too."
+    )
+
+
+class EngineConfig(Section):
+    """The whole configuration of one cache engine. `load_config` makes it; the defaults alone are a working one."""
+
+    chunk_size: Count = Field(default=256, description="Tokens in one chunk.")
+    hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = Field(
+        default="xxh3_128", description="Hash of the chunk keys; blake3 or sha256 where tenants are hostile."
+    )
+    weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = Field(
+        default="sampled",
+        description="How the model's weights are told apart: sampled, full (reads every byte) or text:<your own>.",
+    )
+    copy_threads: Count = Field(
+        default=2, description="Threads for copies and checksums in each worker process."
+    )
+    shutdown_timeout_s: Wait = Field(
+        default=3.0, description="How long closing waits for pending writes before it drops them, in seconds."
+    )
+    arena: ArenaConfig = Field(default_factory=ArenaConfig, description="Host memory.")
+    tiers: Annotated[tuple[TierSpec, ...], BeforeValidator(_parse_tiers)] = Field(
+        default_factory=lambda: (TierSpec.model_validate("cpu"),), description="The tiers, fastest first."
+    )
+    store: StoreConfig = Field(default_factory=StoreConfig, description="From device memory into the tiers.")
+    retrieve: RetrieveConfig = Field(
+        default_factory=RetrieveConfig, description="From the tiers into device memory."
+    )
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="What only the vLLM connector uses.")
+    plugins: PluginsConfig = Field(
+        default_factory=PluginsConfig, description="Where tiers and stages may come from."
+    )
+
+    @property
+    def max_pending_write_bytes(self) -> int:
+        """Bytes that slower tiers may have left to write: as configured, or half of the arena."""
+        configured = self.store.max_pending_write_bytes
+        return max(1, self.arena.max_bytes // 2) if configured is None else configured
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        seen: dict[str, int] = {}
+        for index, tier in enumerate(self.tiers):
+            if (first := seen.setdefault(tier.id, index)) != index:
+                raise disagree(
+                    f"tiers[{first}] and tiers[{index}] both have the id {tier.id!r}; give one of them another `id`",
+                    "tiers",
+                )
+        pending = self.store.max_pending_write_bytes
+        if pending is not None and pending > self.arena.max_bytes:
+            raise disagree(
+                f"{format_size(pending)} of pending writes never fit into"
+                f" arena.max_bytes of {format_size(self.arena.max_bytes)}",
+                "store.max_pending_write_bytes",
+                "arena.max_bytes",
+            )
+        return self

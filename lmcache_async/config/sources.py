@@ -1,0 +1,161 @@
+"""From a YAML file, a mapping or environment variables to settings that know where they came from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel
+
+from lmcache_async.config.explain import KeyPath, Origin, known_keys, show, spell_path, unknown_key
+from lmcache_async.config.model import EngineConfig
+from lmcache_async.config.values import parse_mapping
+from lmcache_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+PREFIX = "LMCACHE_ASYNC_"
+CONFIG_FILE = "CONFIG_FILE"
+_SERVICE_LINKS = re.compile(
+    r"(?:_|^)(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_\w+)?)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value for one key, not yet checked."""
+
+    path: tuple[str, ...]
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A YAML file's top mapping and the line of each of its keys."""
+
+    content: Mapping[str, Any]
+    origin: Origin
+
+
+def settings_of(content: Mapping[Any, Any], origin: Origin) -> list[Setting]:
+    """The settings of a nested mapping; dotted keys are keys of a section.
+
+    Raises:
+        ConfigError: A key is unknown, or given twice.
+    """
+    settings: dict[tuple[str, ...], Setting] = {}
+    for setting in _walk(EngineConfig, (), content, origin):
+        if setting.path in settings:
+            raise ConfigError(f"{origin.at(setting.path)}: {spell_path(setting.path)} is given twice")
+        settings[setting.path] = setting
+    return list(settings.values())
+
+
+def read_variables(env: Mapping[str, str]) -> list[Setting]:
+    """The settings of the `LMCACHE_ASYNC_*` variables; an empty variable is one that is not set.
+
+    Raises:
+        ConfigError: A variable names no key.
+    """
+    settings: list[Setting] = []
+    for name in sorted(env):
+        key = name.removeprefix(PREFIX)
+        if key in {name, CONFIG_FILE} or not env[name].strip() or is_service_link(key, env[name]):
+            continue
+        content = {key.lower().replace("__", "."): env[name]}
+        settings += settings_of(content, Origin(name, variable_prefix=PREFIX))
+    return settings
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes made the variable for a service whose name looks like our prefix."""
+    return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
+
+
+def read_file(path: Path) -> Document:
+    """The YAML file's top mapping.
+
+    Raises:
+        ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the config file cannot be read: {error}") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        content = {} if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    finally:
+        loader.dispose()
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found {show(content)}")
+    lines: dict[KeyPath, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        _number_lines(path, node, (), lines)
+    return Document({str(key): value for key, value in content.items()}, Origin(str(path), lines))
+
+
+def _walk(
+    model: type[BaseModel], above: tuple[str, ...], content: Mapping[Any, Any], origin: Origin
+) -> Iterator[Setting]:
+    for raw_key, value in content.items():
+        key, _, rest = str(raw_key).partition(".")
+        path = (*above, key)
+        if key not in model.model_fields:
+            raise ConfigError(unknown_key(origin, path, known_keys(EngineConfig)))
+        section = model.model_fields[key].annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            if rest:
+                raise ConfigError(
+                    f"{origin.at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
+                    " it is given as a whole"
+                )
+            yield Setting(path, value, origin)
+        elif rest:
+            yield from _walk(section, path, {rest: value}, origin)
+        elif value is not None:  # a section with nothing under it
+            yield from _walk(section, path, _section(path, value, origin), origin)
+
+
+def _section(path: tuple[str, ...], value: object, origin: Origin) -> Mapping[str, Any]:
+    try:
+        return parse_mapping(value)
+    except ValueError as error:
+        raise ConfigError(f"{origin.at(path)}: {spell_path(path)} is {show(value)}: {error}") from None
+
+
+def _number_lines(file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int]) -> None:
+    """Fill in the line of each key; a key that is there twice is an error, YAML's reader keeps the last."""
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        path = (*above, key)
+        line = key_node.start_mark.line + 1
+        if path in lines and key != "<<":
+            raise ConfigError(
+                f"{file}, line {line}: {spell_path(path)} is given twice, first on line {lines[path]}"
+            )
+        lines[path] = line
+        _number_value(file, value_node, path, lines)
+
+
+def _number_value(file: Path, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    if len(path) > 4:  # deeper than any key of ours; also an end to aliases that contain themselves
+        return
+    if isinstance(node, yaml.MappingNode):
+        _number_lines(file, node, path, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*path, index] = item.start_mark.line + 1
+            _number_value(file, item, (*path, index), lines)

@@ -1,0 +1,151 @@
+"""The typed leaves of the config: strict about meaning, human about spelling.
+
+Each parser takes what YAML, JSON or an environment variable gives and raises ValueError that says
+what is expected. The annotated types under them are for pydantic fields, a tier's own config too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator
+
+from lmcache_async.config.sizes import parse_size
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+
+
+def parse_flag(value: object) -> bool:
+    """A boolean: true, yes, on, 1 or false, no, off, 0 in any case; nothing else."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | str):
+        text = str(value).strip().lower()
+        if text in _TRUE:
+            return True
+        if text in _FALSE:
+            return False
+    raise ValueError("expected true or false (also yes/no, on/off, 1/0)")
+
+
+def parse_count(value: object) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value.strip(), re.ASCII):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return value
+
+
+def parse_number(value: object) -> float:
+    """A finite number; booleans are none."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            value = None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("expected a number")
+    return float(value)
+
+
+def parse_seconds(value: object) -> float:
+    """A time in seconds, above 0."""
+    seconds = _number_or_nan(value)
+    if not seconds > 0:
+        raise ValueError("expected a number of seconds above 0")
+    return seconds
+
+
+def parse_wait(value: object) -> float:
+    """A time in seconds, where 0 is "do not wait"."""
+    seconds = _number_or_nan(value)
+    if not seconds >= 0:
+        raise ValueError("expected a number of seconds, 0 or more")
+    return seconds
+
+
+def parse_fraction(value: object) -> float:
+    fraction = _number_or_nan(value)
+    if not 0 < fraction <= 1:
+        raise ValueError("expected a fraction above 0 and at most 1")
+    return fraction
+
+
+def parse_list(value: object) -> list[Any]:
+    """A list, also as text: JSON (`["a", "b"]`) or names between commas (`a, b`)."""
+    if isinstance(value, str):
+        value = _read_flow(value, "[") if value.lstrip().startswith("[") else value.split(",")
+        if isinstance(value, list):
+            value = [item.strip() if isinstance(item, str) else item for item in value]
+    if not isinstance(value, list | tuple):
+        raise ValueError('expected a list, such as ["a", "b"]')  # noqa: TRY004 - pydantic reads ValueError
+    return list(value)
+
+
+def parse_mapping(value: object) -> dict[str, Any]:
+    """A mapping, also as JSON text."""
+    if isinstance(value, str):
+        value = _read_flow(value, "{")
+    if not isinstance(value, Mapping):
+        raise ValueError('expected a mapping, such as {"key": "value"}')  # noqa: TRY004 - as above
+    return {str(key): item for key, item in value.items()}
+
+
+def parse_name(value: object) -> str:
+    """A name of letters, digits, `_`, `.` and `-`."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError("expected a name of letters, digits, '_', '.' and '-'")
+    return value
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    """At least one name."""
+    names = tuple(parse_name(item) for item in parse_list(value))
+    if not names:
+        raise ValueError("expected at least one name")
+    return names
+
+
+def unless_none(value: object) -> object:
+    """Texts that mean "not set" become None."""
+    return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
+
+
+def _number_or_nan(value: object) -> float:
+    try:
+        return parse_number(value)
+    except ValueError:
+        return math.nan
+
+
+def _read_flow(text: str, opening: str) -> object:
+    """JSON, or YAML's flow form of it; None where it is neither."""
+    if not text.lstrip().startswith(opening):
+        return None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _parse_optional_size(value: object) -> int | None:
+    value = unless_none(value)
+    return None if value is None else parse_size(value)
+
+
+Flag = Annotated[bool, BeforeValidator(parse_flag)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+OptionalSize = Annotated[int | None, BeforeValidator(_parse_optional_size)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Wait = Annotated[float, BeforeValidator(parse_wait)]
+Fraction = Annotated[float, BeforeValidator(parse_fraction)]
+Name = Annotated[str, BeforeValidator(parse_name)]
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
