@@ -1,0 +1,152 @@
+"""A FIFO reservation of bytes: the currency of backpressure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import BudgetExceededError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStatistics:
+    """What a budget holds.
+
+    Attributes:
+        max_bytes: The whole budget.
+        used_bytes: Reserved now.
+        peak_bytes: The most that was ever reserved at one time.
+        waiting: Reservations that wait now.
+        waited: Reservations that had to wait since the budget was made, however they ended.
+        refused: Reservations that ended in BudgetExceededError.
+    """
+
+    max_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    waiting: int
+    waited: int
+    refused: int
+
+
+class ByteBudget:
+    """Bytes that may be in use at one time. Used on one event loop's thread.
+
+    Reservations are served in the order they came: a large one is never overtaken by smaller ones.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        self._max_bytes = max_bytes
+        self._used = 0
+        self._peak = 0
+        self._waited = 0
+        self._refused = 0
+        # Ordered, not a deque: a waiter that gives up leaves from the middle in O(1).
+        self._waiters: OrderedDict[asyncio.Future[None], int] = OrderedDict()
+
+    def reserve_nowait(self, nbytes: int) -> bool:
+        """Reserve now or answer False; False also while others wait."""
+        _check(nbytes)
+        if self._waiters or not self._fits(nbytes):
+            return False
+        self._add(nbytes)
+        return True
+
+    async def reserve(self, nbytes: int, *, timeout_s: float) -> None:
+        """Reserve, waiting for others to give back. Cancelled, nothing is reserved.
+
+        Raises:
+            BudgetExceededError: Not to be had within `timeout_s`, or (at once) more than there will ever be.
+        """
+        if self.reserve_nowait(nbytes):
+            return
+        if nbytes > self._max_bytes:
+            self._refused += 1
+            raise BudgetExceededError(f"{nbytes} bytes are more than the whole budget of {self._max_bytes}")
+        self._waited += 1
+        granted = asyncio.get_running_loop().create_future()
+        self._waiters[granted] = nbytes
+        try:
+            async with asyncio.timeout(timeout_s):
+                await granted
+        except TimeoutError:
+            if _is_granted(granted):  # granted in the very turn in which the time ran out
+                return
+            self._refused += 1
+            raise BudgetExceededError(
+                f"{nbytes} bytes were not free within {timeout_s} s:"
+                f" {self._used} of {self._max_bytes} are in use"
+            ) from None
+        except asyncio.CancelledError:
+            if _is_granted(granted):
+                self.release(nbytes)
+            raise
+        finally:
+            if self._waiters.pop(granted, None) is not None:
+                self._serve()  # the next one may be smaller, and fit
+
+    def release(self, nbytes: int) -> None:
+        """Give back what was reserved.
+
+        Raises:
+            RuntimeError: More is given back than is reserved: something was given back twice.
+        """
+        _check(nbytes)
+        if nbytes > self._used:
+            raise RuntimeError(f"{nbytes} bytes given back, but only {self._used} are reserved")
+        self._used -= nbytes
+        self._serve()
+
+    @asynccontextmanager
+    async def lease(self, nbytes: int, *, timeout_s: float) -> AsyncIterator[None]:
+        """`reserve` on the way in, `release` on the way out."""
+        await self.reserve(nbytes, timeout_s=timeout_s)
+        try:
+            yield
+        finally:
+            self.release(nbytes)
+
+    def statistics(self) -> BudgetStatistics:
+        return BudgetStatistics(
+            max_bytes=self._max_bytes,
+            used_bytes=self._used,
+            peak_bytes=self._peak,
+            waiting=len(self._waiters),
+            waited=self._waited,
+            refused=self._refused,
+        )
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used + nbytes <= self._max_bytes
+
+    def _add(self, nbytes: int) -> None:
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
+
+    def _serve(self) -> None:
+        while self._waiters:
+            granted, nbytes = next(iter(self._waiters.items()))
+            if not granted.done():  # else its task was cancelled, and has not run yet
+                if not self._fits(nbytes):
+                    return
+                # Counted here, not by the waiter: nobody may take the bytes before it runs.
+                self._add(nbytes)
+                granted.set_result(None)
+            del self._waiters[granted]
+
+
+def _is_granted(future: asyncio.Future[None]) -> bool:
+    return future.done() and not future.cancelled()
+
+
+def _check(nbytes: int) -> None:
+    if nbytes < 0:
+        raise ValueError(f"nbytes must not be negative, got {nbytes}")

@@ -1,0 +1,200 @@
+"""A lease of one slab of the arena, as memoryview, array and tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from lmcache_async.memory.region import Region
+
+PAGE = 4096
+"""What direct I/O wants addresses and lengths to be multiples of."""
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class SlabOwner(Protocol):
+    """Who is told when leases end."""
+
+    def lease_ended(self, slab: Slab) -> None:
+        """A lease was given back; others of the slab may be left."""
+
+    def slab_idle(self, slab: Slab) -> None:
+        """No lease and no view of the slab is left. Called from any thread, also by the collector."""
+
+
+class Slab:
+    """A fixed piece of the region, and how many leases it has."""
+
+    __slots__ = ("__weakref__", "_bytes", "_guard", "_owner", "_region", "index", "leases", "nbytes")
+
+    def __init__(self, region: Region, index: int, nbytes: int, owner: SlabOwner) -> None:
+        self.index = index
+        self.nbytes = nbytes
+        self.leases = 0
+        self._region = region
+        self._owner = owner
+        self._bytes: Bytes | None = None
+        self._guard: weakref.ref[Bytes] | None = None
+
+    @property
+    def address(self) -> int:
+        return self._region.address + self.index * self.nbytes
+
+    @property
+    def bytes(self) -> Bytes:
+        """All of the slab. Every view that anybody derives from it keeps this one array alive.
+
+        That is how we know when the last view is gone: `memoryview.release()` says nothing of
+        slices of the view, and torch takes no buffer lock at all.
+        """
+        if self._bytes is None:
+            self._bytes = np.frombuffer(
+                self._region.view, dtype=np.uint8, count=self.nbytes, offset=self.index * self.nbytes
+            )
+            self._guard = weakref.ref(self._bytes, self._views_gone)
+        return self._bytes
+
+    def drop(self) -> None:
+        """End one lease."""
+        self.leases -= 1
+        if self.leases == 0:
+            if self._bytes is None:
+                self._owner.slab_idle(self)
+            else:
+                self._bytes = None  # `_views_gone` follows at once, or when the last view is gone
+        self._owner.lease_ended(self)
+
+    def _views_gone(self, guard: weakref.ref[Bytes]) -> None:
+        del guard
+        self._owner.slab_idle(self)
+
+
+class Buffer:
+    """One lease of one slab, to be released exactly once. Used on the arena's thread.
+
+    Workers may read and write its views elsewhere. The slab is used again only when its last lease
+    is released *and* the last view (slice, array, tensor) taken from any of them is gone: a view
+    that outlives its lease costs a slab, never someone else's bytes.
+    """
+
+    __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views")
+
+    def __init__(self, slab: Slab, nbytes: int) -> None:
+        _check_size(nbytes, slab)
+        slab.leases += 1
+        self._slab = slab
+        self._nbytes = nbytes
+        self._released = False
+        self._views: dict[int, memoryview] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The length asked for, or given to `resize`; at most the slab's."""
+        return self._nbytes
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; a multiple of 4096."""
+        return self._slab.address
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, writable; unusable (ValueError) after the release."""
+        return self._view(self._nbytes)
+
+    @property
+    def padded_view(self) -> memoryview:
+        """`view` and what is left of its last 4096 bytes, for direct I/O."""
+        return self._view(-(-self._nbytes // PAGE) * PAGE)
+
+    @property
+    def array(self) -> Bytes:
+        """The bytes as uint8 of shape (nbytes,), without a copy."""
+        return self._bytes()[: self._nbytes]
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+        """The bytes from `offset` on as a tensor, without a copy.
+
+        Raises:
+            ValueError: They reach beyond `nbytes`.
+        """
+        import torch
+
+        stop = offset + math.prod(shape) * dtype.itemsize
+        if not 0 <= offset <= stop <= self._nbytes:
+            raise ValueError(f"bytes {offset} to {stop} are not all within the {self._nbytes} of the buffer")
+        return torch.from_numpy(self._bytes()[offset:stop]).view(dtype).view(shape)
+
+    def retain(self) -> Buffer:
+        """A further lease of the same slab, with a length and a release of its own."""
+        self._check_leased()
+        return Buffer(self._slab, self._nbytes)
+
+    def resize(self, nbytes: int) -> None:
+        """Set the true length, where it is known only after a read."""
+        self._check_leased()
+        _check_size(nbytes, self._slab)
+        self._nbytes = nbytes
+
+    def release(self) -> None:
+        """Give the lease back; its views become unusable.
+
+        Raises:
+            RuntimeError: It was given back before.
+        """
+        if self._released:
+            raise RuntimeError(f"the lease of slab {self._slab.index} was given back twice")
+        self._released = True
+        for view in self._views.values():
+            # An array or a pending read uses the view: the slab waits for it.
+            with contextlib.suppress(BufferError):
+                view.release()
+        self._views.clear()
+        self._slab.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else f"{self._slab.leases} leases"
+        return f"<Buffer of {self._nbytes} bytes in slab {self._slab.index}, {state}>"
+
+    def _bytes(self) -> Bytes:
+        self._check_leased()
+        return self._slab.bytes
+
+    def _view(self, nbytes: int) -> memoryview:
+        self._check_leased()
+        view = self._views.get(nbytes)
+        if view is None:
+            view = self._views[nbytes] = self._slab.bytes.data[:nbytes]
+        return view
+
+    def _check_leased(self) -> None:
+        if self._released:
+            raise ValueError(f"the lease of slab {self._slab.index} was released")
+
+
+def _check_size(nbytes: int, slab: Slab) -> None:
+    if not 0 <= nbytes <= slab.nbytes:
+        raise ValueError(f"a slab has {slab.nbytes} bytes, not {nbytes}")
