@@ -1,0 +1,6 @@
+"""What to give up when a tier is full."""
+
+from lmcache_async.tiers.eviction.base import EvictionPolicy
+from lmcache_async.tiers.eviction.lru import LRUPolicy
+
+__all__ = ["EvictionPolicy", "LRUPolicy"]

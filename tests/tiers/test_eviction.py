@@ -1,0 +1,247 @@
+"""What the LRU policy promises, for requests that share prefixes and arrive in any interleaving."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.tiers.eviction import LRUPolicy
+from lmcache_async.types import ChunkKey
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(16, "big"))
+
+
+def anyone(_: ChunkKey) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Prompts that share prefixes: the chunk before each chunk, None for a first one."""
+
+    parents: tuple[int | None, ...]
+
+    def path(self, node: int) -> list[ChunkKey]:
+        """The prompt that ends with `node`, from its first chunk on."""
+        path: list[ChunkKey] = []
+        step: int | None = node
+        while step is not None:
+            path.append(key(step))
+            step = self.parents[step]
+        return path[::-1]
+
+    def parent(self, child: ChunkKey) -> ChunkKey | None:
+        parent = self.parents[int.from_bytes(child, "big")]
+        return None if parent is None else key(parent)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Forest:
+    parents: list[int | None] = []
+    for node in range(draw(st.integers(1, 25))):
+        before = draw(st.none() | st.integers(0, node - 1)) if node else None
+        parents.append(before)
+    return Forest(tuple(parents))
+
+
+def use(policy: LRUPolicy, batch: list[ChunkKey]) -> None:
+    """What a tier does for `put_many`: the batch is touched, what is not held is added."""
+    policy.touch(batch)
+    for chunk in batch:
+        if chunk not in policy:
+            policy.add(chunk, 1)
+
+
+@given(forest=forests(), data=st.data())
+def test_no_prefix_goes_before_its_suffix_whatever_is_evicted(forest: Forest, data: st.DataObject) -> None:
+    policy = LRUPolicy()
+    nodes = st.integers(0, len(forest.parents) - 1)
+    for _ in range(data.draw(st.integers(1, 20), label="steps")):
+        use(policy, forest.path(data.draw(nodes, label="prompt")))
+        leased = {key(node) for node in data.draw(st.sets(nodes, max_size=4), label="leased")}
+        free = set(policy) - leased
+        policy.evict(data.draw(st.integers(0, 8), label="wanted"), free.__contains__)
+
+        held = set(policy)
+        assert all(forest.parent(chunk) in held | {None} for chunk in held)
+
+
+@given(forest=forests(), data=st.data())
+def test_prompts_stored_piecewise_and_interleaved_keep_their_prefixes(
+    forest: Forest, data: st.DataObject
+) -> None:
+    policy = LRUPolicy()
+    prompts = [
+        forest.path(data.draw(st.integers(0, len(forest.parents) - 1)))
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    for prompt in prompts:
+        policy.touch(prompt)  # the lookup, before anything is stored
+    left = [list(prompt) for prompt in prompts]
+    while any(left):
+        prompt = data.draw(st.sampled_from([prompt for prompt in left if prompt]), label="next")
+        count = data.draw(st.integers(1, 4), label="count")
+        use(policy, prompt[:count])
+        del prompt[:count]
+
+    while len(policy):
+        before = set(policy)
+        (victim,) = policy.evict(1, anyone)
+        assert victim not in {forest.parent(chunk) for chunk in before}
+
+
+@given(forest=forests(), data=st.data())
+def test_a_batch_without_its_beginning_still_goes_suffix_first(forest: Forest, data: st.DataObject) -> None:
+    policy = LRUPolicy()
+    prompt = forest.path(data.draw(st.integers(0, len(forest.parents) - 1)))
+    first = data.draw(st.integers(0, len(prompt) - 1))
+    use(policy, prompt[first:])
+
+    assert policy.evict(len(prompt) - first, anyone) == prompt[first:][::-1]
+
+
+def test_chunks_read_one_by_one_after_a_lookup_go_suffix_first() -> None:
+    policy = LRUPolicy()
+    prompt = [key(i) for i in range(6)]
+    policy.touch(prompt)
+    for chunk in prompt:
+        policy.add(chunk, 1)
+    for chunk in prompt:
+        policy.touch([chunk])
+
+    assert policy.evict(6, anyone) == prompt[::-1]
+
+
+def test_a_prefix_shared_by_two_requests_outlives_both_suffixes() -> None:
+    policy = LRUPolicy()
+    shared = [key(0), key(1)]
+    use(policy, [*shared, key(10), key(11)])
+    use(policy, [*shared, key(20)])
+
+    assert policy.evict(5, anyone) == [key(11), key(10), key(20), key(1), key(0)]
+
+
+def test_decoding_that_grows_an_old_prompt_keeps_the_prompt() -> None:
+    policy = LRUPolicy()
+    old = [key(0), key(1)]
+    use(policy, old)
+    use(policy, [key(50)])
+    use(policy, [key(1), key(2)])
+
+    assert policy.evict(4, anyone) == [key(50), key(2), key(1), key(0)]
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_single_chunk_prompts_go_in_order_of_last_use(uses: list[int]) -> None:
+    policy = LRUPolicy()
+    model: OrderedDict[ChunkKey, None] = OrderedDict()
+    for number in uses:
+        use(policy, [key(number)])
+        model[key(number)] = None
+        model.move_to_end(key(number))
+
+    assert policy.evict(len(model), anyone) == list(model)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10), min_size=1, max_size=12),
+    wanted=st.integers(0, 80),
+    leased=st.sets(st.integers(0, 11)),
+)
+def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(
+    sizes: list[int], wanted: int, leased: set[int]
+) -> None:
+    policy = LRUPolicy()
+    for number, size in enumerate(sizes):
+        policy.add(key(number), size)
+    free = {key(number): size for number, size in enumerate(sizes) if number not in leased}
+
+    victims = policy.evict(wanted, lambda chunk: chunk in free)
+
+    if sum(free.values()) < wanted:
+        assert victims == []
+        assert len(policy) == len(sizes)
+    else:
+        assert sum(free[victim] for victim in victims) >= wanted
+        assert sum(free[victim] for victim in victims[:-1]) < max(wanted, 1)
+        assert set(policy) == {key(number) for number in range(len(sizes))} - set(victims)
+
+
+@given(forest=forests(), data=st.data())
+def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject) -> None:
+    tried, plain = LRUPolicy(), LRUPolicy()
+    for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
+        use(tried, forest.path(node))
+        use(plain, forest.path(node))
+    count = len(plain)
+    root = next(chunk for chunk in plain if forest.parent(chunk) is None)
+
+    assert tried.evict(count, lambda chunk: chunk != root) == []
+
+    # The leased one counts as touched; all else goes as if nobody had asked.
+    plain.touch([root])
+    assert tried.evict(count, anyone) == plain.evict(count, anyone)
+
+
+@given(
+    batches=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=6), st.booleans(), st.booleans())),
+    drop=st.sets(st.integers(0, 7)),
+)
+def test_a_caller_that_mixes_orders_up_makes_nothing_unevictable(
+    batches: list[tuple[list[int], bool, bool]], drop: set[int]
+) -> None:
+    policy = LRUPolicy(max_hints=3)
+    for numbers, gapless, add in batches:
+        batch = [key(number) for number in numbers]
+        policy.touch(batch, gapless=gapless)
+        if add:
+            use(policy, batch)
+    for number in drop:
+        policy.discard(key(number))
+
+    count = len(policy)
+    assert len(policy.evict(count, anyone)) == count
+
+
+def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
+    policy = LRUPolicy()
+    use(policy, [key(0), key(1), key(2)])
+    policy.touch([key(0), key(2)], gapless=False)
+    policy.touch([key(2)])
+
+    assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
+
+
+def test_what_is_parked_and_leased_costs_one_look_each() -> None:
+    policy = LRUPolicy()
+    prompt = [key(number) for number in range(1000)]
+    use(policy, prompt)
+    for chunk in prompt:
+        policy.touch([chunk])  # prefixes are the oldest now: the worst order
+    looks: list[ChunkKey] = []
+
+    def look(chunk: ChunkKey) -> bool:
+        looks.append(chunk)
+        return True
+
+    for _ in range(1000):
+        policy.evict(1, look)
+
+    assert looks == prompt[::-1]
+
+
+def test_adding_a_held_chunk_is_refused() -> None:
+    policy = LRUPolicy()
+    policy.add(key(1), 1)
+
+    with pytest.raises(ValueError, match="held already"):
+        policy.add(key(1), 1)
+    assert policy.discard(key(1))
+    assert not policy.discard(key(1))
+    assert key(1) not in policy
