@@ -2,6 +2,7 @@
 
 from lmcache_async.hashing.chain import ChunkHasher, Extra, partial_candidates
 from lmcache_async.hashing.digest import ALGORITHMS, digest_function
+from lmcache_async.hashing.fingerprint import FingerprintMode, weights_fingerprint
 from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
@@ -9,6 +10,7 @@ __all__ = [
     "ALGORITHMS",
     "ChunkHasher",
     "Extra",
+    "FingerprintMode",
     "Namespace",
     "RequestNamespace",
     "TokenIds",
@@ -16,4 +18,5 @@ __all__ = [
     "canonical_text",
     "digest_function",
     "partial_candidates",
+    "weights_fingerprint",
 ]

@@ -34,15 +34,12 @@ def as_tokens(tokens: TokenIds) -> Tokens:
     """
     if isinstance(tokens, np.ndarray):
         return _from_numpy(tokens)
-    if isinstance(tokens, range):
-        return _from_range(tokens)
     if isinstance(tokens, (bytes, bytearray, memoryview)):
         return _from_buffer(memoryview(tokens))
     if isinstance(tokens, array):
         return _from_numpy(np.asarray(tokens))
-    torch = sys.modules.get(
-        "torch"
-    )  # a tensor cannot exist before torch was imported, and it is slow to import
+    # A tensor cannot exist before torch was imported, which takes seconds: never import it here.
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(tokens, torch.Tensor):
         if tokens.is_floating_point() or tokens.is_complex():
             raise TypeError(f"tokens are a tensor of {tokens.dtype}; token ids are integers")
@@ -64,14 +61,6 @@ def _from_numpy(values: npt.NDArray[Any]) -> Tokens:
     return np.ascontiguousarray(values, dtype=np.int32)
 
 
-def _from_range(values: range) -> Tokens:
-    for position in (0, len(values) - 1) if values else ():
-        if not 0 <= values[position] <= MAX_TOKEN:
-            # Between two ends that fit everything fits, so the first to leave the span is what is named.
-            _refuse_value(*next((i, v) for i, v in enumerate(values) if not 0 <= v <= MAX_TOKEN))
-    return np.arange(values.start, values.stop, values.step, dtype=np.int64).astype(np.int32)
-
-
 def _from_buffer(view: memoryview) -> Tokens:
     if view.format not in ("B", "b", "c"):
         return _from_numpy(np.asarray(view))
@@ -89,9 +78,9 @@ def _from_sequence(values: Sequence[Any]) -> Tokens:
         _refuse_first(values)
     result = np.frombuffer(packed, np.int32) if packed else np.empty(0, np.int32)
     # A boolean passes as 0 or 1, so only these two need a look. Few prompts hold many of them.
-    for position in np.flatnonzero(result <= 1).tolist():
-        if isinstance(values[position], bool) or result[position] < 0:
-            _refuse_first(values)
+    suspects = map(values.__getitem__, np.flatnonzero(result <= 1).tolist())
+    if not {bool, np.bool_}.isdisjoint(map(type, suspects)) or (packed and result.min() < 0):
+        _refuse_first(values)
     return result
 
 

@@ -1,0 +1,175 @@
+"""A short text for the weights of a local model: other weights under the same name give another one.
+
+It depends on names inside the model's folder, sizes and bytes alone, never on times or on where the
+folder is, so it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import xxhash
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing.namespace import canonical_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+FingerprintMode: TypeAlias = Literal["sampled", "full"]
+
+# The first group with a file is what is loaded. A folder that holds a model in two forms prefers the first too.
+_WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
+# Read whole: they say what is computed with the weights, and which of them.
+_SETTINGS = ("config.json", "adapter_config.json", "params.json", "*quant*.json", "*.index.json", "*.py")
+
+_SAMPLE_BYTES = 4096
+_END_BYTES = (
+    1 << 20
+)  # a GGUF's table is at its start, a zip's (of .bin, .pt), with CRCs of all members, at its end
+_STRIDE_BYTES = 1 << 20
+_MAX_SAMPLES = 4096
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
+_PART_BYTES = 4 << 20
+_THREADS = 8  # reads in flight; most of the time is the disk's latency
+
+
+def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled") -> str:
+    """Fingerprint of the model at `path`, a folder or one file, as `mode:32 hex digits`.
+
+    Both modes read the model's settings whole. Of the weights, `full` reads every byte. `sampled`
+    reads each safetensors header and 4 KiB at the start, middle and end of each tensor; of other
+    files 4 KiB in each MiB. It is made for models that were trained or quantised anew; only `full`
+    sees an edit of single numbers. Blocks: run it in a worker thread.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`, as for a hub name, or no weights.
+        ValueError: A safetensors file is malformed.
+        ConfigError: There is no such mode.
+    """
+    if mode not in ("sampled", "full"):
+        raise ConfigError(f"fingerprint mode {mode!r} is unknown; there are sampled, full")
+    if not path.exists():
+        raise FileNotFoundError(f"no model at {path}; the weights of a hub name have no local fingerprint")
+    weights = _weight_files(path)
+    settings = _matches(path, _SETTINGS) if path.is_dir() else []
+    with ThreadPoolExecutor(_THREADS, "lmcache-async-fingerprint") as pool:
+        described = pool.map(partial(_describe, _sample if mode == "sampled" else _all), weights)
+        entries = [*described, *map(partial(_describe, _all), settings)]
+    return f"{mode}:{xxhash.xxh3_128_hexdigest(canonical_text(sorted(entries)).encode())}"
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    for patterns in _WEIGHTS:
+        if files := _matches(path, patterns):
+            return files
+    known = ", ".join(pattern for patterns in _WEIGHTS for pattern in patterns)
+    raise FileNotFoundError(f"no weights in {path}; looked for {known}")
+
+
+def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    # A dangling link stays in, so that opening it names it.
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if not file.is_dir()})
+
+
+Parts: TypeAlias = "Iterator[bytes | memoryview]"
+
+
+def _describe(read: Callable[[int, int, str], Parts], file: Path) -> tuple[str, int, str]:
+    """Name, size and digest of what `read` takes of the file."""
+    digest = xxhash.xxh3_128()
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        for part in read(descriptor, size, str(file)):
+            digest.update(part)  # releases the GIL
+    finally:
+        os.close(descriptor)
+    return file.name, size, digest.hexdigest()
+
+
+def _all(descriptor: int, size: int, name: str) -> Parts:
+    """Every byte, in one buffer that each step overwrites."""
+    part = memoryview(bytearray(min(size, _PART_BYTES)))
+    done = 0
+    while done < size:
+        count = os.preadv(descriptor, [part[: size - done]], done)
+        if not count:
+            raise ValueError(f"{name} shrank while it was read")
+        yield part[:count]
+        done += count
+
+
+def _sample(descriptor: int, size: int, name: str) -> Parts:
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or each sample reads ahead 32 times its size
+    if name.endswith(".safetensors"):
+        return _sample_safetensors(descriptor, size, name)
+    return _sample_any(descriptor, size, name)
+
+
+def _sample_any(descriptor: int, size: int, name: str) -> Parts:
+    """Both ends, and 4 KiB at each step between them."""
+    stride = max(_STRIDE_BYTES, size // _MAX_SAMPLES)
+    yield _read(descriptor, 0, min(size, _END_BYTES), name)
+    for offset in range(_END_BYTES, size - _END_BYTES, stride):
+        yield _read(descriptor, offset, _SAMPLE_BYTES, name)
+    if size > _END_BYTES:
+        yield _read(descriptor, size - _END_BYTES, _END_BYTES, name)
+
+
+def _sample_safetensors(descriptor: int, size: int, name: str) -> Parts:
+    """The header, and 4 KiB at the start, middle and end of each tensor."""
+    if size < 8:
+        raise ValueError(f"{name} is no safetensors file: it has {size} bytes")
+    header_bytes = int.from_bytes(_read(descriptor, 0, 8, name), "little")
+    if header_bytes > min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"{name} is no safetensors file: a header of {header_bytes} bytes in {size}")
+    header = _read(descriptor, 8, header_bytes, name)
+    yield header
+    data_start = 8 + header_bytes
+    for begin, end in _spans(header, size - data_start, name):
+        length = end - begin
+        if length <= 3 * _SAMPLE_BYTES:
+            yield _read(descriptor, data_start + begin, length, name)
+            continue
+        for at in (begin, begin + (length - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+            yield _read(descriptor, data_start + at, _SAMPLE_BYTES, name)
+
+
+def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
+    """Where each tensor begins and ends in the data, in the data's order."""
+    try:
+        entries: Any = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no safetensors file: its header is no JSON") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{name} is no safetensors file: its header is no object")  # noqa: TRY004  the file is wrong
+    spans = []
+    for tensor, entry in entries.items():
+        if tensor == "__metadata__":
+            continue
+        match entry:
+            case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end <= data_bytes:
+                spans.append((begin, end))
+            case _:
+                raise ValueError(
+                    f"{name}: tensor {tensor!r} does not lie in the file's {data_bytes} data bytes"
+                )
+    return sorted(spans)
+
+
+def _read(descriptor: int, offset: int, nbytes: int, name: str) -> bytes:
+    data = os.pread(descriptor, nbytes, offset)
+    while len(data) < nbytes:
+        more = os.pread(descriptor, nbytes - len(data), offset + len(data))
+        if not more:
+            raise ValueError(f"{name} shrank while it was read")
+        data += more
+    return data

@@ -1,0 +1,304 @@
+"""Keys: equal exactly for equal prefixes, however the tokens came, and of a format that never changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import (
+    ALGORITHMS,
+    ChunkHasher,
+    Extra,
+    Namespace,
+    RequestNamespace,
+    digest_function,
+    partial_candidates,
+)
+
+ROOT = b"0123456789abcdef"
+SIZE = 4
+tokens = st.lists(st.integers(0, 3), max_size=30)
+extras = st.lists(
+    st.builds(
+        lambda start, length, text: Extra(start, start + length, text),
+        st.integers(0, 25),
+        st.integers(1, 12),
+        st.sampled_from(["cat", "dog"]),
+    ),
+    max_size=4,
+)
+
+
+def hasher(**options):
+    return ChunkHasher(ROOT, **{"chunk_size": SIZE, **options})
+
+
+def common_prefix(one, other):
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def plain(chunks):
+    return [(chunk.key, chunk.start, chunk.tokens.tolist(), chunk.extra) for chunk in chunks]
+
+
+@given(tokens, extras, st.lists(st.integers(0, 30)))
+def test_any_split_of_the_tokens_gives_the_same_chunks(ids, spans, cuts):
+    whole, parts = hasher(extras=spans), hasher(extras=spans)
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    expected = whole.extend(ids)
+
+    chunks = [c for a, b in itertools.pairwise(borders) for c in parts.extend(ids[a:b])]
+
+    assert plain(chunks) == plain(expected)
+    assert parts.tail() is None if whole.tail() is None else plain([parts.tail()]) == plain([whole.tail()])
+    assert (parts.parent, parts.num_tokens) == (whole.parent, whole.num_tokens)
+
+
+@given(tokens, tokens, tokens)
+def test_leading_keys_are_equal_exactly_as_far_as_the_tokens_are(shared, one, other):
+    one, other = shared + one, shared + other
+
+    keys = [hasher().extend_keys(ids) for ids in (one, other)]
+
+    expected = min(common_prefix(one, other) // SIZE, *map(len, keys))
+    assert common_prefix(*keys) == expected
+    assert not set(keys[0][expected:]) & set(keys[1][expected:])
+
+
+@given(tokens, extras)
+def test_chunks_cover_the_tokens_in_order(ids, spans):
+    one = hasher(extras=spans)
+
+    chunks = one.extend(ids)
+    tail = one.tail()
+
+    covered = [*chunks, *([tail] if tail else [])]
+    assert [t for chunk in covered for t in chunk.tokens.tolist()] == ids
+    assert [chunk.start for chunk in covered] == list(range(0, len(ids), SIZE))
+    assert one.num_tokens == len(ids)
+    assert one.parent == (chunks[-1].key if chunks else ROOT)
+    assert [chunk.key for chunk in chunks] == hasher(extras=spans).extend_keys(ids)
+
+
+@given(tokens, extras, st.sampled_from(ALGORITHMS))
+def test_no_two_chunks_of_a_request_share_a_key(ids, spans, algorithm):
+    one = hasher(extras=spans, algorithm=algorithm)
+
+    keys = one.extend_keys(ids) + [chunk.key for chunk in one.partials(1)]
+
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} <= {16}
+
+
+@given(tokens, extras, extras)
+def test_extras_change_the_keys_from_the_first_chunk_that_they_reach(ids, one, other):
+    both = [hasher(extras=spans) for spans in (one, other)]
+    chunks = [each.extend(ids) for each in both]
+
+    def reaching(spans, chunk):
+        return sorted(span for span in spans if span.start < chunk.stop and span.stop > chunk.start)
+
+    differs = [reaching(one, chunk) != reaching(other, chunk) for chunk in chunks[0]]
+    expected = differs.index(True) if True in differs else len(differs)
+    assert common_prefix(*([chunk.key for chunk in each] for each in chunks)) == expected
+
+
+def test_an_image_leaves_the_chunks_before_it_alone():
+    ids = range(1000)
+    keys = [
+        ChunkHasher(ROOT, chunk_size=256, extras=spans).extend_keys(ids)
+        for spans in ([], [Extra(700, 760, "cat")], [Extra(700, 760, "dog")], [Extra(701, 760, "cat")])
+    ]
+
+    assert len({tuple(each[:2]) for each in keys}) == 1
+    assert len({each[2] for each in keys}) == 4
+
+
+def test_an_image_that_comes_twice_folds_into_each_of_its_chunks():
+    ids = [7] * 12
+
+    chunks = hasher(extras=[Extra(9, 10, "cat"), Extra(1, 6, "cat")]).extend(ids)
+
+    assert [chunk.extra for chunk in chunks] == ['[[1,6,"cat"]]', '[[-3,2,"cat"]]', '[[1,2,"cat"]]']
+
+
+@given(tokens.filter(bool), tokens)
+def test_a_partial_chunks_key_is_never_a_full_ones(head, ids):
+    ids = head + ids
+    one = hasher()
+    full = one.extend_keys(ids)
+    shorter = [ChunkHasher(ROOT, chunk_size=n).extend_keys(ids[:n])[:1] for n in range(1, SIZE)]
+
+    for at in range(0, len(ids), SIZE):
+        parent = ROOT if at == 0 else full[at // SIZE - 1]
+        partials = partial_candidates(parent, ids[at:], start=at, unit=1, chunk_size=SIZE)
+        assert not {chunk.key for chunk in partials} & set(full)
+        assert not {(chunk.key,) for chunk in partials} & {tuple(keys) for keys in shorter}
+
+
+def test_a_partial_chunks_message_never_reads_as_a_full_one():
+    """The trailer of a chunk with extras, taken for tokens, would be a negative one: no message is shared."""
+    messages = []
+    recorder = ChunkHasher(ROOT, chunk_size=SIZE, extras=[Extra(0, 9, "cat")])
+    recorder._digest = lambda message: messages.append(message) or message[:16]
+
+    recorder.extend([1, 2, 3, 4, 5, 6])
+    recorder.tail()
+
+    assert [struct.unpack("<i", message[-4:])[0] for message in messages] == [4 - 2**31, 2 - 2**31]
+    assert [message[16:24] for message in messages] == [struct.pack("<2i", 1, 2), struct.pack("<2i", 5, 6)]
+
+
+@given(tokens, extras, st.integers(1, 5))
+def test_partials_are_the_leading_multiples_of_the_unit_longest_first(ids, spans, unit):
+    one = hasher(extras=spans)
+    one.extend(ids)
+    tail = ids[len(ids) - len(ids) % SIZE :]
+
+    partials = one.partials(unit)
+
+    assert [chunk.tokens.tolist() for chunk in partials] == [
+        tail[:n] for n in range(len(tail), 0, -1) if n % unit == 0
+    ]
+    for chunk in partials:
+        shorter = hasher(extras=spans)
+        shorter.extend(ids[: chunk.stop])
+        assert plain([chunk]) == plain([shorter.tail()])
+
+
+@given(tokens, extras, st.integers(1, 4))
+def test_candidates_at_a_hole_are_what_a_request_that_ended_there_stored(ids, spans, unit):
+    keys = hasher(extras=spans).extend_keys(ids)
+    for hole in range(len(keys) + 1):
+        start = hole * SIZE
+        ended = hasher(extras=spans)
+        ended.extend(ids[: start + SIZE - 1])
+
+        found = partial_candidates(
+            keys[hole - 1] if hole else ROOT,
+            ids[start:],
+            start=start,
+            unit=unit,
+            chunk_size=SIZE,
+            extras=spans,
+        )
+
+        assert plain(found) == plain(ended.partials(unit))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_another_namespace_changes_every_key(algorithm):
+    engine = Namespace(model="m", weights="w", dtype="d", layout="l", chunk_size=SIZE, algorithm=algorithm)
+    other = dataclasses.replace(engine, weights="w2")
+    roots = [
+        engine.root(),
+        other.root(),
+        *(
+            RequestNamespace(**own).root(engine.root(), algorithm)
+            for own in ({"lora": "a"}, {"lora_path": "a"}, {"cache_salt": "a"}, {"tags": (("a", "a"),)})
+        ),
+    ]
+
+    keys = [ChunkHasher(root, chunk_size=SIZE, algorithm=algorithm).extend_keys(range(40)) for root in roots]
+
+    assert len({key for each in keys for key in each}) == len(roots) * 10
+
+
+def test_chunks_keep_their_tokens_when_the_caller_changes_his():
+    ids = np.arange(SIZE + 2, dtype=np.int32)
+    one = hasher()
+    chunks = one.extend(ids)
+    ids[:] = 9
+
+    assert chunks[0].tokens.tolist() == [0, 1, 2, 3]
+    assert one.tail().tokens.tolist() == [4, 5]
+    assert not chunks[0].tokens.flags.writeable
+
+
+def test_refused_tokens_leave_the_hasher_as_it_was():
+    one = hasher()
+    one.extend([1, 2])
+
+    with pytest.raises(ValueError, match="token 1 is -1"):
+        one.extend([3, -1, 5])
+
+    assert one.extend_keys([3, 4]) == hasher().extend_keys([1, 2, 3, 4])
+
+
+def test_the_messages_are_the_documented_ones():
+    digest = digest_function("sha256")
+    one = hasher(algorithm="sha256", extras=[Extra(5, 6, "cat")])
+
+    keys = one.extend_keys([1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+    text = b'[[1,2,"cat"]]'
+    first = digest(ROOT + struct.pack("<4i", 1, 2, 3, 4))
+    second = digest(
+        first + struct.pack("<4i", 5, 6, 7, 8) + text + struct.pack("<II", len(text), 4 | 1 << 31)
+    )
+    assert keys == [first, second]
+    assert one.tail().key == digest(second + struct.pack("<iII", 9, 0, 1 | 1 << 31))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "full", "imaged", "partial"),
+    [
+        (
+            "xxh3_128",
+            "382a2c3cb7834eb1a69d76b9f5067a68",
+            "df517507b93696471ab1e762dabd1e31",
+            "b32bb8df1090eb927ea2e38479eb9576",
+        ),
+        (
+            "blake3",
+            "260e848cfec5367f4f3080a9d5ce25c4",
+            "1d29ba635b38aab2f3dc90799d209e4b",
+            "0769a0da48971d37718b70e1582c56eb",
+        ),
+        (
+            "sha256",
+            "b0582d1d1a33c1965c4cb0cb8694ac1d",
+            "333d90d01f2489dfbce51fac98a779a2",
+            "e150da88263f85ace583b27f176acb21",
+        ),
+    ],
+)
+def test_the_keys_are_the_golden_ones(algorithm, full, imaged, partial):
+    """A change here makes everything that was ever stored unreachable: raise format_version with it."""
+    one = ChunkHasher(ROOT, chunk_size=256, algorithm=algorithm, extras=[Extra(300, 310, "é")])
+
+    chunks = one.extend(range(100, 100 + 600))
+
+    assert [chunk.key.hex() for chunk in chunks] == [full, imaged]
+    assert one.tail().key.hex() == partial
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 1 << 25])
+def test_a_chunk_size_out_of_range_is_refused(chunk_size):
+    with pytest.raises(ConfigError, match="chunk_size"):
+        ChunkHasher(ROOT, chunk_size=chunk_size)
+
+
+def test_a_root_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="16 bytes"):
+        ChunkHasher(b"short", chunk_size=SIZE)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (-1, 2)])
+def test_an_extra_without_tokens_is_refused(start, stop):
+    with pytest.raises(ValueError, match="cat"):
+        Extra(start, stop, "cat")
+
+
+def test_a_unit_below_one_is_refused():
+    with pytest.raises(ValueError, match="unit is 0"):
+        hasher().partials(0)

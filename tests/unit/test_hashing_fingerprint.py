@@ -1,0 +1,246 @@
+"""Fingerprints of weights: other weights under the same names give another one, another place does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import weights_fingerprint
+from lmcache_async.hashing.fingerprint import _spans
+
+MODES = ["sampled", "full"]
+BIG = 40_000  # bytes, above the three samples of a tensor
+
+
+def safetensors(tensors, *, metadata=None):
+    """The format by hand: header length, JSON header, data."""
+    header, data = {}, b""
+    if metadata:
+        header["__metadata__"] = metadata
+    for name, content in tensors.items():
+        header[name] = {
+            "dtype": "U8",
+            "shape": [len(content)],
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def noise(seed, length):
+    return random.Random(seed).randbytes(length)
+
+
+@pytest.fixture
+def tensors():
+    return {"embed": noise(1, BIG), "bias": noise(2, 12), "empty": b"", "head": noise(3, BIG)}
+
+
+@pytest.fixture
+def model(tmp_path, tensors):
+    """Two shards, an index and a config."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 8}')
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (folder / "model-00001-of-00002.safetensors").write_bytes(safetensors(tensors))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(safetensors({"last": noise(4, BIG)}))
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_place_and_times_do_not_matter(model, tmp_path, mode):
+    before = weights_fingerprint(model, mode=mode)
+    elsewhere = tmp_path / "deep" / "other-name"
+    shutil.copytree(model, elsewhere)
+    for file in elsewhere.iterdir():
+        os.utime(file, (1, 1))
+
+    assert weights_fingerprint(elsewhere, mode=mode) == before
+    assert before.startswith(f"{mode}:")
+    assert len(before) == len(mode) + 1 + 32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_links_count_as_what_they_lead_to(model, tmp_path, mode):
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in model.iterdir():
+        (snapshot / file.name).symlink_to(file)
+
+    assert weights_fingerprint(snapshot, mode=mode) == weights_fingerprint(model, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tensor", ["embed", "bias", "head"])
+def test_another_tensor_under_the_same_name_and_size_changes_it(model, tensors, tensor, mode):
+    before = weights_fingerprint(model, mode=mode)
+    tensors[tensor] = noise(99, len(tensors[tensor]))
+    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(tensors))
+
+    assert weights_fingerprint(model, mode=mode) != before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("position", [0, BIG // 2, BIG - 1])
+def test_one_byte_at_the_start_middle_or_end_of_a_tensor_changes_it(model, tensors, position, mode):
+    before = weights_fingerprint(model, mode=mode)
+    edited = bytearray(tensors["head"])
+    edited[position] ^= 1
+    tensors["head"] = bytes(edited)
+    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(tensors))
+
+    assert weights_fingerprint(model, mode=mode) != before
+
+
+def test_only_full_sees_one_byte_between_the_samples(model, tensors):
+    before = [weights_fingerprint(model, mode=mode) for mode in MODES]
+    edited = bytearray(tensors["head"])
+    edited[BIG // 4] ^= 1
+    tensors["head"] = bytes(edited)
+    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(tensors))
+
+    after = [weights_fingerprint(model, mode=mode) for mode in MODES]
+
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: (model / "config.json").write_text('{"hidden_size": 9}'),
+        lambda model: (model / "config.json").unlink(),
+        lambda model: (model / "adapter_config.json").write_text('{"lora_alpha": 32}'),
+        lambda model: (model / "modeling_own.py").write_text("def forward(): ..."),
+        lambda model: (model / "model-00002-of-00002.safetensors").unlink(),
+        lambda model: (model / "model-00002-of-00002.safetensors").rename(model / "model-00003.safetensors"),
+        lambda model: (model / "model-00002-of-00002.safetensors").write_bytes(
+            safetensors({"last": noise(4, BIG)}, metadata={"format": "pt"})
+        ),
+    ],
+)
+def test_settings_names_and_headers_count(model, change, mode):
+    before = weights_fingerprint(model, mode=mode)
+    change(model)
+
+    assert weights_fingerprint(model, mode=mode) != before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_no_weight_and_no_setting_does_not_count(model, mode):
+    before = weights_fingerprint(model, mode=mode)
+    (model / "README.md").write_text("hello")
+    (model / "pytorch_model.bin").write_bytes(b"the same model in another form")
+    (model / "original.safetensors").mkdir()
+
+    assert weights_fingerprint(model, mode=mode) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "model.gguf"])
+@pytest.mark.parametrize("length", [0, 10, 1 << 20, (5 << 20) + 17])
+def test_other_formats_are_read_by_the_file(tmp_path, name, length, mode):
+    file = tmp_path / name
+    content = bytearray(noise(5, length))
+    file.write_bytes(content)
+    prints = {weights_fingerprint(tmp_path, mode=mode)}
+    # In each end, and at the step of 1 MiB between them.
+    spots = {spot for spot in (0, length - 1, 3 << 20) if 0 <= spot < length}
+    for spot in spots:
+        content[spot] ^= 1
+        file.write_bytes(content)
+        prints.add(weights_fingerprint(tmp_path, mode=mode))
+
+    assert len(prints) == 1 + len(spots)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_single_file_is_a_model(tmp_path, mode):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + noise(1, 100))
+    before = weights_fingerprint(file, mode=mode)
+    file.write_bytes(b"GGUF" + noise(2, 100))
+
+    assert weights_fingerprint(file, mode=mode) != before
+
+
+def test_a_name_that_is_not_on_this_machine_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no model at .*hub name"):
+        weights_fingerprint(tmp_path / "org" / "model")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+
+    with pytest.raises(FileNotFoundError, match=r"no weights in .*\.safetensors"):
+        weights_fingerprint(tmp_path)
+
+
+def test_an_unknown_mode_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'half'"):
+        weights_fingerprint(tmp_path, mode="half")
+
+
+def test_a_dangling_link_is_named(model):
+    (model / "model-00003.safetensors").symlink_to(model / "gone")
+
+    with pytest.raises(FileNotFoundError, match=r"model-00003\.safetensors"):
+        weights_fingerprint(model)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"\xff\xff",
+        struct.pack("<Q", 4000) + b"[" * 4000,
+        safetensors({"a": b"1234"})[:-1],
+        struct.pack("<Q", 36) + b'{"a": {"data_offsets": [-1, 0]}}    ',
+        struct.pack("<Q", 36) + b'{"a": {"data_offsets": [1, 0]}}     ',
+        struct.pack("<Q", 36) + b'{"a": {"data_offsets": ["0", "1"]}} ',
+        struct.pack("<Q", 36) + b'{"a": {"data_offsets": [0.0, 0.0]}} ',
+        struct.pack("<Q", 36) + b'{"a": {}}                           ',
+        struct.pack("<Q", 36) + b'{"a": 7}                            ',
+    ],
+)
+def test_a_malformed_safetensors_file_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        weights_fingerprint(tmp_path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 50) | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["data_offsets", "a"]), inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+
+
+@given(json_values, st.integers(0, 20))
+def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
+    try:
+        spans = _spans(json.dumps(header).encode(), data_bytes, "x.safetensors")
+    except ValueError:
+        return  # what is malformed is refused; see above
+
+    assert all(0 <= begin <= end <= data_bytes for begin, end in spans)

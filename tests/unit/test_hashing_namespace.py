@@ -1,0 +1,161 @@
+"""Namespace texts: canonical, injective whatever the names hold, the same in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import ConfigError, MissingDependencyError
+from lmcache_async.hashing import ALGORITHMS, Namespace, RequestNamespace, digest_function
+
+# Few characters, so that near collisions are met; then any text, halves of surrogate pairs included.
+nasty = st.text(alphabet='a/-_,:"\\[]{}u \0\n\ud83d\ude00\u00e9\u0301😀é', max_size=6)
+texts = nasty | st.text(max_size=8)
+pairs = st.lists(st.tuples(texts, texts), max_size=3).map(tuple)
+namespaces = st.builds(
+    Namespace,
+    model=texts,
+    weights=texts,
+    dtype=texts,
+    layout=texts,
+    quantization=texts,
+    world_size=st.integers(1, 3),
+    tp_rank=st.integers(0, 2),
+    tp_size=st.integers(1, 3),
+    pp_rank=st.integers(0, 2),
+    pp_size=st.integers(1, 3),
+    chunk_size=st.sampled_from([16, 256]),
+    algorithm=st.sampled_from(ALGORITHMS),
+    extra=pairs,
+)
+requests = st.builds(RequestNamespace, lora=texts, lora_path=texts, cache_salt=texts, tags=pairs)
+PLAIN = Namespace(model="m", weights="sampled:1", dtype="bfloat16", layout="NHD")
+
+
+@given(namespaces, namespaces)
+def test_namespaces_have_one_text_exactly_if_they_are_equal(one, other):
+    assert (one.text == other.text) == (one == other)
+    assert dataclasses.replace(one).text == one.text
+
+
+@given(requests, requests)
+def test_request_namespaces_have_one_text_exactly_if_they_are_equal(one, other):
+    assert (one.text == other.text) == (one == other)
+
+
+@given(st.lists(nasty, min_size=2, max_size=6, unique=True))
+def test_different_names_never_collide(names):
+    assert len({RequestNamespace(lora=name).text for name in names}) == len(names)
+    assert len({dataclasses.replace(PLAIN, model=name).root() for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (RequestNamespace(lora="a/b"), RequestNamespace(lora="a-b")),
+        (RequestNamespace(lora="a", lora_path="b"), RequestNamespace(lora="b", lora_path="a")),
+        (RequestNamespace(lora="a"), RequestNamespace(cache_salt="a")),
+        (RequestNamespace(tags=(("a", "b"),)), RequestNamespace(tags=(("b", "a"),))),
+        (RequestNamespace(tags=(("a", 'b","c'),)), RequestNamespace(tags=(("a", "b"), ("a", "c")))),
+        (RequestNamespace(lora="é"), RequestNamespace(lora="e\u0301")),
+        (RequestNamespace(lora="\U0001f600"), RequestNamespace(lora="\ud83d\ude00")),
+        (RequestNamespace(lora="\ud83d"), RequestNamespace(lora="\\ud83d")),
+    ],
+)
+def test_lookalikes_have_different_texts_and_roots(one, other):
+    assert one.text != other.text
+    assert one.root(bytes(16)) != other.root(bytes(16))
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Namespace)])
+def test_each_field_changes_the_root(field):
+    value = getattr(PLAIN, field)
+    other = {int: 7, str: "blake3", tuple: (("kv_scale", "1"),)}[type(value)]
+
+    assert dataclasses.replace(PLAIN, **{field: other}).root() != PLAIN.root()
+
+
+@pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt", "tags"])
+def test_each_request_field_changes_the_root(field):
+    value = (("team", "x"),) if field == "tags" else "x"
+
+    assert RequestNamespace(**{field: value}).root(bytes(16)) != bytes(16)
+
+
+@given(requests)
+def test_a_text_is_json_in_utf_8(request_namespace):
+    text = request_namespace.text
+
+    assert text.encode("utf-8").decode("utf-8") == text
+    if text:
+        assert json.loads(text).keys() <= {"lora", "lora_path", "cache_salt", "tags"}
+
+
+def test_a_request_without_anything_of_its_own_has_the_engines_root():
+    assert RequestNamespace().text == ""
+    assert RequestNamespace().root(b"0123456789abcdef") == b"0123456789abcdef"
+
+
+def test_the_order_of_tags_does_not_matter():
+    one = RequestNamespace(tags=(("b", "2"), ("a", "1")))
+    other = RequestNamespace(tags=(("a", "1"), ("b", "2")))
+
+    assert one == other
+    assert one.text == other.text
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_roots_of_every_algorithm_have_16_bytes(algorithm):
+    assert len(dataclasses.replace(PLAIN, algorithm=algorithm).root()) == 16
+
+
+def test_the_text_and_the_roots_are_the_golden_ones():
+    request = RequestNamespace(lora="sql", lora_path="/adapters/sql", cache_salt="é", tags=(("team", "a"),))
+
+    assert PLAIN.text == (
+        '{"algorithm":"xxh3_128","chunk_size":256,"dtype":"bfloat16","extra":[],"format_version":1,'
+        '"layout":"NHD","model":"m","pp_rank":0,"pp_size":1,"quantization":"","tp_rank":0,"tp_size":1,'
+        '"weights":"sampled:1","world_size":1}'
+    )
+    assert request.text == '{"cache_salt":"é","lora":"sql","lora_path":"/adapters/sql","tags":[["team","a"]]}'
+    assert PLAIN.root().hex() == "7b08075b2a52b2f981eb6e1fe4ba8f48"
+    assert request.root(PLAIN.root()).hex() == "fe222afa565bf9b0a684b37a8c749de5"
+
+
+@pytest.mark.parametrize("seed", ["1", "4242"])
+def test_keys_do_not_depend_on_the_process(seed):
+    code = (
+        "from lmcache_async.hashing import *\n"
+        "root = Namespace(model='m', weights='w', dtype='d', layout='l', extra=(('b','1'),('a','2'))).root()\n"
+        "root = RequestNamespace(lora='x', tags=(('b','1'),('a','2'))).root(root)\n"
+        "hasher = ChunkHasher(root, chunk_size=4, extras=[Extra(5, 6, 'image')])\n"
+        "print(b''.join(hasher.extend_keys(range(16))).hex())\n"
+    )
+
+    def run(hash_seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert len(run(seed)) == 2 * 16 * 4 + 1
+    assert run(seed) == run("0")
+
+
+def test_an_unknown_algorithm_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="'md5' is unknown; there are xxh3_128, blake3, sha256"):
+        digest_function("md5")
+
+
+def test_blake3_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "blake3", None)
+
+    with pytest.raises(MissingDependencyError, match=r"lmcache-async\[blake3\]"):
+        digest_function("blake3")
