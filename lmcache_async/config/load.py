@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from lmcache_async.config.explain import KeyPath, Origin, explain
+from lmcache_async.config.lmcache import (
+    VARIABLE_PREFIX,
+    found_in_mapping,
+    found_in_variables,
+    looks_like_lmcache,
+    split_extra,
+    translate,
+)
 from lmcache_async.config.model import EngineConfig, TierSpec
-from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Setting, read_file, read_variables, settings_of
+from lmcache_async.config.sources import (
+    CONFIG_FILE,
+    PREFIX,
+    Rank,
+    Setting,
+    read_file,
+    read_variables,
+    settings_of,
+)
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
+
+logger = logging.getLogger(__name__)
 
 EXTRA = "kv_connector_extra_config"
+LMCACHE_FILE = VARIABLE_PREFIX + CONFIG_FILE
 _DEFAULTS = Origin("defaults")
 
 
@@ -34,26 +55,36 @@ def load_config(
         ConfigError: A key or a value is wrong.
     """
     env = os.environ if env is None else env
-    extra = dict(extra or {})
-    settings: list[Setting] = []  # the later ones win
-    file = _config_file(path, env, extra.pop("config_file", None))
+    ours, theirs = split_extra(extra or {})
+    file, is_lmcaches = _config_file(path, env, ours.pop("config_file", None))
+    found = found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA) + found_in_variables(env)
+    settings: list[Setting] = []
     if file is not None:
-        document = read_file(file)
-        settings += settings_of(document.content, document.origin)
-    settings += read_variables(env)
-    settings += settings_of(extra, Origin(EXTRA))
-    return build(settings)
+        content, origin = read_file(file)
+        if is_lmcaches or looks_like_lmcache(content):
+            found += found_in_mapping(content, origin, Rank.FILE)
+        else:
+            settings += settings_of(content, origin, Rank.FILE)
+    translated, notes = translate(found, _tier_names)
+    notes += _replaced_tiers(settings, translated)
+    settings += translated + read_variables(env) + settings_of(ours, Origin(EXTRA), Rank.EXTRA)
+    config = build(settings)
+    if lmcache_file := env.get(LMCACHE_FILE, "").strip():
+        notes += [] if is_lmcaches else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]
+    if notes:
+        logger.warning("Of LMCache's settings these have no effect:\n  %s", "\n  ".join(notes))
+    return config
 
 
 def build(settings: Iterable[Setting]) -> EngineConfig:
-    """The config from settings, of which a later one for the same key wins.
+    """The config from settings; for one key the highest rank wins, of equal ones the later.
 
     Raises:
         ConfigError: A value is wrong.
     """
     content: dict[str, Any] = {}
     origins: dict[KeyPath, Origin] = {}
-    for setting in settings:
+    for setting in sorted(settings, key=lambda setting: setting.rank):
         section = content
         for part in setting.path[:-1]:
             section = section.setdefault(part, {})
@@ -74,12 +105,30 @@ def _placed(tiers: Iterable[TierSpec], origin: Origin) -> Iterable[TierSpec]:
         yield tier.placed(f"{origin.at(path)}: tiers[{index}] ({tier.id})")
 
 
-def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> Path | None:
+def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, bool]:
+    """The file to read, and whether LMCache's own variable names it."""
     if path is not None:
-        return path
+        return path, False
     if from_extra is not None:
         if not isinstance(from_extra, str | os.PathLike) or not os.fspath(from_extra):
             raise ConfigError(f"{EXTRA}: config_file is {from_extra!r}: expected the path of a YAML file")
-        return Path(from_extra)
-    name = env.get(PREFIX + CONFIG_FILE, "").strip()
-    return Path(name) if name else None
+        return Path(os.fspath(from_extra)), False
+    for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE):
+        if file := env.get(name, "").strip():
+            return Path(file), name == LMCACHE_FILE
+    return None, False
+
+
+def _replaced_tiers(own: Iterable[Setting], translated: Iterable[Setting]) -> list[str]:
+    """A note where LMCache's settings take the place of the tiers that our file names."""
+    tiers = ("tiers",)
+    theirs = next((setting for setting in translated if setting.path == tiers), None)
+    return [
+        f"{setting.origin.at(tiers)}: tiers: {theirs.origin.name} comes before the file"
+        for setting in own
+        if setting.path == tiers and theirs is not None
+    ]
+
+
+def _tier_names() -> Collection[str]:
+    return entry_points(group="lmcache_async.tiers").names

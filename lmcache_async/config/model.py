@@ -141,6 +141,10 @@ class StoreConfig(Section):
         default=None,
         description="Bytes that slower tiers may have left to write; none means half of the arena.",
     )
+    timeout_s: Seconds = Field(
+        default=30.0,
+        description="Longest time until the chunks of one store are with the tiers or dropped, in seconds.",
+    )
     partial_chunks: Flag = Field(default=True, description="Store the unfinished last chunk of a prompt too.")
     generated_tokens: Flag = Field(default=True, description="Store the KV of generated tokens too.")
 
@@ -164,6 +168,10 @@ class RetrieveConfig(Section):
     timeout_s: Seconds = Field(
         default=10.0,
         description="Longest time of one retrieve, in seconds; what is not there by then is a miss.",
+    )
+    verify: Flag = Field(
+        default=True,
+        description="Check the checksums of records; off only to show what the check is for, or to time it.",
     )
     verify_arena: Flag = Field(
         default=False, description="Check the checksum also of records that never left this process's memory."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
 
 from lmcache_async.config.explain import KeyPath, Origin, known_keys, show, spell_path, unknown_key
+from lmcache_async.config.lmcache_keys import RENAMED
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.values import parse_mapping
 from lmcache_async.errors import ConfigError
@@ -25,6 +27,15 @@ _SERVICE_LINKS = re.compile(
 )
 
 
+class Rank(IntEnum):
+    """Who wins: the highest."""
+
+    FILE = 0
+    LMCACHE = 1
+    VARIABLE = 2
+    EXTRA = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One value for one key, not yet checked."""
@@ -32,24 +43,17 @@ class Setting:
     path: tuple[str, ...]
     value: Any
     origin: Origin
+    rank: Rank
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A YAML file's top mapping and the line of each of its keys."""
-
-    content: Mapping[str, Any]
-    origin: Origin
-
-
-def settings_of(content: Mapping[Any, Any], origin: Origin) -> list[Setting]:
+def settings_of(content: Mapping[Any, Any], origin: Origin, rank: Rank) -> list[Setting]:
     """The settings of a nested mapping; dotted keys are keys of a section.
 
     Raises:
         ConfigError: A key is unknown, or given twice.
     """
     settings: dict[tuple[str, ...], Setting] = {}
-    for setting in _walk(EngineConfig, (), content, origin):
+    for setting in _walk(EngineConfig, (), content, origin, rank):
         if setting.path in settings:
             raise ConfigError(f"{origin.at(setting.path)}: {spell_path(setting.path)} is given twice")
         settings[setting.path] = setting
@@ -68,7 +72,7 @@ def read_variables(env: Mapping[str, str]) -> list[Setting]:
         if key in {name, CONFIG_FILE} or not env[name].strip() or is_service_link(key, env[name]):
             continue
         content = {key.lower().replace("__", "."): env[name]}
-        settings += settings_of(content, Origin(name, variable_prefix=PREFIX))
+        settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE)
     return settings
 
 
@@ -77,8 +81,8 @@ def is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
 
 
-def read_file(path: Path) -> Document:
-    """The YAML file's top mapping.
+def read_file(path: Path) -> tuple[dict[str, Any], Origin]:
+    """The YAML file's top mapping, and its origin with the line of each key.
 
     Raises:
         ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice.
@@ -104,16 +108,21 @@ def read_file(path: Path) -> Document:
     lines: dict[KeyPath, int] = {}
     if isinstance(node, yaml.MappingNode):
         _number_lines(path, node, (), lines)
-    return Document({str(key): value for key, value in content.items()}, Origin(str(path), lines))
+    return {str(key): value for key, value in content.items()}, Origin(str(path), lines)
 
 
 def _walk(
-    model: type[BaseModel], above: tuple[str, ...], content: Mapping[Any, Any], origin: Origin
+    model: type[BaseModel], above: tuple[str, ...], content: Mapping[Any, Any], origin: Origin, rank: Rank
 ) -> Iterator[Setting]:
     for raw_key, value in content.items():
         key, _, rest = str(raw_key).partition(".")
         path = (*above, key)
         if key not in model.model_fields:
+            if path[0] in RENAMED:
+                raise ConfigError(
+                    f"{origin.at(path)}: there is no key {spell_path(path)};"
+                    f" it is LMCache's, here it is {RENAMED[key]}"
+                )
             raise ConfigError(unknown_key(origin, path, known_keys(EngineConfig)))
         section = model.model_fields[key].annotation
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
@@ -122,11 +131,11 @@ def _walk(
                     f"{origin.at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
                     " it is given as a whole"
                 )
-            yield Setting(path, value, origin)
+            yield Setting(path, value, origin, rank)
         elif rest:
-            yield from _walk(section, path, {rest: value}, origin)
+            yield from _walk(section, path, {rest: value}, origin, rank)
         elif value is not None:  # a section with nothing under it
-            yield from _walk(section, path, _section(path, value, origin), origin)
+            yield from _walk(section, path, _section(path, value, origin), origin, rank)
 
 
 def _section(path: tuple[str, ...], value: object, origin: Origin) -> Mapping[str, Any]:
