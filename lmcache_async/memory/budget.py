@@ -52,6 +52,10 @@ class ByteBudget:
         # Ordered, not a deque: a waiter that gives up leaves from the middle in O(1).
         self._waiters: OrderedDict[asyncio.Future[None], int] = OrderedDict()
 
+    @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
     def reserve_nowait(self, nbytes: int) -> bool:
         """Reserve now or answer False; False also while others wait."""
         _check(nbytes)

@@ -108,6 +108,12 @@ class Buffer:
         return self._released
 
     @property
+    def shared(self) -> bool:
+        """Whether the slab has other leases than this one."""
+        self._check_leased()
+        return self._slab.leases > 1
+
+    @property
     def address(self) -> int:
         """Of the first byte; a multiple of 4096."""
         return self._slab.address

@@ -1,0 +1,168 @@
+"""Bytes are reserved in order, within the budget, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmcache_async.errors import BudgetExceededError
+from lmcache_async.memory.budget import ByteBudget
+
+FOREVER = 1e6
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def waiting(budget: ByteBudget, *sizes: int) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.ensure_future(budget.reserve(size, timeout_s=FOREVER)) for size in sizes]
+    await turns()
+    return tasks
+
+
+async def test_reservations_are_served_in_order_and_never_overtaken() -> None:
+    budget = ByteBudget(10)
+    await budget.reserve(8, timeout_s=0)
+    large, small = await waiting(budget, 9, 1)
+
+    assert not budget.reserve_nowait(1)  # it would fit, but others came first
+    budget.release(7)
+    await turns()
+    assert not small.done()
+    budget.release(1)
+    await turns()
+    assert large.done()
+    assert small.done()
+    assert budget.statistics().used_bytes == 10
+
+
+async def test_more_than_the_whole_budget_fails_at_once() -> None:
+    budget = ByteBudget(10)
+
+    with pytest.raises(BudgetExceededError, match="11 bytes are more than the whole budget of 10"):
+        await budget.reserve(11, timeout_s=FOREVER)
+    assert budget.statistics().refused == 1
+
+
+async def test_a_deadline_ends_the_wait_and_lets_the_next_one_pass() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(5)
+    late = asyncio.ensure_future(budget.reserve(6, timeout_s=0.001))
+    await turns(1)
+    (small,) = await waiting(budget, 5)
+
+    with pytest.raises(BudgetExceededError, match="5 of 10 are in use"):
+        await late
+    await small
+    assert budget.statistics().used_bytes == 10
+    assert budget.statistics().waiting == 0
+
+
+async def test_a_cancelled_wait_lets_the_next_one_pass() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(5)
+    large, small = await waiting(budget, 6, 5)
+
+    large.cancel()
+    await turns()
+
+    assert large.cancelled()
+    assert small.done()
+    assert budget.statistics().used_bytes == 10
+
+
+async def test_cancelled_in_the_turn_of_its_grant_it_gives_back() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(10)
+    first, second = await waiting(budget, 10, 10)
+
+    budget.release(10)
+    first.cancel()
+    await turns()
+
+    assert first.cancelled()
+    assert second.done()
+    assert budget.statistics().used_bytes == 10
+
+
+async def test_cancelled_before_its_grant_it_is_passed_over() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(10)
+    first, second = await waiting(budget, 10, 10)
+
+    first.cancel()
+    budget.release(10)
+    await turns()
+
+    assert second.done()
+    assert budget.statistics().used_bytes == 10
+
+
+async def test_giving_back_twice_is_an_error() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(4)
+    budget.release(4)
+
+    with pytest.raises(RuntimeError, match="4 bytes given back, but only 0 are reserved"):
+        budget.release(4)
+
+
+async def test_a_lease_ends_with_its_block_also_by_an_error() -> None:
+    budget = ByteBudget(10)
+
+    with pytest.raises(KeyError):
+        async with budget.lease(10, timeout_s=0):
+            raise KeyError
+    assert budget.statistics().used_bytes == 0
+    assert budget.statistics().peak_bytes == 10
+
+
+@pytest.mark.parametrize("call", ["reserve_nowait", "release"])
+def test_negative_sizes_are_bugs(call: str) -> None:
+    with pytest.raises(ValueError, match="-1"):
+        getattr(ByteBudget(10), call)(-1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "cancel", "turn"]), st.integers(0, 12))))
+def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        budget = ByteBudget(12)
+        tasks: list[tuple[asyncio.Task[None], int]] = []
+        held: list[int] = []
+
+        def settle() -> None:
+            for task, size in [item for item in tasks if item[0].done()]:
+                tasks.remove((task, size))
+                if not task.cancelled():
+                    task.result()
+                    held.append(size)
+
+        for step, number in steps:
+            if step == "reserve":
+                tasks.append((asyncio.ensure_future(budget.reserve(number, timeout_s=FOREVER)), number))
+            elif step == "release" and held:
+                budget.release(held.pop(number % len(held)))
+            elif step == "cancel" and tasks:
+                tasks[number % len(tasks)][0].cancel()
+            else:
+                await turns()
+                settle()
+                assert sum(held) == budget.statistics().used_bytes <= 12
+                assert budget.statistics().waiting == len(tasks)
+                if tasks:
+                    assert sum(held) + tasks[0][1] > 12  # nobody waits for what is there
+        await turns()
+        settle()
+        while held:
+            budget.release(held.pop())
+            await turns()
+            settle()
+        assert not tasks
+        assert budget.statistics().used_bytes == 0
+
+    asyncio.run(main())
