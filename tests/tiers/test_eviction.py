@@ -218,6 +218,18 @@ def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
     assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
 
 
+def test_chunks_left_out_of_one_batch_find_their_place_with_the_next() -> None:
+    policy = LRUPolicy()
+    use(policy, [key(0), key(3)])
+    policy.touch([key(number) for number in range(4)], gapless=False)
+    for number in (1, 2):
+        policy.add(key(number), 1)
+    for number in (3, 2, 1, 0):
+        policy.touch([key(number)])
+
+    assert policy.evict(4, anyone) == [key(3), key(2), key(1), key(0)]
+
+
 def test_what_is_parked_and_leased_costs_one_look_each() -> None:
     policy = LRUPolicy()
     prompt = [key(number) for number in range(1000)]

@@ -34,8 +34,8 @@ class EvictionPolicy(ABC):
         Keys that are not held count too: their place in the prompt is remembered, within a bound.
 
         Args:
-            gapless: False where chunks may have been left out between two of `keys`: such an order
-                is believed only where nothing better is known.
+            gapless: False where chunks may have been left out between two of `keys`: they are
+                neighbours then only as far as nothing nearer is known.
         """
 
     @abstractmethod

@@ -60,15 +60,22 @@ class LRUPolicy(EvictionPolicy):
             if key in sizes:
                 queue[key] = None
                 queue.move_to_end(key)
+        seen: set[ChunkKey] | None = None
         for parent, child in pairwise(keys):
-            known = parents.get(child)
+            held = child in sizes
+            known = parents.get(child) if held else self._hints.get(child)
             if known == parent:
                 continue
-            if child not in sizes:
-                self._hint(child, parent, gapless=gapless)
-            elif known is None or gapless:
+            if known is not None and not gapless:
+                # The nearer of the two is right: a known one that is further ahead in this batch is not.
+                seen = seen or set(keys)
+                if known not in seen:
+                    continue
+            if held:
                 self._unlink(child)
                 self._link(child, parent)
+            else:
+                self._hint(child, parent)
 
     def discard(self, key: ChunkKey) -> bool:
         size = self._sizes.pop(key, None)
@@ -115,9 +122,7 @@ class LRUPolicy(EvictionPolicy):
     def __iter__(self) -> Iterator[ChunkKey]:
         return iter(self._sizes)
 
-    def _hint(self, child: ChunkKey, parent: ChunkKey, *, gapless: bool) -> None:
-        if not gapless and child in self._hints:
-            return
+    def _hint(self, child: ChunkKey, parent: ChunkKey) -> None:
         self._hints[child] = parent
         self._hints.move_to_end(child)
         if len(self._hints) > self._max_hints:

@@ -1,0 +1,201 @@
+"""Chunks in the arena itself: a put keeps a lease, a get gives one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFullError
+from lmcache_async.plugins.cpu.config import CPUConfig
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.eviction import LRUPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from types import TracebackType
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.types import ChunkKey
+
+
+class CPUTier(Tier):
+    """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
+
+    When the arena runs out of slabs it asks this tier for some, and gets those of the least recently
+    used chunks that nobody else has a lease of.
+    """
+
+    config_type = CPUConfig
+
+    def __init__(self, config: CPUConfig) -> None:
+        super().__init__(config)
+        self._max_bytes = config.max_bytes
+        self._max_slabs = 0
+        self._arena: Arena | None = None
+        self._addresses = range(0)
+        self._chunks: dict[ChunkKey, Buffer] = {}
+        self._policy = LRUPolicy()
+        self._evictions = 0
+        self._open = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(in_arena=True, removes=True, lists=True, local_index=True)
+
+    def bind(self, arena: Arena) -> None:
+        """Join the arena.
+
+        Raises:
+            ConfigError: `max_bytes` is less than one slab.
+        """
+        self._max_slabs = arena.num_slabs
+        if self._max_bytes is not None:
+            self._max_slabs = min(self._max_bytes // arena.slab_bytes, arena.num_slabs)
+        if self._max_slabs < 1:
+            raise ConfigError(
+                f"the cpu tier's max_bytes is {self._max_bytes}, but one chunk needs {arena.slab_bytes}"
+                " bytes: raise max_bytes or lower chunk_size"
+            )
+        self._arena = arena
+        self._addresses = range(arena.address, arena.address + arena.num_slabs * arena.slab_bytes)
+        arena.add_reclaimer(self._reclaim)
+
+    async def contains(self, key: ChunkKey) -> bool:
+        self._check_open()
+        return key in self._chunks
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._check_open()
+        self._policy.touch(keys, gapless=False)
+        return [key in self._chunks for key in keys]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        self._check_open()
+        self._policy.touch(keys, gapless=False)
+        for count, key in enumerate(keys):
+            if key not in self._chunks:
+                return count
+        return len(keys)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        """A further lease of the chunk; `allocate` is not asked."""
+        return (await self.get_many([key], allocate))[0]  # type: ignore[return-value] # never an error
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        del allocate
+        self._check_open()
+        self._policy.touch(keys)
+        found = map(self._chunks.get, keys)
+        return [None if buffer is None else buffer.retain() for buffer in found]
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        self._check_open()
+        self._policy.touch([key])
+        self._keep(key, buffer)
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        self._check_open()
+        # Before anything is evicted for them: what they continue stays.
+        self._policy.touch([key for key, _ in items], gapless=False)
+        results: list[TierError | None] = []
+        for key, buffer in items:
+            try:
+                self._keep(key, buffer)
+            except TierError as error:
+                results.append(error)
+            else:
+                results.append(None)
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        self._check_open()
+        if key not in self._chunks:
+            return False
+        self._policy.discard(key)
+        self._chunks.pop(key).release()
+        return True
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        self._check_open()
+        for key in tuple(self._chunks):
+            yield key
+
+    async def clear(self) -> int:
+        self._check_open()
+        return self._drop_all()
+
+    def statistics(self) -> TierStatistics:
+        slab_bytes = self._arena.slab_bytes if self._arena else 0
+        return TierStatistics(
+            chunks=len(self._chunks),
+            bytes=len(self._chunks) * slab_bytes,
+            max_bytes=self._max_slabs * slab_bytes if self._arena else self._max_bytes,
+            evictions=self._evictions,
+        )
+
+    async def __aenter__(self) -> Self:
+        if self._arena is None:
+            raise TierClosedError("the cpu tier needs bind(arena) before it is opened")
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close: every lease goes back; content is gone."""
+        self._open = False
+        self._drop_all()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierClosedError("the cpu tier is not open")
+
+    def _keep(self, key: ChunkKey, buffer: Buffer) -> None:
+        if key in self._chunks:
+            return  # the same content
+        # Held in the policy first, so that room is not made by evicting what this chunk continues.
+        self._policy.add(key, 1)
+        try:
+            self._make_room()
+            self._chunks[key] = self._lease(buffer)
+        except BaseException:
+            self._policy.discard(key)
+            raise
+
+    def _make_room(self) -> None:
+        if len(self._chunks) >= self._max_slabs and not self._evict(1):
+            raise TierFullError(f"all {self._max_slabs} slabs of the cpu tier are in use")
+
+    def _lease(self, buffer: Buffer) -> Buffer:
+        """A lease of the tier's own: of the same slab, or of a copy where that is not in the arena."""
+        arena = self._arena
+        assert arena is not None  # open
+        if buffer.address in self._addresses:
+            return buffer.retain()
+        lease = arena.lease_nowait(buffer.nbytes)
+        if lease is None:
+            raise TierFullError(f"the arena has no slab free for a chunk of {buffer.nbytes} bytes")
+        lease.view[:] = buffer.view
+        return lease
+
+    def _reclaim(self, slabs: int) -> int:
+        """The arena's reclaimer: all the slabs asked for, or none."""
+        return self._evict(slabs)
+
+    def _evict(self, slabs: int) -> int:
+        victims = self._policy.evict(slabs, self._is_evictable)
+        for key in victims:
+            self._chunks.pop(key).release()
+        self._evictions += len(victims)
+        return len(victims)
+
+    def _is_evictable(self, key: ChunkKey) -> bool:
+        buffer = self._chunks.get(key)  # None: being put at this moment
+        return buffer is not None and not buffer.shared
+
+    def _drop_all(self) -> int:
+        chunks, self._chunks = self._chunks, {}
+        self._policy = LRUPolicy()
+        for buffer in chunks.values():
+            buffer.release()
+        return len(chunks)

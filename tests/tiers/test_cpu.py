@@ -1,0 +1,211 @@
+"""The cpu tier: the contract, and that it lives in the arena without taking it over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import BudgetExceededError, ConfigError, TierClosedError, TierFullError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.contract import MakeTier, TierContract
+from tests.tiers.records import SLAB_BYTES, check_record, key_of, record
+
+
+async def never(nbytes: int) -> Buffer:
+    raise AssertionError(f"asked for {nbytes} bytes")
+
+
+def small_arena(slabs: int) -> Arena:
+    return Arena(slabs * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+
+
+class TestCPUTier(TierContract):
+    @pytest.fixture
+    def make_tier(self) -> MakeTier:
+        def make(*, max_records: int | None = None) -> CPUTier:
+            return CPUTier(CPUConfig(max_bytes=None if max_records is None else max_records * SLAB_BYTES))
+
+        return make
+
+    async def test_put_and_get_share_one_slab(self, tier: CPUTier, arena: Arena) -> None:
+        with record(arena, 1) as buffer:
+            await tier.put(key_of(1), buffer)
+            got = await tier.get(key_of(1), never)
+
+            assert got is not None
+            assert got.address == buffer.address
+            assert arena.statistics().leased_slabs == 1
+            got.release()
+
+    async def test_a_buffer_of_another_arena_is_copied(
+        self, tier: CPUTier, arena: Arena, allocate: Allocate
+    ) -> None:
+        elsewhere = small_arena(1)
+        with record(elsewhere, 1) as buffer:
+            await tier.put(key_of(1), buffer)
+            buffer.view[:] = bytes(buffer.nbytes)
+        elsewhere.close()
+
+        got = await tier.get(key_of(1), allocate)
+        assert got is not None
+        with got:
+            check_record(got, 1)
+
+    async def test_a_full_arena_takes_slabs_back_from_the_tier(self, tier: CPUTier, arena: Arena) -> None:
+        for number in range(arena.num_slabs):
+            with record(arena, number) as buffer:
+                await tier.put(key_of(number), buffer)
+
+        buffers = await arena.lease_many([100] * 5, timeout_s=0)
+
+        assert len(buffers) == 5
+        assert tier.statistics().evictions == 5
+        assert not await tier.contains(key_of(4))
+        assert await tier.contains(key_of(5))
+        for buffer in buffers:
+            buffer.release()
+
+    async def test_a_chunk_that_somebody_reads_is_never_taken_back(self, tier: CPUTier, arena: Arena) -> None:
+        for number in range(arena.num_slabs):
+            with record(arena, number) as buffer:
+                await tier.put(key_of(number), buffer)
+        held = await tier.get_many([key_of(number) for number in range(3)], never)
+
+        assert await arena.lease_many([1] * arena.num_slabs, timeout_s=0) == []  # all or nothing
+        assert tier.statistics().chunks == arena.num_slabs
+        taken = await arena.lease_many([1] * (arena.num_slabs - 3), timeout_s=0)
+
+        assert len(taken) == arena.num_slabs - 3
+        assert arena.lease_nowait(1) is None
+        for buffer in taken:
+            buffer.release()
+        for number, got in enumerate(held):
+            assert isinstance(got, Buffer)
+            check_record(got, number)
+            got.release()
+
+    async def test_the_end_of_a_lease_wakes_who_waits_for_that_slab(
+        self, tier: CPUTier, arena: Arena
+    ) -> None:
+        filler = await arena.lease_many([1] * (arena.num_slabs - 1), timeout_s=0)
+        buffer = record(arena, 1)
+        await tier.put(key_of(1), buffer)
+        waiter = asyncio.ensure_future(arena.lease(1, timeout_s=60))
+        await asyncio.sleep(0)
+        buffer.release()
+
+        (await waiter).release()
+        assert not await tier.contains(key_of(1))
+        for lease in filler:
+            lease.release()
+
+    async def test_room_for_a_chunk_is_not_made_of_what_it_continues(
+        self, make_tier: MakeTier, arena: Arena
+    ) -> None:
+        tier = make_tier(max_records=2)
+        tier.bind(arena)
+        async with tier:
+            items = [(key_of(number), record(arena, number)) for number in range(3)]
+            await tier.put_many(items[:2])
+            for _, buffer in items[:2]:
+                buffer.release()
+            await tier.contains_many([key for key, _ in items])
+
+            [result] = await tier.put_many(items[2:])
+            items[2][1].release()
+
+            assert isinstance(result, TierFullError)
+            assert await tier.contains_many([key for key, _ in items]) == [True, True, False]
+            assert tier.statistics().evictions == 0
+
+    async def test_a_copy_finds_no_slab_in_a_full_arena(self, tier: CPUTier, arena: Arena) -> None:
+        elsewhere = small_arena(1)
+        filler = await arena.lease_many([1] * arena.num_slabs, timeout_s=0)
+        with record(elsewhere, 1) as buffer, pytest.raises(TierFullError, match="no slab free"):
+            await tier.put(key_of(1), buffer)
+        assert not await tier.contains(key_of(1))
+        for lease in filler:
+            lease.release()
+        elsewhere.close()
+
+    async def test_no_call_yields_to_the_loop(self, tier: CPUTier, arena: Arena) -> None:
+        items = [(key_of(number), record(arena, number)) for number in range(4)]
+        keys = [key for key, _ in items]
+        for call in (
+            tier.put_many(items),
+            tier.contains_many(keys),
+            tier.count_prefix(keys),
+            tier.remove(keys[0]),
+        ):
+            with pytest.raises(StopIteration):
+                call.send(None)
+        for _, buffer in items:
+            buffer.release()
+
+
+def test_a_limit_below_one_slab_is_a_config_error() -> None:
+    arena = small_arena(2)
+
+    with pytest.raises(ConfigError, match=str(SLAB_BYTES)):
+        CPUTier(CPUConfig(max_bytes=SLAB_BYTES - 1)).bind(arena)
+    arena.close()
+
+
+async def test_a_tier_without_an_arena_does_not_open() -> None:
+    with pytest.raises(TierClosedError, match="bind"):
+        await CPUTier(CPUConfig()).__aenter__()
+
+
+def test_the_limit_is_read_as_people_write_it() -> None:
+    assert CPUConfig.model_validate({"max_bytes": "1.5 GiB"}).max_bytes == 3 << 29
+
+
+@given(st.lists(st.tuples(st.sampled_from("lrpgdf"), st.integers(0, 9)), max_size=60))
+async def test_any_use_gives_every_slab_back(steps: list[tuple[str, int]]) -> None:
+    """Lease, release, put, get, drop (remove) and fill, in any order, against a dict."""
+    arena = small_arena(4)
+    tier = CPUTier(CPUConfig(max_bytes=3 * SLAB_BYTES))
+    tier.bind(arena)
+    leases: list[Buffer] = []
+    async with tier:
+        for verb, number in steps:
+            key = key_of(number)
+            if verb == "l":
+                try:
+                    leases.append(await arena.lease(1, timeout_s=0))
+                except BudgetExceededError:
+                    assert len({buffer.address for buffer in leases}) == 4
+            elif verb == "r" and leases:
+                leases.pop(number % len(leases)).release()
+            elif verb == "p" and leases:
+                known = await tier.contains(key)
+                buffer = leases[number % len(leases)]
+                if not known:
+                    buffer.resize(2)
+                    buffer.view[:] = bytes([number, number])
+                try:
+                    await tier.put(key, buffer)
+                except TierFullError:
+                    assert not known
+            elif verb == "g" and len(leases) < 8:
+                got = await tier.get(key, never)
+                assert (got is not None) == await tier.contains(key)
+                if got is not None:
+                    leases.append(got)
+            elif verb == "d":
+                assert await tier.contains(key) == await tier.remove(key)
+            elif verb == "f":
+                assert await tier.clear() <= 3
+            assert tier.statistics().chunks <= 3
+            assert arena.statistics().leased_slabs <= 4
+    assert arena.statistics().leased_slabs == len({buffer.address for buffer in leases})
+    for buffer in leases:
+        buffer.release()
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
