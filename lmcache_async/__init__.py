@@ -1,0 +1,59 @@
+"""The KV cache layer under LLM serving: async stages, pluggable tiers, never wrong.
+
+Public names only; see `docs/` for what they are about.
+"""
+
+from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChainError,
+    ChunkCorruptError,
+    ConfigError,
+    EngineClosedError,
+    LMCacheAsyncError,
+    MissingDependencyError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+    UnknownPluginError,
+)
+from lmcache_async.hashing import Namespace, RequestNamespace
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
+from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
+
+__all__ = [
+    "Allocate",
+    "BudgetExceededError",
+    "Buffer",
+    "CacheEngine",
+    "Capabilities",
+    "ChainError",
+    "ChunkCorruptError",
+    "ChunkKey",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineConfig",
+    "KVLayout",
+    "LMCacheAsyncError",
+    "LMCacheEngine",
+    "LMCacheEngineBuilder",
+    "MissingDependencyError",
+    "Namespace",
+    "RequestNamespace",
+    "RetrieveReport",
+    "StoreReport",
+    "Tier",
+    "TierClosedError",
+    "TierConfig",
+    "TierError",
+    "TierFullError",
+    "TierStatistics",
+    "TierUnavailableError",
+    "UnknownPluginError",
+    "load_config",
+]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NewType, TypeAlias
 
 import numpy as np
@@ -39,3 +40,51 @@ class Chunk:
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReport:
+    """What became of the chunks of a store.
+
+    Attributes:
+        stored: Chunks that at least one tier keeps now.
+        present: Chunks that were there already.
+        dropped: Chunks that no tier took, by cause.
+        tokens: Tokens of the stored chunks.
+        bytes: Payload bytes copied from the device.
+        seconds: From the request to the last tier's answer.
+        copy_seconds: From the request until device memory was not read any more.
+    """
+
+    stored: int = 0
+    present: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrieveReport:
+    """What became of a retrieve: the first `hit_chunks` chunks are complete in device memory.
+
+    Nothing beyond them was written.
+
+    Attributes:
+        hit_chunks: Leading chunks that are there.
+        hit_tokens: Their tokens.
+        asked_tokens: Tokens of all chunks asked for.
+        bytes: Payload bytes copied to the device.
+        seconds: From the request to the end of the last copy.
+        by_tier: Hit tokens by the id of the tier that gave them.
+        cause: Why the prefix ended; "" when everything asked for was there.
+    """
+
+    hit_chunks: int = 0
+    hit_tokens: int = 0
+    asked_tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    by_tier: Counter[str] = field(default_factory=Counter)
+    cause: str = ""

@@ -7,6 +7,7 @@ text goes into each record's header; its hash is where the chain of keys begins.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import struct
 from dataclasses import dataclass
@@ -90,6 +91,12 @@ class RequestNamespace:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own = {name: value for name, value in fields.items() if value}
         return canonical_text(own) if own else ""
+
+    @property
+    def label(self) -> str:
+        """What stands for the text in records: its digest, since a record is no place for a secret."""
+        text = self.text
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32] if text else ""
 
     def root(self, engine_root: bytes, algorithm: str = "xxh3_128") -> bytes:
         """The 16 bytes that this request's keys begin with; the engine's own root for an empty one."""

@@ -35,6 +35,7 @@ class Capabilities:
         persistent: Content outlives the process.
         removes: `remove` is implemented.
         lists: `keys` is implemented.
+        local_index: `contains` answers from this process's memory, so asking for every key is cheap.
         max_concurrency: How many chunks the default batch verbs move at the same time.
     """
 
@@ -42,6 +43,7 @@ class Capabilities:
     persistent: bool = False
     removes: bool = False
     lists: bool = False
+    local_index: bool = False
     max_concurrency: int = 4
 
 
@@ -124,9 +126,11 @@ class Tier(ABC):
                 return count
         return len(keys)
 
-    async def get_many(
-        self, keys: Sequence[ChunkKey], allocate: Allocate
-    ) -> list[Buffer | TierError | None]:
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """`contains` for each key, in order. Asked only of tiers with a `local_index`."""
+        return [await self.contains(key) for key in keys]
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key, in order; a failure is a value in its place.
 
         Cancelled, it gives back every buffer it has got before it ends.
@@ -176,7 +180,8 @@ class Tier(ABC):
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """All keys held, in no order. A tier that cannot list gives none; see `capabilities`."""
-        for key in ():
+        nothing: tuple[ChunkKey, ...] = ()
+        for key in nothing:
             yield key
 
     async def clear(self) -> int:

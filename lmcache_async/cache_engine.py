@@ -1,0 +1,5 @@
+"""The names that LMCache's users know: a synchronous engine, found by its instance id."""
+
+from lmcache_async.engine.sync import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
+
+__all__ = ["LMCacheEngine", "LMCacheEngineBuilder", "LMCacheEngineMetadata"]

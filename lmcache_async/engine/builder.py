@@ -1,0 +1,135 @@
+"""From a config to the parts of an engine: names resolved, tiers in their layers, both chains checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_async.config import EngineConfig, TierSpec, validate_options
+from lmcache_async.device.copier import Copier, open_copier
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import Namespace
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.record import RecordFormat
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.stage import build_stage
+from lmcache_async.registry import STAGES, TIERS, Registry
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.stack import StackedTier, TierStack
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import RetrieveReport
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of; `resources` is what a stage's constructor may ask for by name."""
+
+    arena: Arena
+    copier: Copier
+    stack: TierStack
+    workers: ThreadPoolExecutor
+    record_format: RecordFormat
+    store: Chain[StoreRequest, BatchStored]
+    retrieve: Chain[RetrieveRequest, RetrieveReport]
+    resources: Mapping[str, Any]
+
+
+def build(
+    config: EngineConfig,
+    layout: KVLayout,
+    namespace: Namespace,
+    logger: LimitedLogger,
+    registry: Registry,
+) -> Parts:
+    """Make the parts; nothing is opened yet but the arena's memory and the copier.
+
+    Raises:
+        ConfigError: A name, an option or a chain is wrong.
+    """
+    if config.chunk_size % layout.tokens_per_row:
+        raise ConfigError(
+            f"chunk_size is {config.chunk_size}, which is no multiple of the {layout.tokens_per_row} "
+            f"tokens of a block: set it to {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
+        )
+    stack = TierStack(
+        [_stacked(registry, spec, config, namespace, logger) for spec in config.tiers],
+        write_timeout_s=config.store.allocate_timeout_s,
+    )
+    record_format = RecordFormat(
+        namespace=namespace.text, layout=layout.text, dtype=layout.dtype, chunk_size=config.chunk_size
+    )
+    payload = layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
+    arena = Arena(
+        config.arena.max_bytes,
+        record_format.record_bytes(payload),
+        pin=layout.device.type == "cuda",
+        huge_pages=config.arena.huge_pages,
+        prefault=config.arena.prefault,
+    )
+    copier = open_copier(layout, threads=config.copy_threads)
+    workers = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="lmcache-async-work")
+    resources: dict[str, Any] = {
+        "arena": arena,
+        "config": config,
+        "copier": copier,
+        "layout": layout,
+        "logger": logger,
+        "namespace": namespace,
+        "record_format": record_format,
+        "stack": stack,
+        "workers": workers,
+    }
+    try:
+        store = _chain(registry, config.store.stages, resources, third_party=config.plugins.third_party)
+        store.check_ends(StoreRequest, BatchStored)
+        retrieve = _chain(registry, config.retrieve.stages, resources, third_party=config.plugins.third_party)
+        retrieve.check_ends(RetrieveRequest, RetrieveReport)
+    except BaseException:
+        workers.shutdown(wait=False)
+        copier.close()
+        arena.close()
+        raise
+    return Parts(arena, copier, stack, workers, record_format, store, retrieve, resources)
+
+
+def _chain(
+    registry: Registry, names: Sequence[str], resources: Mapping[str, Any], *, third_party: bool
+) -> Chain[Any, Any]:
+    return Chain.named(
+        [
+            (name, build_stage(name, registry.load(STAGES, name, third_party=third_party), resources))
+            for name in names
+        ]
+    )
+
+
+def _stacked(
+    registry: Registry, spec: TierSpec, config: EngineConfig, namespace: Namespace, logger: LimitedLogger
+) -> StackedTier:
+    tier_class = registry.load(TIERS, spec.name, third_party=config.plugins.third_party)
+    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
+        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
+    options = dict(spec.options)
+    if namespace.world_size > 1 and "subdirectory" in tier_class.config_type.model_fields:
+        # Ranks are processes of their own; each owns a directory.
+        rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
+        options.setdefault("subdirectory", f"rank-{rank}")
+    tier: Tier = tier_class(validate_options(tier_class.config_type, options, spec.where))
+    if tier.capabilities.in_arena:
+        return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
+    guarded = GuardLayer(tier, name=spec.id, timeout_s=spec.timeout_s, logger=logger)
+    return StackedTier(
+        spec.id, guarded, TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
+    )
+
+
+def default_logger() -> LimitedLogger:
+    return LimitedLogger(logging.getLogger("lmcache_async"))

@@ -1,0 +1,304 @@
+"""The cache engine: async, the source of truth. Everything else is a door to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.device.copier import Copier
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.builder import Parts, build, default_logger
+from lmcache_async.engine.pins import Pins
+from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
+from lmcache_async.engine.tokens import TokenVerbs
+from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
+from lmcache_async.hashing import Namespace
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.observability.instrument import Instrument, LogInstrument
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.runner import Runner
+from lmcache_async.registry import Registry
+from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
+
+T = TypeVar("T")
+
+
+class CacheEngine(TokenVerbs):
+    """Stores the KV of prompts' chunks in tiers, and brings it back.
+
+    Made by `open`; used on one event loop. Calls may overlap. A failure of a tier, or a deadline, is a
+    miss or a counted drop in the report, never an exception; bugs and cancellation do propagate, and
+    then every lease the call held is back.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parts: Parts,
+        namespace: Namespace,
+        layout: KVLayout,
+        instrument: Instrument,
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.layout = layout
+        self._parts = parts
+        self._instrument = instrument
+        self._closed = False
+        self._running: set[asyncio.Task[Any]] = set()
+        self._pins = Pins(
+            max_buffers=int(parts.arena.num_slabs * config.vllm.max_pinned_fraction),
+            ttl_s=config.vllm.lookup_pin_ttl_s,
+        )
+        slab = parts.arena.slab_bytes
+        store, retrieve = config.store, config.retrieve
+        self._store: Runner[BatchStored] = Runner(
+            parts.store,
+            batch_chunks=max(1, store.batch_bytes // slab),
+            chunk_bytes=slab,
+            budget=ByteBudget(store.max_in_flight_bytes),
+            failed=_store_failed,
+        )
+        in_flight = ByteBudget(retrieve.max_in_flight_bytes)
+        self._retrieve: Runner[RetrieveReport] = Runner(
+            parts.retrieve,
+            batch_chunks=max(1, retrieve.batch_bytes // slab),
+            chunk_bytes=slab,
+            budget=in_flight,
+            failed=lambda _, cause: RetrieveReport(cause=cause),
+            ends=lambda report: bool(report.cause),
+        )
+        self._prefetch: Runner[Any] = Runner(
+            Chain(parts.retrieve.stages[:-1]),
+            batch_chunks=max(1, retrieve.batch_bytes // slab),
+            chunk_bytes=slab,
+            budget=in_flight,
+            failed=lambda batch, cause: batch.part(0, 0),
+            ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
+        )
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls,
+        config: EngineConfig,
+        *,
+        layout: KVLayout,
+        namespace: Namespace,
+        instrument: Instrument | None = None,
+        logger: LimitedLogger | None = None,
+        registry: Registry | None = None,
+    ) -> AsyncIterator[CacheEngine]:
+        """An engine over the device memory that `layout` describes; closed at the end of the block.
+
+        Closing waits at most `config.shutdown_timeout_s` for what is under way and for what slower tiers
+        have still to write, then frees everything. What persistent tiers hold stays.
+
+        Raises:
+            ConfigError: A name, an option or a chain is wrong, or a tier cannot be opened.
+        """
+        logger = logger or default_logger()
+        parts = build(config, layout, namespace, logger, registry or Registry())
+        try:
+            await parts.stack.open(parts.arena)
+        except BaseException:
+            _free(parts)
+            raise
+        engine = cls(config, parts, namespace, layout, instrument or LogInstrument(logger.logger))
+        try:
+            yield engine
+        finally:
+            await engine._aclose()
+
+    @property
+    def copier(self) -> Copier:
+        return self._parts.copier
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
+        """How many leading chunks are there, and where.
+
+        With a `lookup_id` those in host memory stay there until `unpin(lookup_id)`, or until the
+        configured time has passed.
+        """
+        self._check_open()
+        try:
+            async with asyncio.timeout(self.config.retrieve.timeout_s):
+                tiers, _ = await self._parts.stack.plan(keys)
+        except TimeoutError:
+            return LookupResult(count=0, by_tier={})
+        if lookup_id is not None:
+            await self._pin(keys, tiers, lookup_id)
+        names = [stacked.id for stacked in self._parts.stack.tiers]
+        return LookupResult(count=len(tiers), by_tier=dict(Counter(names[tier] for tier in tiers)))
+
+    async def first_present(self, keys: Sequence[ChunkKey]) -> int | None:
+        """Position of the first key that any tier has; None when there is none."""
+        self._check_open()
+        for position, key in enumerate(keys):
+            tiers, _ = await self._parts.stack.plan([key])
+            if tiers:
+                return position
+        return None
+
+    def unpin(self, lookup_id: str) -> None:
+        """End the pins of a lookup; unknown ids are fine."""
+        self._pins.release(lookup_id)
+
+    async def store_chunks(self, request: StoreRequest) -> StoreReport:
+        """Give the request's chunks to every tier; those already everywhere are passed over.
+
+        Ends when the slowest tier has taken or refused them, or at the deadline.
+        """
+        return await self._track(self._do_store(request))
+
+    async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
+        """Bring the longest prefix of the request's chunks to its rows."""
+        return await self._track(self._do_retrieve(request))
+
+    async def prefetch_chunks(self, request: RetrieveRequest) -> int:
+        """Bring the longest prefix of the request's chunks into host memory; how many tokens it has."""
+
+        async def do() -> int:
+            try:
+                batches: list[Batch] = await self._prefetch.run(
+                    request, timeout_s=self.config.retrieve.timeout_s
+                )
+            except BudgetExceededError:
+                return 0
+            return sum(len(chunk.tokens) for batch in batches for chunk in batch.chunks)
+
+        return await self._track(do())
+
+    async def clear(self, *, memory_only: bool = False) -> int:
+        """Forget every chunk, or with `memory_only` those of tiers that do not outlive the process.
+
+        Stores under way end first, so that nothing old arrives behind the clearing.
+
+        Raises:
+            TierError: They did not end in time, or a tier could not be cleared.
+        """
+        self._check_open()
+        timeout_s = self.config.store.timeout_s
+        others = {task for task in self._running if task is not asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=timeout_s)
+            if late:
+                raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
+        if not await self._parts.stack.flush(timeout_s=timeout_s):
+            raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
+        removed = 0
+        for stacked in self._parts.stack.tiers:
+            if not (memory_only and stacked.tier.capabilities.persistent):
+                removed += await stacked.tier.clear()
+        return removed
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Wait until slower tiers have written what they have queued; False when that took too long."""
+        return await self._parts.stack.flush(timeout_s=timeout_s)
+
+    def statistics(self) -> EngineStatistics:
+        stack = self._parts.stack
+        return EngineStatistics(
+            arena=self._parts.arena.statistics(),
+            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
+            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
+            counts=dict(stack.counts),
+            pinned_chunks=self._pins.count,
+            running=len(self._running),
+        )
+
+    async def _do_store(self, request: StoreRequest) -> StoreReport:
+        start = time.perf_counter()
+        copied = start
+
+        def on_copied() -> None:
+            nonlocal copied
+            copied = time.perf_counter()
+            if request.on_copied is not None:
+                request.on_copied()
+
+        timeout_s = self.config.store.timeout_s
+        try:
+            batches = await self._store.run(request, timeout_s=timeout_s, on_copied=on_copied)
+        except (BudgetExceededError, TierError) as error:
+            batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
+        waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        report = merge_stored(batches, start, copied)
+        self._instrument.stored(request.request_id, report)
+        return report
+
+    async def _do_retrieve(self, request: RetrieveRequest) -> RetrieveReport:
+        start = time.perf_counter()
+        try:
+            batches = await self._retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
+        except (BudgetExceededError, TierError) as error:
+            batches = [RetrieveReport(cause=type(error).__name__)]
+        asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
+        report = merge_retrieved(batches, asked, start)
+        self._instrument.retrieved(request.request_id, report)
+        return report
+
+    async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> None:
+        self._pins.release(lookup_id)
+        stack = self._parts.stack
+        held = [i for i, tier in enumerate(tiers) if stack.tiers[tier].tier.capabilities.in_arena]
+        held = held[: self._pins.room]
+        leases = await stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
+        self._pins.hold(lookup_id, leases)
+
+    async def _track(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run as a task of the engine's own, so that closing can end it."""
+        try:
+            self._check_open()
+        except EngineClosedError:
+            coroutine.close()
+            raise
+        task = asyncio.ensure_future(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+
+    async def _aclose(self) -> None:
+        self._closed = True
+        timeout_s = self.config.shutdown_timeout_s
+        deadline = time.monotonic() + timeout_s
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
+        self._pins.close()
+        try:
+            await self._parts.stack.aclose(timeout_s=max(0.0, deadline - time.monotonic()))
+        finally:
+            _free(self._parts)
+
+
+def _store_failed(batch: Batch, cause: str) -> BatchStored:
+    return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
+
+
+def _free(parts: Parts) -> None:
+    parts.workers.shutdown(wait=False)
+    parts.copier.close()
+    parts.arena.close()

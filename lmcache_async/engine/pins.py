@@ -1,0 +1,50 @@
+"""Leases taken by lookups, so that what was promised is still there when it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from lmcache_async.memory.buffer import Buffer
+
+
+class Pins:
+    """Leases by lookup id, bounded in number and in time. Used on the loop's thread.
+
+    Args:
+        max_buffers: Most buffers pinned at one time; more are not taken.
+        ttl_s: Seconds after which a forgotten pin ends by itself.
+    """
+
+    def __init__(self, *, max_buffers: int, ttl_s: float) -> None:
+        self._max_buffers = max_buffers
+        self._ttl_s = ttl_s
+        self._held: dict[str, tuple[list[Buffer], asyncio.TimerHandle]] = {}
+        self.count = 0
+
+    @property
+    def room(self) -> int:
+        return max(0, self._max_buffers - self.count)
+
+    def hold(self, lookup_id: str, buffers: Sequence[Buffer]) -> None:
+        """Take over the leases; a former pin of the same id ends."""
+        self.release(lookup_id)
+        if not buffers:
+            return
+        timer = asyncio.get_running_loop().call_later(self._ttl_s, self.release, lookup_id)
+        self._held[lookup_id] = (list(buffers), timer)
+        self.count += len(buffers)
+
+    def release(self, lookup_id: str) -> None:
+        held = self._held.pop(lookup_id, None)
+        if held is None:
+            return
+        buffers, timer = held
+        timer.cancel()
+        self.count -= len(buffers)
+        for buffer in buffers:
+            buffer.release()
+
+    def close(self) -> None:
+        for lookup_id in list(self._held):
+            self.release(lookup_id)

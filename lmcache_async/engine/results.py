@@ -1,0 +1,88 @@
+"""What an engine answers: merged reports, lookups, statistics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lmcache_async.memory.arena import ArenaStatistics
+from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.tiers.base import TierStatistics
+from lmcache_async.tiers.writer import WriterStatistics
+from lmcache_async.types import RetrieveReport, StoreReport
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What is there of a prompt.
+
+    Attributes:
+        count: Leading chunks that are there.
+        by_tier: Of these, how many each tier would serve.
+    """
+
+    count: int
+    by_tier: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot of an engine.
+
+    Attributes:
+        arena: Host memory.
+        tiers: What each tier holds, by id.
+        writers: What waits before each slower tier, by id.
+        counts: Events since the engine was opened, by "<tier id>.<event>".
+        pinned_chunks: Chunks that lookups hold.
+        running: Stores and retrieves under way.
+    """
+
+    arena: ArenaStatistics
+    tiers: Mapping[str, TierStatistics]
+    writers: Mapping[str, WriterStatistics]
+    counts: Mapping[str, int]
+    pinned_chunks: int
+    running: int
+
+
+def merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:
+    """One report of a store's batches; `start` and `copied` are times of `time.perf_counter`."""
+    stored = tokens = 0
+    dropped: Counter[str] = Counter()
+    for batch in batches:
+        dropped.update(batch.dropped)
+        for chunk, outcome in zip(batch.chunks, batch.outcomes, strict=True):
+            cause = outcome.result() if outcome.done() else "deadline"
+            if cause:
+                dropped[cause] += 1
+            else:
+                stored += 1
+                tokens += len(chunk.tokens)
+    return StoreReport(
+        stored=stored,
+        present=sum(batch.present for batch in batches),
+        dropped=dropped,
+        tokens=tokens,
+        bytes=sum(batch.bytes for batch in batches),
+        seconds=time.perf_counter() - start,
+        copy_seconds=copied - start,
+    )
+
+
+def merge_retrieved(batches: Sequence[RetrieveReport], asked_tokens: int, start: float) -> RetrieveReport:
+    """One report of a retrieve's batches, in prefix order; the last one may have ended the prefix."""
+    by_tier: Counter[str] = Counter()
+    for batch in batches:
+        by_tier.update(batch.by_tier)
+    return RetrieveReport(
+        hit_chunks=sum(batch.hit_chunks for batch in batches),
+        hit_tokens=sum(batch.hit_tokens for batch in batches),
+        asked_tokens=asked_tokens,
+        bytes=sum(batch.bytes for batch in batches),
+        seconds=time.perf_counter() - start,
+        by_tier=by_tier,
+        cause=batches[-1].cause if batches else "",
+    )

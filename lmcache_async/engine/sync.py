@@ -1,0 +1,294 @@
+"""The synchronous facade: LMCache's names and argument names over the async engine.
+
+Each `LMCacheEngine` owns one event loop thread and waits for it; calls may come from any thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.device.layout import KVLayout, Layers
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.loop import LoopThread
+from lmcache_async.engine.results import EngineStatistics
+from lmcache_async.errors import ConfigError, EngineClosedError
+from lmcache_async.hashing import Namespace, RequestNamespace, TokenIds
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LMCacheEngineMetadata:
+    """What the KV depends on besides tokens, by the names that LMCache's metadata has.
+
+    Attributes:
+        model_name: Name of the model.
+        world_size: Ranks of the model.
+        worker_id: This rank.
+        weights: Fingerprint of the weights (`lmcache_async.hashing.weights_fingerprint`), or a text that
+            changes whenever they do. Without one, weights replaced under the same name are not noticed.
+        kv_dtype: Element type of the KV cache; None takes it from the tensors.
+    """
+
+    model_name: str = ""
+    world_size: int = 1
+    worker_id: int = 0
+    weights: str = ""
+    kv_dtype: torch.dtype | None = None
+
+
+class LMCacheEngine:
+    """A cache engine for code without an event loop.
+
+    It opens with the first call that gives `kv_caches` (all later ones must give the same tensors, or
+    none); until then a lookup finds nothing.
+
+    Args:
+        config: As from `load_config`.
+        metadata: What the KV depends on.
+        kv_caches: The paged KV cache: a tensor, or a pair for K and V, for each layer; by name or in order.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        metadata: LMCacheEngineMetadata | None = None,
+        *,
+        kv_caches: Layers | None = None,
+    ) -> None:
+        self.config = config
+        self.metadata = metadata or LMCacheEngineMetadata()
+        self._loop = LoopThread()
+        self._exit = contextlib.AsyncExitStack()
+        self._lock = threading.Lock()
+        self._engine: CacheEngine | None = None
+        self._closed = False
+        if kv_caches is not None:
+            try:
+                self._open(kv_caches)
+            except BaseException:
+                self.close()
+                raise
+
+    def store(self, tokens: TokenIds, mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Store the KV of `tokens`; returns when every tier has taken or refused it.
+
+        Args:
+            tokens: Token ids of the whole prefix: a list, an array or a tensor.
+            mask: Bool of shape (len(tokens),), of the form F* T*: False tokens are not stored.
+            **kwargs: `kv_caches` (or `kvcaches`), `slot_mapping` of shape (len(tokens),), `req_id`,
+                `cache_salt`, `lora`, `tags`, `request_configs`.
+        """
+        engine = self._ready(kwargs)
+        if engine is None:
+            raise ValueError("the first store must give kv_caches=, the paged KV cache of all layers")
+        self._wait(
+            engine.store(
+                tokens,
+                _slots(kwargs),
+                mask=mask,
+                namespace=_namespace(kwargs),
+                request_id=str(kwargs.get("req_id", "")),
+            )
+        )
+
+    def retrieve(self, tokens: TokenIds, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Load the longest prefix that is there into its slots; arguments as in `store`.
+
+        Returns:
+            Bool of shape (len(tokens),) on the CPU, of the form F* T* F*: True for the tokens loaded.
+        """
+        engine = self._ready(kwargs)
+        if engine is None:
+            raise ValueError("the first retrieve must give kv_caches=, the paged KV cache of all layers")
+        return self._wait(
+            engine.retrieve(
+                tokens,
+                _slots(kwargs),
+                mask=mask,
+                namespace=_namespace(kwargs),
+                request_id=str(kwargs.get("req_id", "")),
+            )
+        )
+
+    def lookup(
+        self,
+        tokens: TokenIds,
+        *,
+        lookup_id: str | None = None,
+        pin: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """How many leading tokens are there. With `pin`, those in host memory stay until `lookup_unpin`."""
+        engine = self._ready(kwargs)
+        if engine is None:
+            return 0
+        if pin and lookup_id is None:
+            raise ValueError("pin=True needs a lookup_id, by which lookup_unpin ends it")
+        return self._wait(
+            engine.lookup(tokens, namespace=_namespace(kwargs), lookup_id=lookup_id if pin else None)
+        )
+
+    def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
+        """End the pins of these lookups; unknown ids are fine."""
+        engine = self._ready({})
+        for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+            if engine is not None:
+                self._loop.call_soon(engine.unpin, lookup_id)
+
+    def prefetch(self, tokens: TokenIds, **kwargs: Any) -> int:
+        """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there."""
+        engine = self._ready(kwargs)
+        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=_namespace(kwargs)))
+
+    def clear(self, *, memory_only: bool = False) -> int:
+        """Forget every chunk of every tier, or of memory alone; how many there were."""
+        engine = self._ready({})
+        return 0 if engine is None else self._wait(engine.clear(memory_only=memory_only))
+
+    def statistics(self) -> EngineStatistics | None:
+        """A snapshot; None before the engine has opened."""
+        engine = self._ready({})
+        return None if engine is None else self._wait(_call(engine.statistics))
+
+    def close(self) -> None:
+        """Write what is queued, within the configured deadline, and free everything. Disk content stays."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._loop.submit(self._exit.aclose()).result(4 * self.config.shutdown_timeout_s + 1.0)
+            finally:
+                self._engine = None
+                self._loop.close(self.config.shutdown_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ready(self, kwargs: Mapping[str, Any]) -> CacheEngine | None:
+        kv_caches = kwargs.get("kv_caches", kwargs.get("kvcaches"))
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine was closed")
+            if self._engine is None and kv_caches is not None:
+                self._open(kv_caches)
+            return self._engine
+
+    def _open(self, kv_caches: Layers) -> None:
+        layout = KVLayout.from_token_slots(kv_caches)
+        metadata = self.metadata
+        namespace = Namespace(
+            model=metadata.model_name,
+            weights=metadata.weights,
+            dtype=str(metadata.kv_dtype) if metadata.kv_dtype is not None else layout.dtype,
+            layout=layout.text,
+            world_size=metadata.world_size,
+            tp_rank=metadata.worker_id,
+            tp_size=metadata.world_size,
+            chunk_size=self.config.chunk_size,
+            algorithm=self.config.hash_algorithm,
+        )
+        opened = self._exit.enter_async_context(
+            CacheEngine.open(self.config, layout=layout, namespace=namespace)
+        )
+        self._engine = self._loop.submit(opened).result()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self._loop.submit(coroutine)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise EngineClosedError("the engine was closed during the call") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class LMCacheEngineBuilder:
+    """Engines of this process by instance id, as LMCache's users find them."""
+
+    _engines: ClassVar[dict[str, LMCacheEngine]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def get_or_create(
+        cls,
+        instance_id: str,
+        config: EngineConfig | None = None,
+        metadata: LMCacheEngineMetadata | None = None,
+        *,
+        kv_caches: Layers | None = None,
+    ) -> LMCacheEngine:
+        """The engine of that id; made if there is none.
+
+        Raises:
+            ConfigError: There is one with another config or other metadata.
+        """
+        with cls._lock:
+            engine = cls._engines.get(instance_id)
+            if engine is None:
+                engine = LMCacheEngine(config or load_config(), metadata, kv_caches=kv_caches)
+                cls._engines[instance_id] = engine
+            elif (config or engine.config) != engine.config or (
+                metadata or engine.metadata
+            ) != engine.metadata:
+                raise ConfigError(
+                    f"engine {instance_id!r} exists with another config or other metadata; "
+                    f"destroy it first, or take another instance id"
+                )
+            return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> LMCacheEngine | None:
+        """The engine of that id, or None."""
+        with cls._lock:
+            return cls._engines.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
+        """Close the engine and free everything; content on disk stays unless `clear`. Unknown ids are fine."""
+        with cls._lock:
+            engine = cls._engines.pop(instance_id, None)
+        if engine is None:
+            return
+        try:
+            if clear:
+                engine.clear()
+        finally:
+            engine.close()
+
+
+def _namespace(kwargs: Mapping[str, Any]) -> RequestNamespace:
+    tags = dict(kwargs.get("tags") or {})
+    configs: Mapping[str, Any] = kwargs.get("request_configs") or {}
+    tags.update({name: value for name, value in configs.items() if name.startswith("lmcache.tag.")})
+    return RequestNamespace(
+        lora=str(kwargs.get("lora") or ""),
+        cache_salt=str(kwargs.get("cache_salt") or ""),
+        tags=tuple((str(name), str(value)) for name, value in tags.items()),
+    )
+
+
+def _slots(kwargs: Mapping[str, Any]) -> Any:
+    if kwargs.get("slot_mapping") is None:
+        raise ValueError("slot_mapping= is missing: for each token its slot in the paged KV cache")
+    return kwargs["slot_mapping"]
+
+
+async def _call(function: Any) -> Any:
+    return function()

@@ -1,0 +1,172 @@
+"""The engine's verbs for who has tokens and rows, not chunks and keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.results import LookupResult
+from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
+from lmcache_async.pipeline.batch import NO_ROWS, RetrieveRequest, StoreRequest
+from lmcache_async.types import BlockIds, Chunk, ChunkKey, RetrieveReport, StoreReport, Tokens
+
+NO_NAMESPACE = RequestNamespace()
+
+
+class TokenVerbs(ABC):
+    """`lookup`, `store`, `retrieve` and `prefetch` by tokens, built on the verbs for chunks."""
+
+    config: EngineConfig
+    namespace: Namespace
+    layout: KVLayout
+
+    @abstractmethod
+    async def lookup_keys(self, keys: list[ChunkKey], *, lookup_id: str | None = None) -> LookupResult: ...
+
+    @abstractmethod
+    async def store_chunks(self, request: StoreRequest) -> StoreReport: ...
+
+    @abstractmethod
+    async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport: ...
+
+    @abstractmethod
+    async def prefetch_chunks(self, request: RetrieveRequest) -> int: ...
+
+    async def lookup(
+        self,
+        tokens: TokenIds,
+        *,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        lookup_id: str | None = None,
+    ) -> int:
+        """How many leading tokens are there.
+
+        Args:
+            tokens: Token ids: a list, an array or a tensor of integers.
+            namespace: What else the request's KV depends on.
+            lookup_id: With one, what is in host memory stays there until `unpin(lookup_id)`.
+        """
+        chunks = self._chunks(as_tokens(tokens), namespace)
+        result = await self.lookup_keys([chunk.key for chunk in chunks], lookup_id=lookup_id)
+        return chunks[result.count - 1].stop if result.count else 0
+
+    async def store(
+        self,
+        tokens: TokenIds,
+        rows: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        request_id: str = "",
+    ) -> StoreReport:
+        """Store the KV of `tokens` that lies in `rows` of the device's KV cache.
+
+        Args:
+            tokens: Token ids of the whole prefix, from position 0 on.
+            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids.
+            mask: Bool of shape (len(tokens),); leading False tokens are not stored.
+            namespace: What else the request's KV depends on.
+            request_id: For log lines.
+        """
+        ids = as_tokens(tokens)
+        return await self.store_chunks(
+            StoreRequest(
+                request_id=request_id,
+                tokens=ids,
+                row_ids=self._rows(rows, len(ids), _leading_false(mask, len(ids))),
+                root=self._root(namespace),
+                request_namespace=namespace.label,
+                fence=self.copier.fence(),
+            )
+        )
+
+    async def retrieve(
+        self,
+        tokens: TokenIds,
+        rows: Any,
+        *,
+        mask: torch.Tensor | None = None,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        request_id: str = "",
+    ) -> torch.Tensor:
+        """Load the longest prefix of `tokens` that is there into `rows`.
+
+        Args: as in `store`; leading False tokens of `mask` are there already and are not written.
+
+        Returns:
+            Bool of shape (len(tokens),) on the CPU: True for the tokens loaded, of the form F* T* F*.
+        """
+        ids = as_tokens(tokens)
+        skip = _leading_false(mask, len(ids))
+        report = await self.retrieve_chunks(
+            RetrieveRequest(
+                request_id=request_id,
+                tokens=ids,
+                row_ids=self._rows(rows, len(ids), skip),
+                root=self._root(namespace),
+                request_namespace=namespace.label,
+                fence=self.copier.fence(),
+            )
+        )
+        result = torch.zeros(len(ids), dtype=torch.bool)
+        first = skip - skip % self.config.chunk_size
+        result[skip : first + report.hit_tokens] = True
+        return result
+
+    async def prefetch(self, tokens: TokenIds, *, namespace: RequestNamespace = NO_NAMESPACE) -> int:
+        """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there."""
+        ids = as_tokens(tokens)
+        chunks = self._chunks(ids, namespace)
+        rows = tuple(np.zeros(len(c.tokens) // self.layout.tokens_per_row, np.int64) for c in chunks)
+        return await self.prefetch_chunks(
+            RetrieveRequest(chunks=tuple(chunks), rows=rows, request_namespace=namespace.label)
+        )
+
+    @property
+    @abstractmethod
+    def copier(self) -> Any: ...
+
+    def _root(self, namespace: RequestNamespace) -> bytes:
+        return namespace.root(self.namespace.root(), self.namespace.algorithm)
+
+    def _chunks(self, tokens: Tokens, namespace: RequestNamespace) -> list[Chunk]:
+        hasher = ChunkHasher(
+            self._root(namespace), chunk_size=self.config.chunk_size, algorithm=self.namespace.algorithm
+        )
+        chunks = hasher.extend(tokens[: len(tokens) - len(tokens) % self.layout.tokens_per_row])
+        tail = hasher.tail()
+        return chunks if tail is None else [*chunks, tail]
+
+    def _rows(self, rows: Any, num_tokens: int, skip_tokens: int) -> BlockIds:
+        """The rows as int64, a copy in which those of the first `skip_tokens` are -1."""
+        unit = self.layout.tokens_per_row
+        if isinstance(rows, torch.Tensor):
+            rows = rows.detach().cpu().numpy()
+        ids = np.array(rows, dtype=np.int64).reshape(-1) if len(rows) else NO_ROWS
+        wanted = num_tokens // unit
+        if len(ids) < wanted:
+            raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(ids)} are given")
+        ids[: -(-skip_tokens // unit)] = -1
+        return ids
+
+
+def _leading_false(mask: torch.Tensor | None, num_tokens: int) -> int:
+    """How many leading tokens a mask leaves out.
+
+    Raises:
+        ValueError: The mask has another length, or is not of the form F* T*.
+    """
+    if mask is None:
+        return 0
+    values = mask.detach().cpu().numpy().astype(bool)
+    if values.shape != (num_tokens,):
+        raise ValueError(f"the mask has shape {values.shape}, but there are {num_tokens} tokens")
+    skip = int(num_tokens - values.sum())
+    if values[:skip].any():
+        raise ValueError("the mask must be False up to some token and True from there on")
+    return skip

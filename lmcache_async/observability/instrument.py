@@ -1,0 +1,61 @@
+"""Hooks on what an engine does: no-ops to be overridden, called with frozen reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from lmcache_async.types import RetrieveReport, StoreReport
+
+
+class Instrument:
+    """What an engine tells. Hooks are called on the loop's thread, must be quick and must not raise."""
+
+    def stored(self, request_id: str, report: StoreReport) -> None:
+        """A store has ended."""
+
+    def retrieved(self, request_id: str, report: RetrieveReport) -> None:
+        """A retrieve has ended."""
+
+
+class LogInstrument(Instrument):
+    """One INFO line a store and a retrieve."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def stored(self, request_id: str, report: StoreReport) -> None:
+        self._logger.info(
+            "stored %d tokens in %d chunks (%d present, dropped: %s), %.1f MB: copied in %.1f ms, "
+            "%.2f GB/s; with the tiers in %.1f ms [%s]",
+            report.tokens,
+            report.stored,
+            report.present,
+            _pairs(report.dropped),
+            report.bytes / 1e6,
+            report.copy_seconds * 1e3,
+            _rate(report.bytes, report.copy_seconds),
+            report.seconds * 1e3,
+            request_id,
+        )
+
+    def retrieved(self, request_id: str, report: RetrieveReport) -> None:
+        self._logger.info(
+            "retrieved %d/%d tokens (%s), %.1f MB in %.1f ms, %.2f GB/s%s [%s]",
+            report.hit_tokens,
+            report.asked_tokens,
+            _pairs(report.by_tier),
+            report.bytes / 1e6,
+            report.seconds * 1e3,
+            _rate(report.bytes, report.seconds),
+            f"; ended by: {report.cause}" if report.cause else "",
+            request_id,
+        )
+
+
+def _pairs(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={count}" for name, count in sorted(counts.items())) or "none"
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0

@@ -1,0 +1,190 @@
+"""What travels along the two chains: a request, then batches of its chunks.
+
+Each joint has a type of its own, so a chain put together in the wrong order does not build.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from lmcache_async.device.copier import Fence
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.types import BlockIds, Chunk, Tokens
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+NO_ROWS: BlockIds = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one store or retrieve is about.
+
+    It names its chunks and the device rows that hold them (as the connector does, which has hashed
+    already), or the tokens and one row for each `tokens_per_row` of them, for the hash stage to cut.
+
+    Attributes:
+        request_id: For log lines.
+        chunks: Hashed chunks in prefix order.
+        rows: For each chunk its rows in the paged KV cache, in order: block ids where a row is a block,
+            slots where it is a token. In a retrieve -1 marks a row that is not to be written.
+        tokens: Token ids from position 0 on, int32 of shape (n,); for the hash stage.
+        row_ids: The rows of all of `tokens`, int64; for the hash stage.
+        root: What the keys of `tokens` begin with; b"" is the engine's own root.
+        request_namespace: Text that stands for what the request's KV depends on besides the engine's
+            namespace (`RequestNamespace.label`); part of each record.
+        fence: What the copy waits for on the device.
+    """
+
+    request_id: str = ""
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[BlockIds, ...] = ()
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
+    row_ids: BlockIds = field(default_factory=lambda: NO_ROWS)
+    root: bytes = b""
+    request_namespace: str = ""
+    fence: Fence | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRequest(Request):
+    """Keep the KV of these chunks.
+
+    Attributes:
+        on_copied: Called exactly once, on the loop's thread, when device memory is not read any more.
+    """
+
+    on_copied: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrieveRequest(Request):
+    """Bring the KV of the longest prefix of these chunks back to its rows."""
+
+
+class Scope:
+    """The leases of one batch: all given back when the batch has left the chain, however it left."""
+
+    __slots__ = ("_buffers",)
+
+    def __init__(self) -> None:
+        self._buffers: list[Buffer] = []
+
+    def add(self, buffers: Iterable[Buffer]) -> None:
+        self._buffers.extend(buffers)
+
+    def close(self) -> None:
+        buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            buffer.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Chunks of one request in prefix order, with the rows that hold them.
+
+    Attributes:
+        drops: Chunks of the request that fell out so far, by cause (stores only).
+        scope: Takes every lease that a stage makes.
+    """
+
+    request: Request
+    chunks: tuple[Chunk, ...]
+    rows: tuple[BlockIds, ...]
+    drops: Counter[str] = field(default_factory=Counter)
+    scope: Scope = field(default_factory=Scope)
+
+    def part(self, start: int, stop: int) -> Self:
+        """The batch of chunks start..stop, with a scope of its own and no drops."""
+        return replace(
+            self,
+            chunks=self.chunks[start:stop],
+            rows=self.rows[start:stop],
+            drops=Counter(),
+            scope=Scope(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashedBatch(Batch):
+    """Every chunk has its key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingBatch(Batch):
+    """Chunks that no tier has yet.
+
+    Attributes:
+        present: How many chunks of the request were there already.
+    """
+
+    present: int = 0
+
+    def part(self, start: int, stop: int) -> Self:
+        # The whole request's counts travel with its first batch, once.
+        return replace(
+            self,
+            chunks=self.chunks[start:stop],
+            rows=self.rows[start:stop],
+            drops=self.drops if start == 0 else Counter(),
+            scope=Scope(),
+            present=self.present if start == 0 else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedBatch(MissingBatch):
+    """Each chunk has a leased buffer for its record."""
+
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledBatch(LeasedBatch):
+    """The payloads are in the buffers; device memory is not read any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedBatch(LeasedBatch):
+    """The buffers hold sealed records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch(Batch):
+    """The hit: a prefix of the request's chunks.
+
+    Attributes:
+        tiers: For each chunk the index, in the stack, of the tier that is to serve it.
+        cause: Why the prefix ends where it ends; "" when all that was asked for is there.
+    """
+
+    tiers: tuple[int, ...] = ()
+    cause: str = ""
+
+    def part(self, start: int, stop: int) -> Self:
+        last = stop >= len(self.chunks)
+        return replace(
+            self,
+            chunks=self.chunks[start:stop],
+            rows=self.rows[start:stop],
+            drops=Counter(),
+            scope=Scope(),
+            tiers=self.tiers[start:stop],
+            cause=self.cause if last else "",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedBatch(PlannedBatch):
+    """Each chunk's record is in a buffer; `tiers` tells which tier really gave it."""
+
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedBatch(FetchedBatch):
+    """Each record was proven to be the chunk asked for."""

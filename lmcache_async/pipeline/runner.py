@@ -1,0 +1,193 @@
+"""Runs a request through a chain: batches in flight bounded in bytes, results in order, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChunkCorruptError,
+    EngineClosedError,
+    LMCacheAsyncError,
+    TierFullError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.pipeline.batch import Batch, Request
+from lmcache_async.pipeline.chain import Chain
+
+Out = TypeVar("Out")
+
+
+class Runner(Generic[Out]):
+    """A chain ready to run.
+
+    The stages that take whole requests run once; what the last of them gives is cut into batches, which
+    run through the other stages concurrently. Stages marked `ordered` see the batches one after another.
+    Every batch's leases are back, and no stage runs any more, when `run` ends, however it ends.
+
+    Args:
+        failed: Makes the result of a batch that a cache error, or the deadline, kept from its end.
+        ends: Whether a result ends the run: batches after it are given up.
+    """
+
+    def __init__(
+        self,
+        chain: Chain[Any, Out],
+        *,
+        batch_chunks: int,
+        chunk_bytes: int,
+        budget: ByteBudget,
+        failed: Callable[[Batch, str], Out],
+        ends: Callable[[Out], bool] = lambda _: False,
+    ) -> None:
+        self.chain = chain
+        self._batch_chunks = batch_chunks
+        self._chunk_bytes = chunk_bytes
+        self._budget = budget
+        self._failed = failed
+        self._ends = ends
+
+    async def run(
+        self, request: Request, *, timeout_s: float, on_copied: Callable[[], None] | None = None
+    ) -> list[Out]:
+        """The results of the request's batches, in prefix order; up to the one that ended the run.
+
+        Args:
+            timeout_s: After this the rest is given up: it becomes `failed(batch, "deadline")`.
+            on_copied: Called once, as soon as no batch will touch device memory any more.
+
+        Raises:
+            LMCacheAsyncError: A stage that takes the whole request failed.
+        """
+        gate = _Gate(on_copied)
+        try:
+            async with asyncio.timeout(timeout_s):
+                head: Any = request
+                for info in self.chain.head:
+                    head = await info.stage(head)
+            batches = self._split(head)
+            gate.expect(len(batches))
+            return await self._run_batches(batches, timeout_s, gate)
+        except TimeoutError as error:
+            raise BudgetExceededError(f"no answer from {self.chain!r} in {timeout_s} s") from error
+        finally:
+            gate.open()
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        if len(batch.chunks) <= self._batch_chunks:
+            return [batch]
+        size = self._batch_chunks
+        return [batch.part(i, i + size) for i in range(0, len(batch.chunks), size)]
+
+    async def _run_batches(self, batches: list[Batch], timeout_s: float, gate: _Gate) -> list[Out]:
+        run = _Run[Out](batches)
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for index, batch in enumerate(batches):
+                    nbytes = min(len(batch.chunks) * self._chunk_bytes, self._budget.max_bytes)
+                    try:
+                        await self._budget.reserve(nbytes, timeout_s=timeout_s)
+                    except BudgetExceededError:
+                        break
+                    if run.ended:
+                        self._budget.release(nbytes)
+                        break
+                    task = group.create_task(self._run_one(run, index, gate))
+                    run.tasks.append(task)
+                    # A callback and not a `finally`: a task cancelled before its first step runs no code.
+                    task.add_done_callback(lambda _, i=index, n=nbytes: self._finish(run, i, n, gate))  # type: ignore[misc]
+        except TimeoutError:
+            run.ended = True
+        results: list[Out] = []
+        for batch, result in zip(batches, run.results, strict=True):
+            results.append(self._failed(batch, "deadline") if result is None else result)
+            if self._ends(results[-1]):
+                break
+        return results
+
+    async def _run_one(self, run: _Run[Out], index: int, gate: _Gate) -> None:
+        batch = run.batches[index]
+        try:
+            value: Any = batch
+            for info in self.chain.tail:
+                if info.ordered and index and not await run.turn(index):
+                    return
+                value = await info.stage(value)
+                if info.reads_device:
+                    gate.pass_one(index)
+            run.results[index] = value
+        except LMCacheAsyncError as error:
+            run.results[index] = self._failed(batch, error_cause(error))
+
+    def _finish(self, run: _Run[Out], index: int, nbytes: int, gate: _Gate) -> None:
+        run.batches[index].scope.close()
+        self._budget.release(nbytes)
+        gate.pass_one(index)
+        result = run.results[index]
+        if result is None or self._ends(result):
+            run.end_after(index)
+        run.done[index].set()
+
+
+def error_cause(error: LMCacheAsyncError) -> str:
+    """One word for the counters."""
+    if isinstance(error, ChunkCorruptError):
+        return "corrupt"
+    return _CAUSES.get(type(error), "error")
+
+
+_CAUSES: dict[type[LMCacheAsyncError], str] = {
+    BudgetExceededError: "no_room",
+    TierFullError: "tier_full",
+    TierUnavailableError: "tier_unavailable",
+    EngineClosedError: "closed",
+}
+
+
+class _Run(Generic[Out]):
+    """The state of one run: which batches have ended, and whether one of them ended the whole."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        count = len(batches)
+        self.batches = batches
+        self.results: list[Out | None] = [None] * count
+        self.done = [asyncio.Event() for _ in range(count)]
+        self.tasks: list[asyncio.Task[None]] = []
+        self.ended = False
+        self._last = count
+
+    async def turn(self, index: int) -> bool:
+        """Wait for the batch before; False when the run has ended before this batch."""
+        await self.done[index - 1].wait()
+        return index <= self._last
+
+    def end_after(self, index: int) -> None:
+        """Give up the batches after `index`; what they have under way is drained by their tasks."""
+        self.ended = True
+        self._last = min(self._last, index)
+        for task in self.tasks[index + 1 :]:
+            task.cancel()
+
+
+class _Gate:
+    """Calls back once all batches have passed the stage that reads device memory, or have ended."""
+
+    def __init__(self, on_copied: Callable[[], None] | None) -> None:
+        self._on_copied = on_copied
+        self._waiting: set[int] = set()
+
+    def expect(self, count: int) -> None:
+        self._waiting = set(range(count))
+
+    def pass_one(self, index: int) -> None:
+        self._waiting.discard(index)
+        if not self._waiting:
+            self.open()
+
+    def open(self) -> None:
+        callback, self._on_copied = self._on_copied, None
+        if callback is not None:
+            callback()

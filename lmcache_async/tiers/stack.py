@@ -1,0 +1,282 @@
+"""The tiers of an engine, fastest first, as one: plan, fetch, write, promote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.outcome import when_all
+from lmcache_async.tiers.plan import Cover, runs
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTier:
+    """A tier in its place.
+
+    Attributes:
+        id: Its name in config, log lines and counters; unique in the stack.
+        tier: The tier with its layers.
+        writer: The queue before it; None for a tier in the arena, which takes a chunk at once.
+    """
+
+    id: str
+    tier: Tier
+    writer: TierWriter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a fetch came to: the leading chunks' buffers, leased to the caller.
+
+    Attributes:
+        buffers: One for each chunk up to the first hole.
+        tiers: Which tier gave each.
+        cause: Why there is a hole; "" when all chunks were there.
+    """
+
+    buffers: tuple[Buffer, ...]
+    tiers: tuple[int, ...]
+    cause: str
+
+
+class TierStack:
+    """Ordered tiers. A failure of one is a miss of that one, or a counted drop; it never raises.
+
+    Args:
+        tiers: Fastest first.
+        write_timeout_s: How long a chunk waits for room in a slow tier's queue before it is dropped.
+    """
+
+    def __init__(self, tiers: Sequence[StackedTier], *, write_timeout_s: float) -> None:
+        self.tiers = tuple(tiers)
+        self.counts: Counter[str] = Counter()
+        self._write_timeout_s = write_timeout_s
+        self._exit = AsyncExitStack()
+
+    async def open(self, arena: Arena) -> Self:
+        """Open every tier; when one fails those already open are closed again."""
+        async with AsyncExitStack() as stack:
+            for stacked in self.tiers:
+                stacked.tier.bind(arena)
+                await stack.enter_async_context(stacked.tier)
+                if stacked.writer is not None:
+                    stacked.writer.start()
+                    stack.push_async_callback(stacked.writer.aclose, timeout_s=0.0)
+            self._exit = stack.pop_all()
+        return self
+
+    async def aclose(self, *, timeout_s: float) -> None:
+        """Write what is queued, within the deadline, then close every tier."""
+        await self.flush(timeout_s=timeout_s)
+        await self._exit.aclose()
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Wait until no chunk is queued for any tier; False when the deadline came first."""
+        writers = [stacked.writer for stacked in self.tiers if stacked.writer is not None]
+        return all(await asyncio.gather(*(writer.flush(timeout_s=timeout_s) for writer in writers)))
+
+    async def plan(self, keys: Sequence[ChunkKey]) -> tuple[tuple[int, ...], str]:
+        """For each chunk of the longest prefix that is there, the fastest tier that has it.
+
+        Returns:
+            The tiers' indices, and why the prefix ends ("" when it is all of `keys`).
+        """
+        cover = Cover(len(keys))
+        failed = False
+        hole = -1
+        while hole < cover.prefix < len(keys):
+            hole = cover.prefix
+            for index, stacked in enumerate(self.tiers):
+                positions = cover.holes()
+                if not positions:
+                    break
+                try:
+                    cover.mark(index, await self._holds(stacked, keys, positions))
+                except TierError as error:
+                    failed = True
+                    self._count(stacked, "errors", error)
+        found = cover.tiers[: cover.prefix]
+        cause = "" if cover.prefix == len(keys) else "tier_error" if failed else "miss"
+        return tuple(tier for tier in found if tier is not None), cause
+
+    @staticmethod
+    async def _holds(stacked: StackedTier, keys: Sequence[ChunkKey], positions: list[int]) -> list[int]:
+        wanted = [keys[position] for position in positions]
+        if stacked.tier.capabilities.local_index:
+            there = await stacked.tier.contains_many(wanted)
+            return [position for position, present in zip(positions, there, strict=True) if present]
+        return positions[: await stacked.tier.count_prefix(wanted)]
+
+    async def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Positions of the chunks that at least one tier lacks, as far as it is cheap to know."""
+        lacking: set[int] = set()
+        everything = list(range(len(keys)))
+        for stacked in self.tiers:
+            try:
+                held = await self._holds(stacked, keys, everything)
+            except TierError as error:
+                self._count(stacked, "errors", error)
+                continue  # a tier that fails takes no write now either
+            lacking.update(set(everything).difference(held))
+        return sorted(lacking)
+
+    async def fetch(self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate) -> Fetched:
+        """Get the chunks, each from the tier planned for it or, failing that, from a slower one.
+
+        Cancelled, it gives back what it has got.
+        """
+        got: list[Buffer | None] = [None] * len(keys)
+        sources = list(tiers)
+        cause = ""
+        try:
+            parts = runs(tiers)
+            if len(parts) == 1:  # nothing to run side by side
+                await self._fetch_run(keys, parts[0], allocate, got)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for part in parts:
+                        group.create_task(self._fetch_run(keys, part, allocate, got))
+            for position, key in enumerate(keys):
+                if got[position] is None:
+                    sources[position] = await self._fetch_slower(key, position, tiers, allocate, got)
+                if got[position] is None:
+                    cause = "vanished"
+                    break
+        except BaseException:
+            _release(got)
+            raise
+        count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))
+        _release(got[count:])
+        self.counts.update(f"{self.tiers[tier].id}.hits" for tier in sources[:count])
+        buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
+        return Fetched(buffers, tuple(sources[:count]), cause)
+
+    async def _fetch_run(
+        self,
+        keys: Sequence[ChunkKey],
+        run: tuple[int, int, int],
+        allocate: Allocate,
+        got: list[Buffer | None],
+    ) -> None:
+        index, start, stop = run
+        stacked = self.tiers[index]
+        try:
+            results = await stacked.tier.get_many(keys[start:stop], allocate)
+        except (TierError, BudgetExceededError) as error:
+            self._count(stacked, "errors", error)
+            return
+        for position, result in enumerate(results, start):
+            if isinstance(result, TierError):
+                self._count(stacked, "errors", result)
+            else:
+                got[position] = result
+
+    async def _fetch_slower(
+        self,
+        key: ChunkKey,
+        position: int,
+        tiers: Sequence[int],
+        allocate: Allocate,
+        got: list[Buffer | None],
+    ) -> int:
+        for index in range(tiers[position] + 1, len(self.tiers)):
+            try:
+                got[position] = await self.tiers[index].tier.get(key, allocate)
+            except (TierError, BudgetExceededError) as error:
+                self._count(self.tiers[index], "errors", error)
+            if got[position] is not None:
+                return index
+        return tiers[position]
+
+    async def lease_in_arena(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> list[Buffer]:
+        """Leases of those chunks that their planned tier keeps in the arena; nothing is copied."""
+        leases: list[Buffer] = []
+        for index, start, stop in runs(tiers):
+            tier = self.tiers[index].tier
+            if tier.capabilities.in_arena:
+                got = await tier.get_many(keys[start:stop], _no_room)
+                leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
+        return leases
+
+    async def write(
+        self, items: Sequence[tuple[ChunkKey, Buffer]], on_outcome: Callable[[int, str], None]
+    ) -> None:
+        """Give the chunks to every tier. Ends when each tier has them or has queued them.
+
+        Args:
+            on_outcome: Called once for each chunk, with its position and "" when at least one tier keeps
+                it or else the cause; for queued chunks when the last tier has answered.
+        """
+        errors: list[TierError | None] = [None] * len(items)
+        kept = [False] * len(items)
+        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        for stacked in self.tiers:
+            if stacked.writer is not None:
+                futures = await stacked.writer.submit(items, timeout_s=self._write_timeout_s)
+                for position, future in enumerate(futures):
+                    queued[position].append(future)
+                    future.add_done_callback(lambda f, s=stacked: self._written(s, f.result()))  # type: ignore[misc]
+                continue
+            try:
+                outcomes = await stacked.tier.put_many(items)
+            except TierError as error:
+                outcomes = [error] * len(items)
+            for position, outcome in enumerate(outcomes):
+                self._written(stacked, outcome)
+                errors[position] = outcome
+                kept[position] |= outcome is None
+        for position, futures in enumerate(queued):
+            when_all(futures, kept[position], errors[position], position, on_outcome)
+
+    def _written(self, stacked: StackedTier, error: TierError | None) -> None:
+        if error is None:
+            self.counts[f"{stacked.id}.stored"] += 1
+        else:
+            self._count(stacked, "dropped", error)
+
+    async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
+        """Copy chunks that came from slower tiers into the faster ones; without waiting for room."""
+        for index, stacked in enumerate(self.tiers):
+            wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
+            if not wanted:
+                continue
+            if stacked.writer is not None:
+                await stacked.writer.submit(wanted, timeout_s=0.0)
+            else:
+                try:
+                    outcomes = await stacked.tier.put_many(wanted)
+                except TierError as error:
+                    outcomes = [error] * len(wanted)
+                self.counts[f"{stacked.id}.promoted"] += outcomes.count(None)
+
+    async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
+        """Count a record that could not be proven right, and remove it from its tier."""
+        stacked = self.tiers[tier]
+        self.counts[f"{stacked.id}.corrupt.{cause}"] += 1
+        try:
+            await stacked.tier.remove(key)
+        except TierError as error:
+            self._count(stacked, "errors", error)
+
+    def _count(self, stacked: StackedTier, what: str, error: Exception) -> None:
+        self.counts[f"{stacked.id}.{what}.{type(error).__name__}"] += 1
+
+
+async def _no_room(nbytes: int) -> Buffer:
+    raise BudgetExceededError(f"no copy is made here, so {nbytes} bytes are not leased")
+
+
+def _release(buffers: Sequence[Buffer | None]) -> None:
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.release()

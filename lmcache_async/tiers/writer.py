@@ -1,0 +1,167 @@
+"""The queue before a slow tier: bounded in bytes, drained in order, several chunks a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Tier
+from lmcache_async.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatistics:
+    """What waits to be written.
+
+    Attributes:
+        queued_chunks: Chunks that wait or are being written.
+        queued_bytes: Their bytes, which count against `max_bytes`.
+        max_bytes: The bound.
+        refused: Chunks that found no room within their deadline.
+    """
+
+    queued_chunks: int
+    queued_bytes: int
+    max_bytes: int
+    refused: int
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    key: ChunkKey
+    buffer: Buffer
+    done: asyncio.Future[TierError | None]
+
+
+class TierWriter:
+    """Writes what is submitted to one tier, first in first out.
+
+    A submitted chunk holds a lease of its buffer and bytes of the bound until the tier has taken or
+    refused it. Cancelling who waits for a result does not stop the write.
+
+    Args:
+        tier: The tier.
+        name: What messages call it.
+        max_bytes: Bound of what waits.
+        call_bytes: Most bytes given to one call of `put_many`.
+        workers: Calls at the same time.
+    """
+
+    def __init__(
+        self, tier: Tier, *, name: str, max_bytes: int, call_bytes: int = 64 << 20, workers: int = 2
+    ) -> None:
+        self._tier = tier
+        self._name = name
+        self._budget = ByteBudget(max_bytes)
+        self._call_bytes = call_bytes
+        self._queue: deque[_Item] = deque()
+        self._work = asyncio.Event()
+        self._num_workers = workers
+        self._workers: list[asyncio.Task[None]] = []
+        self._pending: set[asyncio.Future[TierError | None]] = set()
+        self._refused = 0
+        self._closed = False
+
+    def start(self) -> None:
+        self._workers = [asyncio.create_task(self._run()) for _ in range(self._num_workers)]
+
+    async def submit(
+        self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float
+    ) -> list[asyncio.Future[TierError | None]]:
+        """Queue the chunks, in order; each future tells None when its chunk is kept, else why not.
+
+        Chunks that find no room within `timeout_s` are refused, from the first such one on: what a
+        prompt loses is its end. Cancelled, it leaves queued what is queued.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        futures: list[asyncio.Future[TierError | None]] = []
+        refusal: TierError | None = None
+        for key, buffer in items:
+            future: asyncio.Future[TierError | None] = loop.create_future()
+            futures.append(future)
+            if refusal is None:
+                refusal = await self._room(buffer.nbytes, deadline - loop.time())
+            if refusal is not None:
+                self._refused += 1
+                future.set_result(refusal)
+                continue
+            self._pending.add(future)
+            self._queue.append(_Item(key, buffer.retain(), future))
+            self._work.set()
+        return futures
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """Wait until everything submitted so far is written; False when that took too long."""
+        if not self._pending:
+            return True
+        _, late = await asyncio.wait(set(self._pending), timeout=timeout_s)
+        return not late
+
+    async def aclose(self, *, timeout_s: float) -> None:
+        """Write what is queued, as far as the deadline lets; give every lease back."""
+        self._closed = True
+        await self.flush(timeout_s=timeout_s)
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        while self._queue:
+            self._end(self._queue.popleft(), TierClosedError(f"tier {self._name!r} was closed"))
+
+    def statistics(self) -> WriterStatistics:
+        return WriterStatistics(
+            queued_chunks=len(self._pending),
+            queued_bytes=self._budget.statistics().used_bytes,
+            max_bytes=self._budget.max_bytes,
+            refused=self._refused,
+        )
+
+    async def _room(self, nbytes: int, timeout_s: float) -> TierError | None:
+        if self._closed:
+            return TierClosedError(f"tier {self._name!r} is closed")
+        if self._budget.reserve_nowait(nbytes):
+            return None
+        try:
+            await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
+        except BudgetExceededError as error:
+            refusal = TierFullError(f"tier {self._name!r}: its write queue has no room: {error}")
+            refusal.__cause__ = error
+            return refusal
+        return None
+
+    async def _run(self) -> None:
+        while True:
+            while not self._queue:
+                self._work.clear()
+                await self._work.wait()
+            items = self._take()
+            outcome: Sequence[TierError | None] = [TierClosedError(f"tier {self._name!r} was closed")] * len(
+                items
+            )
+            try:
+                outcome = await self._tier.put_many([(item.key, item.buffer) for item in items])
+            except TierError as error:
+                outcome = [error] * len(items)
+            finally:
+                for item, error_or_none in zip(items, outcome, strict=True):
+                    self._end(item, error_or_none)
+
+    def _take(self) -> list[_Item]:
+        items = [self._queue.popleft()]
+        nbytes = items[0].buffer.nbytes
+        while self._queue and nbytes + self._queue[0].buffer.nbytes <= self._call_bytes:
+            items.append(self._queue.popleft())
+            nbytes += items[-1].buffer.nbytes
+        return items
+
+    def _end(self, item: _Item, error: TierError | None) -> None:
+        self._budget.release(item.buffer.nbytes)
+        item.buffer.release()
+        self._pending.discard(item.done)
+        if not item.done.done():
+            item.done.set_result(error)

@@ -1,0 +1,39 @@
+"""Arena memory for the records of a batch, or a drop."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.record import RecordFormat
+from lmcache_async.pipeline.batch import LeasedBatch, MissingBatch
+
+
+class AllocateStage:
+    """Leases a buffer for each chunk, within the configured wait; the end of what finds none is dropped."""
+
+    def __init__(
+        self, arena: Arena, layout: KVLayout, record_format: RecordFormat, config: EngineConfig
+    ) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._format = record_format
+        self._timeout_s = config.store.allocate_timeout_s
+
+    async def __call__(self, batch: MissingBatch) -> LeasedBatch:
+        sizes = [self._format.record_bytes(self._layout.payload_bytes(len(rows))) for rows in batch.rows]
+        buffers = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
+        batch.scope.add(buffers)
+        count = len(buffers)
+        dropped = Counter(no_room=len(sizes) - count) if count < len(sizes) else Counter[str]()
+        return LeasedBatch(
+            request=batch.request,
+            chunks=batch.chunks[:count],
+            rows=batch.rows[:count],
+            drops=batch.drops + dropped,
+            scope=batch.scope,
+            present=batch.present,
+            buffers=tuple(buffers),
+        )

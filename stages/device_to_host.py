@@ -1,0 +1,31 @@
+"""The copy out of the paged KV cache, straight into the records' payloads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from lmcache_async.device.copier import Copier, CopyJob
+from lmcache_async.memory.record import RecordFormat
+from lmcache_async.pipeline.batch import FilledBatch, LeasedBatch
+
+
+class DeviceToHostStage:
+    """Gathers the rows of all layers of a batch of chunks in one go, behind the request's fence.
+
+    Cancelled, it waits for the copy's real end first.
+    """
+
+    reads_device = True
+
+    def __init__(self, copier: Copier, record_format: RecordFormat) -> None:
+        self._copier = copier
+        self._header_bytes = record_format.header_bytes
+
+    async def __call__(self, batch: LeasedBatch) -> FilledBatch:
+        jobs = [
+            CopyJob(rows, buffer.array[self._header_bytes :])
+            for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
+        ]
+        if jobs:
+            await self._copier.gather(jobs, batch.request.fence)
+        return FilledBatch(**{field.name: getattr(batch, field.name) for field in fields(batch)})

@@ -1,0 +1,36 @@
+"""Records come from their tiers into arena buffers."""
+
+from __future__ import annotations
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.pipeline.batch import FetchedBatch, PlannedBatch
+from lmcache_async.tiers.stack import TierStack
+
+
+class FetchStage:
+    """Gets the batch's records, each from its tier; ends the prefix at the first that is not to be had."""
+
+    def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
+        self._stack = stack
+        self._arena = arena
+        self._timeout_s = config.retrieve.timeout_s
+
+    async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
+        keys = [chunk.key for chunk in batch.chunks]
+        fetched = await self._stack.fetch(keys, batch.tiers, self._allocate)
+        batch.scope.add(fetched.buffers)
+        count = len(fetched.buffers)
+        return FetchedBatch(
+            request=batch.request,
+            chunks=batch.chunks[:count],
+            rows=batch.rows[:count],
+            scope=batch.scope,
+            tiers=fetched.tiers,
+            cause=fetched.cause or batch.cause,
+            buffers=fetched.buffers,
+        )
+
+    async def _allocate(self, nbytes: int) -> Buffer:
+        return await self._arena.lease(nbytes, timeout_s=self._timeout_s)

@@ -1,0 +1,57 @@
+"""Tokens to chunks and their keys."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.hashing import ChunkHasher, Namespace
+from lmcache_async.pipeline.batch import HashedBatch, Request, StoreRequest
+from lmcache_async.pipeline.threads import in_thread
+from lmcache_async.types import BlockIds, Chunk
+
+
+class HashStage:
+    """Cuts the request's tokens into chunks with chained keys, and its rows likewise.
+
+    A request that names its chunks passes as it is. Long prompts are hashed on a worker thread.
+    """
+
+    per_request = True
+    _INLINE_TOKENS = 16_384  # below this the hop to a thread costs more than the hashing
+
+    def __init__(
+        self, namespace: Namespace, layout: KVLayout, workers: Executor, config: EngineConfig
+    ) -> None:
+        self._namespace = namespace
+        self._layout = layout
+        self._workers = workers
+        self._partial_chunks = config.store.partial_chunks
+
+    async def __call__(self, request: Request) -> HashedBatch:
+        if request.chunks or not len(request.tokens):
+            return HashedBatch(request=request, chunks=request.chunks, rows=request.rows)
+        if len(request.tokens) <= self._INLINE_TOKENS:
+            chunks = self._hash(request)
+        else:
+            chunks = await in_thread(self._workers, lambda: self._hash(request))
+        return HashedBatch(request=request, chunks=chunks, rows=self._rows(request, chunks))
+
+    def _hash(self, request: Request) -> tuple[Chunk, ...]:
+        hasher = ChunkHasher(
+            request.root or self._namespace.root(),
+            chunk_size=self._namespace.chunk_size,
+            algorithm=self._namespace.algorithm,
+        )
+        whole_rows = len(request.tokens) - len(request.tokens) % self._layout.tokens_per_row
+        chunks = hasher.extend(request.tokens[:whole_rows])
+        tail = hasher.tail()
+        # What is stored of a prompt's end is a setting; what is asked for of it is there or not.
+        if tail is not None and (self._partial_chunks or not isinstance(request, StoreRequest)):
+            chunks.append(tail)
+        return tuple(chunks)
+
+    def _rows(self, request: Request, chunks: tuple[Chunk, ...]) -> tuple[BlockIds, ...]:
+        unit = self._layout.tokens_per_row
+        return tuple(request.row_ids[chunk.start // unit : chunk.stop // unit] for chunk in chunks)

@@ -1,0 +1,47 @@
+"""The copy back into the paged KV cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lmcache_async.device.copier import Copier, CopyJob
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.memory.record import RecordFormat
+from lmcache_async.pipeline.batch import VerifiedBatch
+from lmcache_async.tiers.stack import TierStack
+from lmcache_async.types import RetrieveReport
+
+
+class HostToDeviceStage:
+    """Scatters a batch's payloads to their rows, in prefix order: never behind a hole.
+
+    Cancelled, it waits for the copy's real end first.
+    """
+
+    ordered = True
+
+    def __init__(
+        self, copier: Copier, layout: KVLayout, record_format: RecordFormat, stack: TierStack
+    ) -> None:
+        self._copier = copier
+        self._layout = layout
+        self._header_bytes = record_format.header_bytes
+        self._stack = stack
+
+    async def __call__(self, batch: VerifiedBatch) -> RetrieveReport:
+        jobs = [
+            CopyJob(rows, buffer.array[self._header_bytes :])
+            for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
+        ]
+        if jobs:
+            await self._copier.scatter(jobs, batch.request.fence)
+        by_tier: Counter[str] = Counter()
+        for chunk, tier in zip(batch.chunks, batch.tiers, strict=True):
+            by_tier[self._stack.tiers[tier].id] += len(chunk.tokens)
+        return RetrieveReport(
+            hit_chunks=len(batch.chunks),
+            hit_tokens=sum(len(chunk.tokens) for chunk in batch.chunks),
+            bytes=sum(self._layout.payload_bytes(int((rows >= 0).sum())) for rows in batch.rows),
+            by_tier=by_tier,
+            cause=batch.cause,
+        )

@@ -1,0 +1,44 @@
+"""Drops the chunks that need no storing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.pipeline.batch import HashedBatch, MissingBatch
+from lmcache_async.tiers.stack import TierStack
+
+
+class LookupStage:
+    """Keeps the chunks that some tier lacks; counts the others as present.
+
+    Chunks with a row that is masked (-1) cannot be stored and are dropped.
+
+    Where memory is the only tier, what lies behind the first arena-full of a prompt could only push out
+    its own prefix: that is dropped before it is copied.
+    """
+
+    per_request = True
+
+    def __init__(self, stack: TierStack, arena: Arena) -> None:
+        self._stack = stack
+        self._num_slabs = arena.num_slabs
+
+    async def __call__(self, batch: HashedBatch) -> MissingBatch:
+        chunks, drops = batch.chunks, Counter(batch.drops)
+        if all(stacked.writer is None for stacked in self._stack.tiers) and len(chunks) > self._num_slabs:
+            drops["larger_than_memory"] += len(chunks) - self._num_slabs
+            chunks = chunks[: self._num_slabs]
+        missing = await self._stack.missing([chunk.key for chunk in chunks])
+        present = len(chunks) - len(missing)
+        masked = [i for i in missing if (batch.rows[i] < 0).any()]
+        if masked:
+            drops["masked"] += len(masked)
+            missing = [i for i in missing if i not in set(masked)]
+        return MissingBatch(
+            request=batch.request,
+            chunks=tuple(chunks[i] for i in missing),
+            rows=tuple(batch.rows[i] for i in missing),
+            drops=drops,
+            present=present,
+        )

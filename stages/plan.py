@@ -1,0 +1,30 @@
+"""Which prefix of the chunks is there, and which tier serves each chunk."""
+
+from __future__ import annotations
+
+from lmcache_async.pipeline.batch import HashedBatch, PlannedBatch
+from lmcache_async.tiers.stack import TierStack
+
+
+class PlanStage:
+    """Asks the tiers, fastest first, for the longest prefix; the first hole ends it.
+
+    Leading chunks of which no row is wanted are passed over.
+    """
+
+    per_request = True
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+
+    async def __call__(self, batch: HashedBatch) -> PlannedBatch:
+        start = next((i for i, rows in enumerate(batch.rows) if (rows >= 0).any()), len(batch.rows))
+        tiers, cause = await self._stack.plan([chunk.key for chunk in batch.chunks[start:]])
+        return PlannedBatch(
+            request=batch.request,
+            chunks=batch.chunks[start : start + len(tiers)],
+            rows=batch.rows[start : start + len(tiers)],
+            scope=batch.scope,
+            tiers=tiers,
+            cause=cause,
+        )

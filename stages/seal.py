@@ -1,0 +1,36 @@
+"""Payloads become records: header and checksum."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import fields
+
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.pipeline.batch import FilledBatch, SealedBatch
+from lmcache_async.pipeline.threads import in_thread
+
+
+class SealStage:
+    """Writes each record's header, with the payload's checksum; one hop to a worker thread a batch."""
+
+    def __init__(self, record_format: RecordFormat, layout: KVLayout, workers: Executor) -> None:
+        self._format = record_format
+        self._layout = layout
+        self._workers = workers
+
+    async def __call__(self, batch: FilledBatch) -> SealedBatch:
+        if batch.chunks:
+            await in_thread(self._workers, lambda: self._seal(batch))
+        return SealedBatch(**{field.name: getattr(batch, field.name) for field in fields(batch)})
+
+    def _seal(self, batch: FilledBatch) -> None:
+        for chunk, rows, buffer in zip(batch.chunks, batch.rows, batch.buffers, strict=True):
+            seal(
+                buffer.view,
+                format=self._format,
+                chunk=chunk,
+                request_namespace=batch.request.request_namespace,
+                shape=(len(rows), self._layout.bytes_per_row),
+                payload_bytes=buffer.nbytes - self._format.header_bytes,
+            )

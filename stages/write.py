@@ -1,0 +1,39 @@
+"""Sealed records go to every tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from lmcache_async.pipeline.batch import SealedBatch
+from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.tiers.stack import TierStack
+
+
+class WriteStage:
+    """Write-through: tiers in the arena take the records at once, slower ones queue them.
+
+    It ends when the records are placed or queued; the report's `outcomes` are complete when the slowest
+    tier has answered.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+
+    async def __call__(self, batch: SealedBatch) -> BatchStored:
+        loop = asyncio.get_running_loop()
+        outcomes: list[asyncio.Future[str]] = [loop.create_future() for _ in batch.chunks]
+
+        def on_outcome(position: int, cause: str) -> None:
+            if not outcomes[position].done():
+                outcomes[position].set_result(cause)
+
+        items = [(chunk.key, buffer) for chunk, buffer in zip(batch.chunks, batch.buffers, strict=True)]
+        await self._stack.write(items, on_outcome)
+        return BatchStored(
+            chunks=batch.chunks,
+            outcomes=tuple(outcomes),
+            present=batch.present,
+            dropped=Counter(batch.drops),
+            bytes=sum(buffer.nbytes for buffer in batch.buffers),
+        )
