@@ -1,0 +1,169 @@
+"""A lease is one slab's bytes, ends exactly once, and its views never see anybody else's."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import PAGE, Buffer
+
+VIEWS = {
+    "slice": lambda buffer: buffer.view[3:9],
+    "slice of the padded view": lambda buffer: buffer.padded_view[3:9],
+    "array": lambda buffer: buffer.array,
+    "part of an array": lambda buffer: buffer.array[3:9],
+    "array of the view": lambda buffer: np.frombuffer(buffer.view, dtype=np.uint8),
+    "memoryview of the view": lambda buffer: memoryview(buffer.view),
+    "tensor": lambda buffer: buffer.tensor(torch.uint8, (6,), 3),
+    "part of a tensor": lambda buffer: buffer.tensor(torch.float16, (2, 5))[1],
+}
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(2 * PAGE, PAGE)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+def leased(arena: Arena, nbytes: int = 100) -> Buffer:
+    buffer = arena.lease_nowait(nbytes)
+    assert buffer is not None
+    return buffer
+
+
+def test_view_array_tensor_and_address_are_the_same_bytes(arena: Arena) -> None:
+    with leased(arena) as buffer:
+        buffer.view[:4] = b"\x00\x3c\x00\x40"
+
+        assert buffer.tensor(torch.float16, (2,)).tolist() == [1.0, 2.0]
+        assert buffer.array[:4].tolist() == [0, 0x3C, 0, 0x40]
+        assert buffer.array.ctypes.data == buffer.address
+        assert buffer.address % PAGE == 0
+        buffer.tensor(torch.bfloat16, (3, 4), offset=8).fill_(1.0)
+        assert bytes(buffer.view[8:32]) == b"\x80\x3f" * 12
+
+
+@given(st.integers(0, PAGE))
+def test_lengths_are_what_was_asked_for(nbytes: int) -> None:
+    arena = Arena(PAGE, PAGE, prefault=False)
+    with leased(arena, nbytes) as buffer:
+        assert buffer.nbytes == len(buffer.view) == len(buffer.array) == nbytes
+        assert len(buffer.padded_view) == (PAGE if nbytes else 0)
+        assert not buffer.view.readonly
+    arena.close()
+
+
+@pytest.mark.parametrize(("shape", "offset"), [((51,), 0), ((1,), 99), ((1,), -2), ((1,), 200)])
+def test_a_tensor_beyond_the_buffer_is_refused(arena: Arena, shape: tuple[int, ...], offset: int) -> None:
+    with leased(arena) as buffer, pytest.raises(ValueError, match="not all within the 100"):
+        buffer.tensor(torch.float16, shape, offset)
+
+
+def test_resize_sets_the_length_of_this_lease_alone(arena: Arena) -> None:
+    with leased(arena) as buffer, buffer.retain() as other:
+        buffer.resize(4000)
+
+        assert len(buffer.view) == buffer.nbytes == 4000
+        assert len(other.view) == other.nbytes == 100
+        with pytest.raises(ValueError, match="4096 bytes, not 4097"):
+            buffer.resize(PAGE + 1)
+
+
+def test_a_lease_given_back_twice_is_an_error(arena: Arena) -> None:
+    buffer = leased(arena)
+    buffer.release()
+
+    assert buffer.released
+    with pytest.raises(RuntimeError, match="given back twice"):
+        buffer.release()
+
+
+def test_giving_back_twice_does_not_end_another_lease(arena: Arena) -> None:
+    buffer = leased(arena)
+    with buffer.retain() as other:
+        buffer.release()
+        with pytest.raises(RuntimeError):
+            buffer.release()
+        other.view[:] = b"x" * 100
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda buffer: buffer.view,
+        lambda buffer: buffer.padded_view,
+        lambda buffer: buffer.array,
+        lambda buffer: buffer.tensor(torch.uint8, (1,)),
+        lambda buffer: buffer.retain(),
+        lambda buffer: buffer.resize(1),
+    ],
+)
+def test_a_released_lease_gives_nothing(arena: Arena, use: Any) -> None:
+    buffer = leased(arena)
+    buffer.release()
+
+    with pytest.raises(ValueError, match="was released"):
+        use(buffer)
+
+
+def test_a_view_kept_beyond_the_release_is_unusable(arena: Arena) -> None:
+    buffer = leased(arena)
+    view, padded = buffer.view, buffer.padded_view
+    buffer.release()
+
+    for kept in (view, padded):
+        with pytest.raises(ValueError, match="released memoryview"):
+            kept[0] = 1
+    assert arena.statistics().leased_slabs == 0
+
+
+@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS.keys())
+def test_a_slab_is_not_used_again_while_a_view_of_it_lives(arena: Arena, take: Any) -> None:
+    buffer = leased(arena)
+    address = buffer.address
+    view = take(buffer)
+    buffer.release()
+
+    assert arena.statistics().lingering_slabs == 1
+    with leased(arena) as other:
+        assert other.address != address
+        assert arena.lease_nowait(1) is None
+    del view
+    gc.collect()
+    assert arena.statistics().lingering_slabs == 0
+    with leased(arena) as again, leased(arena):
+        assert again.address in {address, other.address}
+
+
+def test_a_view_that_ends_in_another_thread_gives_the_slab_back(arena: Arena) -> None:
+    buffer = leased(arena)
+    kept = [buffer.array]
+    buffer.release()
+    assert arena.statistics().lingering_slabs == 1
+
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join()
+
+    assert arena.statistics().leased_slabs == 0
+
+
+def test_a_slab_is_free_after_its_last_lease(arena: Arena) -> None:
+    buffer = leased(arena)
+    others = [buffer.retain() for _ in range(3)]
+    buffer.release()
+    for other in others:
+        assert arena.statistics().leased_slabs == 1
+        other.release()
+    assert arena.statistics().leased_slabs == 0
