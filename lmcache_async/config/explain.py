@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -93,18 +93,18 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], origins: Mapping[KeyPath, Origin], default: Origin
+    error: ValidationError,
+    keys: Sequence[str],
+    origins: Mapping[KeyPath, Origin],
+    default: Origin,
 ) -> ConfigError:
-    """The ConfigError for pydantic's error, a line for each thing that is wrong."""
-    return ConfigError(
-        "\n".join(
-            _explain_one(details, model, origins, default) for details in error.errors(include_url=False)
-        )
-    )
+    """The ConfigError for pydantic's error, a line for each thing that is wrong; `keys` are those there are."""
+    details = error.errors(include_url=False)
+    return ConfigError("\n".join(_explain_one(one, keys, origins, default) for one in details))
 
 
 def validate_options(config_type: type[ModelT], options: Mapping[str, Any], where: str) -> ModelT:
-    """The options as `config_type`.
+    """A tier's options as its config type.
 
     Raises:
         ConfigError: As for the config itself, with `where` as the place.
@@ -112,7 +112,9 @@ def validate_options(config_type: type[ModelT], options: Mapping[str, Any], wher
     try:
         return config_type.model_validate(dict(options))
     except ValidationError as error:
-        raise explain(error, config_type, {}, Origin(where)) from None
+        beside = ("id", "timeout_s")  # what stands beside the options may be what was meant
+        keys = [*known_keys(config_type), *beside]
+        raise explain(error, keys, {}, Origin(where)) from None
 
 
 def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
@@ -123,7 +125,7 @@ def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
 
 
 def _explain_one(
-    details: ErrorDetails, model: type[BaseModel], origins: Mapping[KeyPath, Origin], default: Origin
+    details: ErrorDetails, keys: Sequence[str], origins: Mapping[KeyPath, Origin], default: Origin
 ) -> str:
     path, context = tuple(details["loc"]), details.get("ctx", {})
     if details["type"] == "disagree":
@@ -132,7 +134,7 @@ def _explain_one(
         return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
     origin = _origin(path, origins) or default
     if details["type"] == "extra_forbidden":
-        return unknown_key(origin, path, known_keys(model))
+        return unknown_key(origin, path, keys)
     key = spell_path(path)
     if details["type"] == "missing":
         return f"{origin.at(path)}: {key} is missing"

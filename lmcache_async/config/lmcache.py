@@ -91,7 +91,7 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """kv_connector_extra_config as ours and LMCache's, the latter without the prefix `lmcache.`."""
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
-    for key, value in extra.items():
+    for key, value in ((str(key), value) for key, value in extra.items()):
         if key.startswith(EXTRA_PREFIX):
             theirs[key.removeprefix(EXTRA_PREFIX)] = value
         elif key in CONNECTOR_KEYS:
@@ -195,7 +195,7 @@ def _tiers(
             f"{last.where}: {last.key} is {show(last.value)}: no tier is left:"
             " expected local_cpu on, a local_disk, or a remote_url whose tier is installed"
         )
-    where = " and ".join(dict.fromkeys(item.where for item in used))
+    where = " and ".join(dict.fromkeys(item.origin.name for item in used))
     return [Setting(("tiers",), tiers, Origin(where), last.rank)]
 
 

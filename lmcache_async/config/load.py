@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lmcache_async.config.explain import KeyPath, Origin, explain
+from lmcache_async.config.explain import KeyPath, Origin, explain, known_keys
 from lmcache_async.config.lmcache import (
     VARIABLE_PREFIX,
     found_in_mapping,
@@ -56,11 +56,12 @@ def load_config(
     """
     env = os.environ if env is None else env
     ours, theirs = split_extra(extra or {})
-    file, is_lmcaches = _config_file(path, env, ours.pop("config_file", None))
+    file, named_by = _config_file(path, env, ours.pop("config_file", None))
+    is_lmcaches = named_by == LMCACHE_FILE
     found = found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA) + found_in_variables(env)
     settings: list[Setting] = []
     if file is not None:
-        content, origin = read_file(file)
+        content, origin = read_file(file, named_by)
         if is_lmcaches or looks_like_lmcache(content):
             found += found_in_mapping(content, origin, Rank.FILE)
         else:
@@ -93,7 +94,7 @@ def build(settings: Iterable[Setting]) -> EngineConfig:
     try:
         config = EngineConfig.model_validate(content)
     except ValidationError as error:
-        raise explain(error, EngineConfig, origins, _DEFAULTS) from None
+        raise explain(error, known_keys(EngineConfig), origins, _DEFAULTS) from None
     return config.model_copy(
         update={"tiers": tuple(_placed(config.tiers, origins.get(("tiers",), _DEFAULTS)))}
     )
@@ -105,18 +106,18 @@ def _placed(tiers: Iterable[TierSpec], origin: Origin) -> Iterable[TierSpec]:
         yield tier.placed(f"{origin.at(path)}: tiers[{index}] ({tier.id})")
 
 
-def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, bool]:
-    """The file to read, and whether LMCache's own variable names it."""
+def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, str]:
+    """The file to read, and who names it."""
     if path is not None:
-        return path, False
+        return path, ""
     if from_extra is not None:
         if not isinstance(from_extra, str | os.PathLike) or not os.fspath(from_extra):
             raise ConfigError(f"{EXTRA}: config_file is {from_extra!r}: expected the path of a YAML file")
-        return Path(os.fspath(from_extra)), False
+        return Path(os.fspath(from_extra)), f"{EXTRA}: config_file"
     for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE):
         if file := env.get(name, "").strip():
-            return Path(file), name == LMCACHE_FILE
-    return None, False
+            return Path(file), name
+    return None, ""
 
 
 def _replaced_tiers(own: Iterable[Setting], translated: Iterable[Setting]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -50,6 +50,13 @@ def _parse_fingerprint(value: object) -> str:
     if not isinstance(value, str) or not (value in {"sampled", "full"} or re.fullmatch(r"text:.+", value)):
         raise ValueError("expected sampled, full or text:<your own name of the weights>")
     return value
+
+
+def _parse_directory(value: object) -> Path | None:
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError("expected the path of a directory")
+    return None if value is None else Path(value)
 
 
 def _check_batch(batch_bytes: int, max_in_flight_bytes: int) -> None:
@@ -99,6 +106,12 @@ class TierSpec(Section):
         tier = self.model_copy()
         tier._where = where
         return tier
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same tier, wherever it was configured."""
+        return isinstance(other, TierSpec) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # the options are a dict
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +213,7 @@ class VLLMConfig(Section):
     max_pinned_fraction: Fraction = Field(
         default=0.25, description="Largest part of the arena that lookups may pin, above 0 and at most 1."
     )
-    socket_dir: Annotated[Path | None, BeforeValidator(unless_none)] = Field(
+    socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
         default=None,
         description="Directory of the sockets between scheduler and workers; none means a private temporary one.",
     )

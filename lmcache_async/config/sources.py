@@ -81,16 +81,19 @@ def is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], Origin]:
+def read_file(path: Path, named_by: str = "") -> tuple[dict[str, Any], Origin]:
     """The YAML file's top mapping, and its origin with the line of each key.
 
     Raises:
-        ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice.
+        ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice. `named_by` is who asked
+            for the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the config file cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        by = f"{named_by}: " if named_by else ""
+        raise ConfigError(f"{by}the config file {path} cannot be read: {why}") from None
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()

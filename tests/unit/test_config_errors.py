@@ -1,0 +1,215 @@
+"""Each message that a wrong config can get: where, which key, which value, what is expected, what is near."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lmcache_async.config import EngineConfig, Flag, Size, load_config, validate_options
+from lmcache_async.errors import ConfigError
+
+EXTRA = "kv_connector_extra_config"
+STAGE = "expected a name of letters, digits, '_', '.' and '-'"
+
+
+def message(**sources) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(**{"env": {}, **sources})
+    assert not isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"chunk_sise": 1}, "there is no key chunk_sise; did you mean chunk_size?"),
+        ({"max_bytes": 1}, "there is no key max_bytes; did you mean arena.max_bytes?"),
+        ({"arena": {"max_byts": 1}}, "there is no key arena.max_byts; did you mean arena.max_bytes?"),
+        ({"arena.max_byts": 1}, "there is no key arena.max_byts; did you mean arena.max_bytes?"),
+        ({"zzz": 1}, "there is no key zzz"),
+        ({7: 1}, "there is no key 7"),
+        ({"local_cpu": 1}, "there is no key local_cpu; it is LMCache's, here it is tiers"),
+        ({"tiers.disk": 1}, "tiers has no keys of its own, such as disk; it is given as a whole"),
+        ({"arena": {"prefault": 1}, "arena.prefault": 0}, "arena.prefault is given twice"),
+        ({"arena": 3}, 'arena is 3: expected a mapping, such as {"key": "value"}'),
+        ({"config_file": 3}, "config_file is 3: expected the path of a YAML file"),
+        ({"chunk_size": 0}, "chunk_size is 0: expected a whole number of at least 1"),
+        ({"chunk_size": True}, "chunk_size is True: expected a whole number of at least 1"),
+        ({"copy_threads": 1.5}, "copy_threads is 1.5: expected a whole number of at least 1"),
+        ({"hash_algorithm": "xxh3"}, "hash_algorithm is 'xxh3': expected 'xxh3_128', 'blake3' or 'sha256'; did you mean xxh3_128?"),
+        ({"hash_algorithm": 3}, "hash_algorithm is 3: expected 'xxh3_128', 'blake3' or 'sha256'"),
+        ({"weights_fingerprint": "text:"}, "weights_fingerprint is 'text:': expected sampled, full or text:<your own name of the weights>"),
+        ({"shutdown_timeout_s": -1}, "shutdown_timeout_s is -1: expected a number of seconds, 0 or more"),
+        ({"arena": {"max_bytes": "8G"}}, "arena.max_bytes is '8G': expected GiB (1024) or GB (1000) as the unit"),
+        ({"arena": {"max_bytes": "big"}}, "arena.max_bytes is 'big': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
+        ({"arena": {"huge_pages": "maybe"}}, "arena.huge_pages is 'maybe': expected true or false (also yes/no, on/off, 1/0)"),
+        ({"tiers": []}, "tiers is []: expected at least one tier"),
+        ({"tiers": 3}, 'tiers is 3: expected a list, such as ["a", "b"]'),
+        ({"tiers": [3]}, "tiers[0] is 3: expected a tier's name, or a mapping with `name` and the tier's options"),
+        ({"tiers": [{"path": "/x"}]}, "tiers[0].name is missing"),
+        ({"tiers": [{"name": "a b", "id": "a"}]}, f"tiers[0].name is 'a b': {STAGE}"),
+        ({"tiers": [{"name": "cpu", "timeout_s": 0}]}, "tiers[0].timeout_s is 0: expected a number of seconds above 0"),
+        ({"tiers": [{"name": "cpu", "options": 3}]}, 'tiers[0].options is 3: expected a mapping, such as {"key": "value"}'),
+        ({"tiers": ["cpu", "cpu"]}, "tiers: tiers[0] and tiers[1] both have the id 'cpu'; give one of them another `id`"),
+        ({"store": {"stages": []}}, "store.stages is []: expected at least one name"),
+        ({"store": {"stages": ["a b"]}}, f"store.stages is ['a b']: {STAGE}"),
+        ({"store": {"stages": [{"a": 1}]}}, "store.stages is [{'a': 1}]: " + STAGE),
+        ({"store": {"allocate_timeout_s": "soon"}}, "store.allocate_timeout_s is 'soon': expected a number of seconds, 0 or more"),
+        ({"store": {"batch_bytes": "1GiB"}}, "store.batch_bytes: a batch of 1 GiB never fits into max_in_flight_bytes of 256 MiB"),
+        ({"retrieve": {"max_in_flight_bytes": "1MiB"}}, "retrieve.max_in_flight_bytes: a batch of 32 MiB never fits into max_in_flight_bytes of 1 MiB"),
+        ({"store.max_pending_write_bytes": "8GiB"}, "store.max_pending_write_bytes: 8 GiB of pending writes never fit into arena.max_bytes of 4 GiB"),
+        ({"vllm": {"max_pinned_fraction": 2}}, "vllm.max_pinned_fraction is 2: expected a fraction above 0 and at most 1"),
+        ({"vllm": {"reset_cache": "al"}}, "vllm.reset_cache is 'al': expected 'all' or 'memory'; did you mean all?"),
+        ({"vllm": {"socket_dir": 3}}, "vllm.socket_dir is 3: expected the path of a directory"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mapping(extra, text):
+    assert message(extra=extra) == f"{EXTRA}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("CHUNK_SIZE", "abc", "chunk_size is 'abc': expected a whole number of at least 1"),
+        ("CHUNK_SISE", "1", "there is no key chunk_sise; did you mean LMCACHE_ASYNC_CHUNK_SIZE?"),
+        ("ARENA__MAX_BYTE", "1", "there is no key arena.max_byte; did you mean LMCACHE_ASYNC_ARENA__MAX_BYTES?"),
+        ("ARENA_MAX_BYTES", "1", "there is no key arena_max_bytes; did you mean LMCACHE_ASYNC_ARENA__MAX_BYTES?"),
+        ("ARENA", "8GiB", "arena is '8GiB': expected a mapping, such as {\"key\": \"value\"}"),
+        ("TIERS", '["cpu"', "tiers is '[\"cpu\"': expected a list, such as [\"a\", \"b\"]"),
+        ("STORE__PARTIAL_CHUNKS", "y", "store.partial_chunks is 'y': expected true or false (also yes/no, on/off, 1/0)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_variable(name, value, text):
+    assert message(env={f"LMCACHE_ASYNC_{name}": value}) == f"LMCACHE_ASYNC_{name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("\nchunk_size: abc", "{file}, line 2: chunk_size is 'abc': expected a whole number of at least 1"),
+        ("\narena:\n  max_byts: 1", "{file}, line 3: there is no key arena.max_byts; did you mean arena.max_bytes?"),
+        ("tiers:\n- cpu\n- name: disk\n  timeout_s: x", "{file}, line 4: tiers[1].timeout_s is 'x': expected a number of seconds above 0"),
+        ("tiers:\n- cpu\n- 3", "{file}, line 3: tiers[1] is 3: expected a tier's name, or a mapping with `name` and the tier's options"),
+        ("tiers:\n- {name: x, a: 1, options: {a: 1}}", "{file}, line 2: tiers[0] is {{'name': 'x', 'a': 1, 'options': {{'a': 1}}}}: expected a once: it is beside `options` and inside it"),
+        ("chunk_size: 1\nchunk_size: 2", "{file}, line 2: chunk_size is given twice, first on line 1"),
+        ("arena:\n  prefault: 1\n  prefault: 1", "{file}, line 3: arena.prefault is given twice, first on line 2"),
+        ("a: [", "{file}, line 1: not YAML: expected the node content, but found '<stream end>'"),
+        ("- a", "{file}: expected a mapping of keys to values, found ['a']"),
+        ("local_cpu: true\nstore: {}\narena: {}", "{file}, line 1: there is no key local_cpu; it is LMCache's, here it is tiers"),
+        ("arena: &a {max_bytes: *a}", "{file}, line 1: arena.max_bytes is {{'max_bytes': {{...}}}}: expected a size in bytes, such as 8GiB, 500MB or 1048576"),
+        ("chunk_size: x\nstore: {batch_bytes: y}", "{file}, line 1: chunk_size is 'x': expected a whole number of at least 1\n{file}, line 2: store.batch_bytes is 'y': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file(tmp_path, content, text):
+    file = tmp_path / "kv.yaml"
+    file.write_text(content)
+
+    assert message(path=file) == text.format(file=file)
+
+
+def test_a_file_that_is_not_there_names_who_asked_for_it(tmp_path):
+    file = tmp_path / "nope.yaml"
+    text = f"the config file {file} cannot be read: No such file or directory"
+
+    assert message(path=file) == text
+    assert message(extra={"config_file": str(file)}) == f"{EXTRA}: config_file: {text}"
+    assert message(env={"LMCACHE_ASYNC_CONFIG_FILE": str(file)}) == f"LMCACHE_ASYNC_CONFIG_FILE: {text}"
+    assert message(env={"LMCACHE_CONFIG_FILE": str(file)}) == f"LMCACHE_CONFIG_FILE: {text}"
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+
+    assert message(path=file) == f"the config file {file} cannot be read: it is not UTF-8 text"
+
+
+def test_a_disagreement_is_told_at_the_key_that_was_set(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_text("arena:\n  max_bytes: 1GiB\n")
+    env = {"LMCACHE_ASYNC_STORE__MAX_PENDING_WRITE_BYTES": "2GiB"}
+
+    assert message(path=file, env=env) == (
+        "LMCACHE_ASYNC_STORE__MAX_PENDING_WRITE_BYTES: store.max_pending_write_bytes:"
+        " 2 GiB of pending writes never fit into arena.max_bytes of 1 GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"url": "redis://me:geheim@host"}, {"password": "geheim"}],
+    ids=["in a URL", "under a telling key"],
+)
+def test_a_secret_is_not_shown(value):
+    class Options(BaseModel):
+        url: int = 0
+        password: int = 0
+
+    with pytest.raises(ConfigError) as caught:
+        validate_options(Options, value, "tier x")
+
+    assert "geheim" not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_a_long_value_is_cut():
+    assert message(extra={"chunk_size": "x" * 1000}).startswith(f"{EXTRA}: chunk_size is 'xxx")
+    assert len(message(extra={"chunk_size": "x" * 1000})) < 250
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+keys = st.sampled_from([*EngineConfig.model_fields, "arena.max_bytes", "store.stages", "vllm.socket_dir"])
+
+
+@given(st.dictionaries(keys | st.text(max_size=12), json_values, max_size=4))
+def test_whatever_the_mapping_holds_the_answer_is_a_config_or_a_config_error(extra):
+    extra.pop("config_file", None)
+
+    try:
+        answer: object = load_config(env={}, extra=extra)
+    except ConfigError as error:
+        answer = str(error)
+
+    assert isinstance(answer, EngineConfig) or EXTRA in str(answer)
+
+
+class DiskOptions(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path
+    max_bytes: Size
+    direct_io: Flag = True
+    mode: Literal["fast", "safe"] = "safe"
+
+
+def test_options_of_a_tier_become_its_config():
+    options = validate_options(DiskOptions, {"path": "/x", "max_bytes": "1GiB", "direct_io": "off"}, "here")
+
+    assert options == DiskOptions(path=Path("/x"), max_bytes=2**30, direct_io=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "max_bytes is missing"),
+        ({"max_byte": 1, "max_bytes": 1}, "there is no key max_byte; did you mean max_bytes?"),
+        ({"time_out_s": 1, "max_bytes": 1}, "there is no key time_out_s; did you mean timeout_s?"),
+        ({"max_bytes": "x"}, "max_bytes is 'x': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
+        ({"max_bytes": 1, "mode": "save"}, "mode is 'save': expected 'fast' or 'safe'; did you mean safe?"),
+    ],
+)
+def test_wrong_options_of_a_tier(options, text):
+    with pytest.raises(ConfigError) as caught:
+        validate_options(DiskOptions, {"path": "/x", **options}, "kv.yaml, line 5: tiers[1] (disk)")
+
+    assert str(caught.value) == f"kv.yaml, line 5: tiers[1] (disk): {text}"

@@ -1,0 +1,90 @@
+"""The typed leaves: strict about meaning, human about spelling."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.config import values
+
+TRUE, FALSE = ["true", "yes", "on", "1"], ["false", "no", "off", "0"]
+
+
+@given(st.sampled_from(TRUE + FALSE), st.sampled_from([str.lower, str.upper, str.title]))
+def test_booleans_are_read_in_each_spelling_and_case(text, case):
+    assert values.parse_flag(f" {case(text)} ") is (text in TRUE)
+
+
+@given(st.text(), st.sampled_from(["", "t", "2", "enabled"]))
+def test_no_other_text_is_a_boolean(text, also):
+    for candidate in (text, also):
+        if candidate.strip().lower() not in TRUE + FALSE:
+            with pytest.raises(ValueError, match="expected true or false"):
+                values.parse_flag(candidate)
+
+
+@pytest.mark.parametrize(("value", "flag"), [(True, True), (False, False), (1, True), (0, False)])
+def test_booleans_of_yaml_are_booleans(value, flag):
+    assert values.parse_flag(value) is flag
+
+
+@given(st.integers(1, 10**17))
+def test_counts_are_whole_numbers_also_as_text(number):
+    assert values.parse_count(number) == values.parse_count(f" {number} ") == number
+
+
+@given(st.floats(min_value=1e-9, max_value=1e9))
+def test_seconds_are_read_from_numbers_and_text(seconds):
+    assert values.parse_seconds(seconds) == values.parse_seconds(str(seconds)) == seconds
+
+
+REFUSED = [
+    (values.parse_flag, [None, 2, 1.0, [], "maybe"], "expected true or false (also yes/no, on/off, 1/0)"),
+    (
+        values.parse_count,
+        [0, -1, 1.0, True, "1.5", "abc", "", None, "1" * 19],
+        "expected a whole number of at least 1",
+    ),
+    (values.parse_number, ["abc", True, None, "nan", float("inf"), []], "expected a number"),
+    (
+        values.parse_seconds,
+        [0, -1, "abc", True, None, "nan", "inf", "10s"],
+        "expected a number of seconds above 0",
+    ),
+    (values.parse_wait, [-1, "abc", True, None, "nan", "inf"], "expected a number of seconds, 0 or more"),
+    (values.parse_fraction, [0, 1.01, "abc", True, None], "expected a fraction above 0 and at most 1"),
+    (values.parse_list, [None, 3, {"a": 1}, "[1", "[1]x"], 'expected a list, such as ["a", "b"]'),
+    (values.parse_mapping, [None, 3, [1], "a: 1", "{"], 'expected a mapping, such as {"key": "value"}'),
+    (
+        values.parse_name,
+        [None, 3, "", "a b", "-a", "a/b"],
+        "expected a name of letters, digits, '_', '.' and '-'",
+    ),
+    (values.parse_names, [[], "[]"], "expected at least one name"),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "message"), [(parse, value, text) for parse, many, text in REFUSED for value in many]
+)
+def test_what_does_not_fit_is_refused_with_what_is_expected(parse, value, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse(value)
+
+
+@pytest.mark.parametrize(("value", "wait"), [(0, 0.0), ("0", 0.0), (0.2, 0.2)])
+def test_a_wait_of_zero_is_no_wait(value, wait):
+    assert values.parse_wait(value) == wait
+
+
+@pytest.mark.parametrize("value", [["hash", "write"], ("hash", "write"), "hash, write", '["hash", "write"]'])
+def test_names_are_read_from_lists_and_from_text(value):
+    assert values.parse_names(value) == ("hash", "write")
+
+
+@pytest.mark.parametrize("text", ["none", "None", "null", " ", ""])
+def test_texts_that_mean_not_set(text):
+    assert values.unless_none(text) is None
