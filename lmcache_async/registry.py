@@ -104,7 +104,7 @@ class Registry:
         text = f"there is no {_kind(group)} {name}; there are: {', '.join(names) or 'none'}"
         if not third_party and (hidden := self.available(group).get(name)):
             return f"{text}; {hidden.distribution} has one, but plugins.third_party is off"
-        close = difflib.get_close_matches(name, names, n=1)
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         return f"{text}; did you mean {close[0]}?" if close else text
 
     def _missing(
