@@ -102,6 +102,30 @@ def test_one_byte_at_the_start_middle_or_end_of_a_tensor_changes_it(model, tenso
     assert weights_fingerprint(model, mode=mode) != before
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [1, 5000, 3 * 4096, 3 * 4096 + 1])
+def test_each_byte_of_a_small_tensor_counts(tmp_path, length, mode):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(noise(1, length))
+    file.write_bytes(safetensors({"a": content}))
+    prints = {weights_fingerprint(tmp_path, mode=mode)}
+    spots = {0, length // 4, length // 2, length - 1}
+    for spot in spots:
+        content[spot] ^= 1
+        file.write_bytes(safetensors({"a": content}))
+        prints.add(weights_fingerprint(tmp_path, mode=mode))
+
+    assert len(prints) == 1 + len(spots)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bytes_under_another_tensors_name_change_it(model, mode):
+    before = weights_fingerprint(model, mode=mode)
+    (model / "model-00002-of-00002.safetensors").write_bytes(safetensors({"lost": noise(4, BIG)}))
+
+    assert weights_fingerprint(model, mode=mode) != before
+
+
 def test_only_full_sees_one_byte_between_the_samples(model, tensors):
     before = [weights_fingerprint(model, mode=mode) for mode in MODES]
     edited = bytearray(tensors["head"])
@@ -156,7 +180,7 @@ def test_other_formats_are_read_by_the_file(tmp_path, name, length, mode):
     file.write_bytes(content)
     prints = {weights_fingerprint(tmp_path, mode=mode)}
     # In each end, and at the step of 1 MiB between them.
-    spots = {spot for spot in (0, length - 1, 3 << 20) if 0 <= spot < length}
+    spots = {spot for spot in (0, length - 1, 2 << 20, 3 << 20) if 0 <= spot < length}
     for spot in spots:
         content[spot] ^= 1
         file.write_bytes(content)
@@ -236,7 +260,11 @@ json_values = st.recursive(
 )
 
 
-@given(json_values, st.integers(0, 20))
+offsets = st.lists(st.integers(-2, 12), min_size=2, max_size=2)
+headers = st.dictionaries(st.text(max_size=2), st.fixed_dictionaries({"data_offsets": offsets}), max_size=2)
+
+
+@given(headers | json_values, st.integers(0, 10))
 def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
     try:
         spans = _spans(json.dumps(header).encode(), data_bytes, "x.safetensors")
