@@ -95,8 +95,6 @@ class CPUTier(Tier):
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         self._check_open()
-        # Before anything is evicted for them: what they continue stays.
-        self._policy.touch([key for key, _ in items], gapless=False)
         results: list[TierError | None] = []
         for key, buffer in items:
             try:
@@ -105,6 +103,8 @@ class CPUTier(Tier):
                 results.append(error)
             else:
                 results.append(None)
+        for key, _ in reversed(items):  # one by one: the chunks may be of several prompts
+            self._policy.touch([key])
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -153,7 +153,7 @@ class CPUTier(Tier):
     def _keep(self, key: ChunkKey, buffer: Buffer) -> None:
         if key in self._chunks:
             return  # the same content
-        # Held in the policy first, so that room is not made by evicting what this chunk continues.
+        # Held in the policy first, so that room is not made by evicting what it continues.
         self._policy.add(key, 1)
         try:
             self._make_room()

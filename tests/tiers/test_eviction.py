@@ -218,6 +218,17 @@ def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
     assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
 
 
+def test_what_a_chunk_continues_stays_also_when_the_chunk_between_is_not_held() -> None:
+    policy = LRUPolicy()
+    policy.touch([key(number) for number in range(4)])
+    for number in (0, 1, 3):
+        policy.add(key(number), 1)
+
+    assert policy.evict(3, lambda chunk: chunk != key(3)) == []
+    assert policy.before(key(3)) == key(1)
+    assert policy.evict(3, anyone) == [key(3), key(1), key(0)]
+
+
 def test_chunks_left_out_of_one_batch_find_their_place_with_the_next() -> None:
     policy = LRUPolicy()
     use(policy, [key(0), key(3)])

@@ -39,6 +39,10 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def before(self, key: ChunkKey) -> ChunkKey | None:
+        """The chunk that the held `key` is known to continue."""
+
+    @abstractmethod
     def discard(self, key: ChunkKey) -> bool:
         """`key` is held no more; whether it was."""
 

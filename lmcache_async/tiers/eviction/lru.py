@@ -23,7 +23,7 @@ class LRUPolicy(EvictionPolicy):
     Two things keep prefixes longer than suffixes:
 
     - a batch is touched from its end, so that its earlier chunks are the more recent ones;
-    - neighbours in a batch are remembered as a link from a chunk to the one before it. Keys are
+    - neighbours in a prompt are remembered as a link from a chunk to the one before it. Keys are
       chained, so such a link is true in every request. While a chunk has a held continuation it is
       *parked*: it leaves the queue when it comes to its old end, and is back there as soon as its
       last continuation has gone. That holds for prompts that arrive in several batches or chunk by
@@ -50,7 +50,7 @@ class LRUPolicy(EvictionPolicy):
         self._sizes[key] = size
         self._total += size
         self._queue[key] = None
-        parent = self._hints.pop(key, None)
+        parent = self._nearest(self._hints.pop(key, None))
         if parent is not None:
             self._link(key, parent)
 
@@ -76,6 +76,9 @@ class LRUPolicy(EvictionPolicy):
                 self._link(child, parent)
             else:
                 self._hint(child, parent)
+
+    def before(self, key: ChunkKey) -> ChunkKey | None:
+        return self._parents.get(key)
 
     def discard(self, key: ChunkKey) -> bool:
         size = self._sizes.pop(key, None)
@@ -121,6 +124,15 @@ class LRUPolicy(EvictionPolicy):
 
     def __iter__(self) -> Iterator[ChunkKey]:
         return iter(self._sizes)
+
+    def _nearest(self, key: ChunkKey | None) -> ChunkKey | None:
+        """`key`, or where it is not held the nearest held one known before it, if there is any."""
+        ancestor = key
+        for _ in range(len(self._hints)):
+            if ancestor is None or ancestor in self._sizes:
+                break
+            ancestor = self._hints.get(ancestor)
+        return ancestor or key
 
     def _hint(self, child: ChunkKey, parent: ChunkKey) -> None:
         self._hints[child] = parent
