@@ -1,0 +1,248 @@
+"""The paged KV cache as planes of rows: which bytes a chunk's payload is made of, and in which order.
+
+A plane is one contiguous piece of bytes per row, at regular strides. The payload of a chunk that lies in
+rows r0..rk is `[plane][row]`: for each plane, in a fixed order, the pieces of those rows one after the
+other. Everything is bytes: quantised and opaque pages are like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+
+from lmcache_async.device.overlap import check_overlap
+from lmcache_async.device.planes import Plane, digest, merge, summary
+from lmcache_async.device.views import (
+    TensorView,
+    check_order,
+    guess_order,
+    pieces_of,
+    storage_id,
+    view_of,
+)
+
+__all__ = ["Granularity", "KVLayout", "Layer", "Layers", "Plane"]
+
+Granularity: TypeAlias = Literal["block", "token"]
+Layer: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Layers: TypeAlias = Mapping[str, Layer] | Sequence[Layer]
+"""Tensors by layer name, or in layer order; K and V of a layer may be a pair."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayout:
+    """A paged KV cache on one device.
+
+    It keeps the cache's memory alive.
+
+    Attributes:
+        planes: In payload order.
+        storages: Each storage as a whole: uint8 of shape (storage bytes,).
+        num_blocks: Blocks of the cache.
+        block_size: Tokens of a block.
+        granularity: Whether a row is a block or a token slot (`block * block_size + offset`).
+        dtype: The element's name; several are joined by `+`.
+        text: What a payload's bytes mean: equal for two caches exactly if one may be loaded into the
+            other. Says nothing of addresses, device and number of blocks. Part of the namespace.
+    """
+
+    planes: tuple[Plane, ...]
+    storages: tuple[torch.Tensor, ...]
+    num_blocks: int
+    block_size: int
+    granularity: Granularity
+    dtype: str
+    text: str
+
+    @classmethod
+    def from_block_views(
+        cls,
+        tensors: Layers,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kind: Literal["heads", "pages"] = "heads",
+    ) -> Self:
+        """Views [B, H, N, C], or [B, N, C] of MLA, as vLLM gives them. One row is one block.
+
+        Their physical order may be any. Dimension 0 may count kernel blocks, several a block. Two layers that are one tensor are kept once.
+        With `kind="pages"` what follows the block dimension is opaque and may have any shape.
+
+        Raises:
+            ValueError: A shape that is none of these, or rows that share bytes.
+        """
+        named = _named(tensors)
+        for name, tensor in named:
+            _check_blocks(name, tensor, num_blocks, block_size, kind)
+        storages = _storages(named)
+        views = [
+            view_of(
+                name,
+                tensor,
+                _block_axes(tensor.dim(), kind),
+                storages.index,
+                num_blocks=num_blocks,
+                by_token=False,
+            )
+            for name, tensor in _distinct(named)
+        ]
+        return cls._of(views, storages, num_blocks, block_size, "block")
+
+    @classmethod
+    def from_token_slots(
+        cls, tensors: Layers, *, order: str | None = None, block_size: int | None = None
+    ) -> Self:
+        """Paged tensors as attention code has them. One row is one token slot.
+
+        Known are [2, B, N, H, D], [B, 2, N, H, D], pairs of [B, N, H, D], [B, N, D] of MLA, and
+        [B, H, N, C] views.
+
+        Args:
+            order: A letter for each dimension, e.g. `2BNHD` or `BHNC`: B is the block, N the token in its
+                block. None takes it from the shape, with `block_size` where that is needed.
+            block_size: Tokens of a block, where `order` is not given.
+
+        Raises:
+            ValueError: An unknown or ambiguous shape, or rows that share bytes.
+        """
+        named = _named(tensors)
+        storages = _storages(named)
+        sizes: set[tuple[int, int]] = set()
+        views = []
+        for name, tensor in _distinct(named):
+            axes = order or guess_order(name, tensor.shape, block_size)
+            check_order(name, tensor.shape, axes)
+            sizes.add((tensor.shape[axes.index("B")], tensor.shape[axes.index("N")]))
+            views.append(view_of(name, tensor, axes, storages.index, num_blocks=None, by_token=True))
+        if len(sizes) > 1:
+            raise ValueError(
+                f"layers differ in (num_blocks, block_size): {sorted(sizes)}; one layout needs one"
+            )
+        num_blocks, found = sizes.pop()
+        if block_size not in (None, found):
+            raise ValueError(f"block_size={block_size}, but the tensors hold {found} tokens a block")
+        return cls._of(views, storages, num_blocks, found, "token")
+
+    @classmethod
+    def _of(
+        cls,
+        views: Sequence[TensorView],
+        storages: _Storages,
+        num_blocks: int,
+        block_size: int,
+        granularity: Granularity,
+    ) -> Self:
+        pieces = [pieces_of(view) for view in views]
+        planes, places = merge(views, pieces)
+        num_rows = num_blocks * (block_size if granularity == "token" else 1)
+        check_overlap(planes, storages.tensors, num_rows)
+        dtype = "+".join(sorted({view.dtype for view in views}))
+        head = f"{granularity};{dtype};block_size={block_size};planes={summary(planes)}"
+        text = f"{head};structure={digest(views, pieces, places)}"
+        return cls(tuple(planes), storages.tensors, num_blocks, block_size, granularity, dtype, text)
+
+    @property
+    def device(self) -> torch.device:
+        return self.storages[0].device
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_blocks * self.block_size // self.tokens_per_row
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.block_size if self.granularity == "block" else 1
+
+    @property
+    def num_planes(self) -> int:
+        return len(self.planes)
+
+    @property
+    def bytes_per_row(self) -> int:
+        return sum(plane.row_bytes for plane in self.planes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_row * (self.block_size // self.tokens_per_row)
+
+    def payload_bytes(self, num_rows: int) -> int:
+        """Bytes of the payload of a chunk in `num_rows` rows."""
+        return self.bytes_per_row * num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    tensors: tuple[torch.Tensor, ...]
+    index: Mapping[int, int]
+
+
+def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
+    layers = tensors.items() if isinstance(tensors, Mapping) else (("", layer) for layer in tensors)
+    named = []
+    for name, layer in layers:
+        if isinstance(layer, torch.Tensor):
+            named.append((name, layer))
+        else:
+            named.extend((f"{name}[{index}]" if name else "", part) for index, part in enumerate(layer))
+    if not named:
+        raise ValueError("no KV cache tensors given")
+    devices = {str(tensor.device) for _, tensor in named}
+    if len(devices) > 1:
+        raise ValueError(
+            f"KV cache tensors lie on several devices: {sorted(devices)}; one layout is one device's"
+        )
+    for name, tensor in named:
+        if tensor.numel() == 0:
+            raise ValueError(f"KV cache of {name or 'a layer'} is empty: shape {tuple(tensor.shape)}")
+    return named
+
+
+def _storages(named: Sequence[tuple[str, torch.Tensor]]) -> _Storages:
+    index: dict[int, int] = {}
+    whole: list[torch.Tensor] = []
+    for _, tensor in named:
+        if storage_id(tensor) not in index:
+            index[storage_id(tensor)] = len(whole)
+            storage = tensor.untyped_storage()
+            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            whole.append(empty.set_(storage, 0, (storage.nbytes(),), (1,)))
+    return _Storages(tuple(whole), index)
+
+
+def _distinct(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Without layers that share the KV of an earlier one: same memory, same form."""
+    first: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        first.setdefault((storage_id(tensor), tensor.storage_offset(), *form), (name, tensor))
+    return list(first.values())
+
+
+def _block_axes(dim: int, kind: str) -> str:
+    if kind == "pages":
+        return "B" + "cdefghij"[: dim - 1]
+    return {4: "BHNC", 3: "BNC"}[dim]
+
+
+def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: int, kind: str) -> None:
+    title = f"KV cache of {name}" if name else "KV cache tensor"
+    shape = tuple(tensor.shape)
+    if num_blocks < 1 or block_size < 1:
+        raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
+    if shape[:1] == () or shape[0] % num_blocks:
+        raise ValueError(f"{title}: dimension 0 of shape {shape} is no multiple of num_blocks={num_blocks}")
+    if kind == "pages":
+        return
+    if len(shape) not in (3, 4):
+        raise ValueError(
+            f'{title}: shape {shape} is neither [B, H, N, C] nor [B, N, C]; opaque pages need kind="pages"'
+        )
+    tokens = shape[0] // num_blocks * shape[-2]
+    if tokens != block_size:
+        raise ValueError(
+            f"{title}: shape {shape} over {num_blocks} blocks holds {tokens} tokens a block, "
+            f'not block_size={block_size}; opaque pages need kind="pages"'
+        )

@@ -1,0 +1,157 @@
+"""Paged KV caches in every form that we know, built small and filled with random bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import strategies as st
+
+from lmcache_async.device.layout import KVLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VLLM_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""The physical orders of vLLM's [B, H, N, C] views; L is the layer."""
+
+SLOT_ORDERS = ("2BNHD", "B2NHD", "BNHD", "BND", "BHNC")
+"""Plain tensors of LMCache's users; `BHNC` is a view in the physical order `LBHNC`."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """What a paged cache looks like, apart from its number of blocks and its place.
+
+    Attributes:
+        order: Physical order of the dimensions, one of VLLM_ORDERS, or of SLOT_ORDERS for plain tensors.
+        granularity: Rows are blocks, or token slots.
+        padding: Elements after each block that belong to nobody; views only.
+        separate: Each layer has a storage of its own.
+        shared_layers: Layers that alias the first one.
+        kernel_blocks: Kernel blocks of each block, as dimension 0 counts them; views by block only.
+    """
+
+    order: str = "LBNHC"
+    granularity: str = "block"
+    layers: int = 2
+    heads: int = 2
+    tokens: int = 4
+    content: int = 8
+    dtype: torch.dtype = torch.bfloat16
+    padding: int = 0
+    separate: bool = False
+    shared_layers: int = 0
+    kernel_blocks: int = 1
+
+    def build(self, num_blocks: int, *, seed: int = 0, device: str = "cpu") -> PagedCache:
+        """A cache of this form, every byte of its storages random."""
+        count = 1 if self.separate else self.layers
+        shape, strides, elements = self._geometry(num_blocks, count)
+        storages, tensors = [], []
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(self.layers // count):
+            nbytes = elements * self.dtype.itemsize
+            storage = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+            storages.append(storage)
+            typed = storage.view(self.dtype)
+            tensors += [
+                typed.as_strided(shape, strides[1:], layer * strides[0] + self._lead)
+                for layer in range(count)
+            ]
+        tensors += tensors[:1] * self.shared_layers
+        return PagedCache(replace(self), num_blocks, tuple(tensors), tuple(storages))
+
+    @property
+    def _lead(self) -> int:
+        return 16 if self.separate else 0
+
+    @property
+    def logical(self) -> str:
+        """The letters of a tensor's dimensions."""
+        return self.order if self.order in SLOT_ORDERS else "BHNC"
+
+    def _geometry(self, num_blocks: int, layers: int) -> tuple[tuple[int, ...], list[int], int]:
+        """Shape of one tensor, strides of layers and of its dimensions, and elements of the storage."""
+        physical = "L" + self.order if self.order in SLOT_ORDERS else self.order
+        tokens = self.tokens // self.kernel_blocks
+        sizes = {"L": layers, "B": num_blocks * self.kernel_blocks, "H": self.heads, "N": tokens, "2": 2}
+        sizes |= {"C": self.content, "D": self.content}
+        strides: dict[str, int] = {}
+        span = 1
+        for letter in reversed(physical):
+            if letter == "B":
+                span += self.padding
+            strides[letter] = span
+            span *= sizes[letter]
+        shape = tuple(sizes[letter] for letter in self.logical)
+        return shape, [strides["L"], *(strides[letter] for letter in self.logical)], span + 2 * self._lead
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A paged cache: its tensors and the whole of its memory (uint8 of one dimension each)."""
+
+    form: CacheForm
+    num_blocks: int
+    tensors: tuple[torch.Tensor, ...]
+    storages: tuple[torch.Tensor, ...]
+
+    @property
+    def layout(self) -> KVLayout:
+        named = {f"layer.{index}": tensor for index, tensor in enumerate(self.tensors)}
+        if self.form.granularity == "token":
+            return KVLayout.from_token_slots(named, order=self.form.logical)
+        return KVLayout.from_block_views(named, num_blocks=self.num_blocks, block_size=self.form.tokens)
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [storage.clone() for storage in self.storages]
+
+    def row(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
+        """What `tensor` holds in `row`, by plain indexing."""
+        letters = self.form.logical
+        if self.form.granularity == "block":
+            ratio = self.form.kernel_blocks
+            return tensor[row * ratio : (row + 1) * ratio]
+        block, token = divmod(row, self.form.tokens)
+        at_token = tensor.select(letters.index("N"), token)
+        return at_token.select(letters.replace("N", "").index("B"), block)
+
+    def assign(self, rows: Sequence[int], source: PagedCache, source_rows: Sequence[int]) -> None:
+        """Copy rows by plain indexing: what a gather and a scatter must come to. -1 is skipped."""
+        for row, source_row in zip(rows, source_rows, strict=True):
+            for target, origin in zip(self.tensors, source.tensors, strict=True):
+                if row >= 0:
+                    self.row(target, row).copy_(source.row(origin, source_row))
+
+
+@st.composite
+def cache_forms(
+    draw: st.DrawFn,
+    *,
+    granularities: Sequence[str] = ("block", "token"),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> CacheForm:
+    """Forms of paged caches: all orders, MLA, opaque bytes, padding, own storages, aliases, kernel blocks."""
+    granularity = draw(st.sampled_from(granularities))
+    by_block = granularity == "block"
+    order = draw(st.sampled_from(VLLM_ORDERS if by_block else (*VLLM_ORDERS, *SLOT_ORDERS)))
+    padded = order in VLLM_ORDERS
+    block_outside = order.index("B") < order.index("N")
+    kernel_blocks = draw(st.sampled_from((1, 1, 2))) if by_block and order.startswith("LB") else 1
+    return CacheForm(
+        order=order,
+        granularity=granularity,
+        layers=draw(st.integers(1, 3)),
+        heads=draw(st.integers(1, 3)),
+        tokens=draw(st.integers(1, 4)) * kernel_blocks,
+        content=draw(st.sampled_from((4, 8, 12, 7))),
+        dtype=draw(st.sampled_from(dtypes)),
+        padding=draw(st.sampled_from((0, 0, 4, 5))) if padded and block_outside else 0,
+        separate=draw(st.booleans()),
+        shared_layers=draw(st.integers(0, 1)),
+        kernel_blocks=kernel_blocks,
+    )

@@ -1,0 +1,250 @@
+"""The paged cache as planes of rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.testing.caches import DTYPES, VLLM_ORDERS, CacheForm, cache_forms
+
+BYTES_PER_LAYER = 16 * 2 * 64 * 2 * 2  # tokens, heads, head size, K and V, bf16
+
+
+def vllm_cache(order, num_blocks=10):
+    return CacheForm(order=order, layers=3, heads=2, tokens=16, content=128).build(num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("order", "planes", "row_bytes"),
+    [
+        ("LBNHC", 3, 8192),
+        ("LBHNC", 3, 8192),
+        ("LHBNC", 6, 4096),
+        ("BLHNC", 1, 24576),
+        ("BLNHC", 1, 24576),
+        ("BHLNC", 1, 24576),
+    ],
+)
+def test_each_order_of_vllm_has_as_few_planes_as_its_memory_allows(order, planes, row_bytes):
+    layout = vllm_cache(order).layout
+
+    assert [plane.row_bytes for plane in layout.planes] == [row_bytes] * planes
+    assert layout.bytes_per_row == layout.bytes_per_block == 3 * BYTES_PER_LAYER
+    assert layout.payload_bytes(5) == 15 * BYTES_PER_LAYER
+    assert (layout.num_rows, layout.tokens_per_row, layout.num_planes) == (10, 16, planes)
+
+
+@given(cache_forms(), st.integers(1, 4))
+def test_planes_cover_exactly_the_bytes_of_all_rows_once(form, num_blocks):
+    cache = form.build(num_blocks)
+    layout = cache.layout
+
+    covered = [torch.zeros_like(storage, dtype=torch.int32) for storage in cache.storages]
+    for plane, row in itertools.product(layout.planes, range(layout.num_rows)):
+        covered[plane.storage][plane.start(row) : plane.start(row) + plane.row_bytes] += 1
+    for storage in cache.storages:
+        storage.zero_()
+    for tensor in cache.tensors:
+        tensor.view(torch.uint8 if form.dtype.itemsize == 1 else form.dtype).fill_(1)
+    itemsize = form.dtype.itemsize
+    for storage, count in zip(cache.storages, covered, strict=True):
+        used = (storage.view(-1, itemsize) != 0).any(1).repeat_interleave(itemsize)
+        assert torch.equal(count, used.int())
+
+
+@given(cache_forms(), st.integers(1, 5), st.integers(1, 5))
+def test_text_says_nothing_of_blocks_and_addresses(form, some, other):
+    assert form.build(some).layout.text == form.build(other, seed=1).layout.text
+
+
+@pytest.mark.parametrize("order", VLLM_ORDERS)
+def test_text_is_the_same_on_another_device(order):
+    form = CacheForm(order=order)
+
+    assert form.build(3).layout.text == form.build(3, device="meta").layout.text
+
+
+def test_text_tells_every_form_apart():
+    base = CacheForm(tokens=6, heads=3, content=6)
+    changes = [{}]
+    changes += [{"order": order} for order in VLLM_ORDERS if order != "LBNHC"]
+    changes += [{"dtype": dtype} for dtype in DTYPES if dtype != base.dtype]
+    changes += [{"layers": 3}, {"heads": 2}, {"tokens": 12}, {"content": 12}, {"heads": 6, "content": 3}]
+    changes += [{"granularity": "token"}, {"granularity": "token", "order": "2BNHD"}]
+
+    texts = [replace(base, **change).build(4).layout.text for change in changes]
+
+    assert len(set(texts)) == len(texts)
+
+
+def test_text_tells_layers_apart_by_name_and_order():
+    tensors = list(CacheForm().build(4).tensors)
+
+    texts = {
+        KVLayout.from_block_views(layers, num_blocks=4, block_size=4).text
+        for layers in (
+            tensors,
+            tensors[::-1],
+            dict(zip("ab", tensors, strict=True)),
+            dict(zip("ba", tensors, strict=True)),
+        )
+    }
+
+    assert len(texts) == 4
+
+
+def test_padding_between_blocks_changes_nothing_in_the_text():
+    plain, padded = CacheForm().build(4), CacheForm(padding=8).build(4)
+
+    assert plain.layout.text == padded.layout.text
+    assert padded.layout.bytes_per_row == plain.layout.bytes_per_row
+
+
+def test_layers_that_share_their_tensor_are_kept_once():
+    assert CacheForm(shared_layers=2).build(4).layout.num_planes == 2
+
+
+def test_mla_of_three_dimensions_is_the_view_with_one_head():
+    tensor = torch.zeros(10, 64, 576, dtype=torch.bfloat16)
+
+    flat = KVLayout.from_block_views([tensor], num_blocks=10, block_size=64)
+    view = KVLayout.from_block_views([tensor.unsqueeze(1)], num_blocks=10, block_size=64)
+
+    assert flat.text == view.text
+    assert [plane.row_bytes for plane in flat.planes] == [64 * 576 * 2]
+
+
+def test_kernel_blocks_fold_into_blocks():
+    tensor = torch.zeros(20, 2, 8, 4)
+
+    layout = KVLayout.from_block_views([tensor], num_blocks=5, block_size=32)
+
+    assert (layout.num_rows, layout.bytes_per_row) == (5, 4 * 2 * 8 * 4 * 4)
+
+
+def test_opaque_pages_may_have_any_shape():
+    page = torch.zeros(6, 1, 1, 1000, dtype=torch.int8)
+
+    layout = KVLayout.from_block_views([page], num_blocks=6, block_size=16, kind="pages")
+
+    assert layout.bytes_per_row == 1000
+    with pytest.raises(ValueError, match='kind="pages"'):
+        KVLayout.from_block_views([page], num_blocks=6, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "row_bytes"),
+    [
+        ((2, 6, 4, 3, 8), None, [96, 96]),
+        ((6, 2, 4, 3, 8), None, [96, 96]),
+        ((6, 4, 3, 8), 4, [96]),
+        ((6, 3, 4, 8), 4, [32, 32, 32]),
+        ((6, 4, 8), None, [32]),
+    ],
+)
+def test_slot_shapes_are_recognised(shape, block_size, row_bytes):
+    layout = KVLayout.from_token_slots([torch.zeros(shape)], block_size=block_size)
+
+    assert [plane.row_bytes for plane in layout.planes] == row_bytes
+    assert (layout.num_blocks, layout.block_size, layout.num_rows, layout.tokens_per_row) == (6, 4, 24, 1)
+    assert layout.bytes_per_block == 4 * layout.bytes_per_row
+
+
+def test_slots_at_one_stride_are_a_plane_of_one_level():
+    plane = KVLayout.from_token_slots([torch.zeros(2, 6, 4, 3, 8)]).planes[0]
+
+    assert (plane.rows_per_block, plane.block_stride) == (1, 96)
+
+
+def test_keys_and_values_may_come_as_pairs():
+    pairs = {"a": (torch.zeros(6, 4, 3, 8), torch.zeros(6, 4, 3, 8))}
+
+    layout = KVLayout.from_token_slots(pairs, block_size=4)
+
+    assert [plane.storage for plane in layout.planes] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "order", "message"),
+    [
+        ((2, 2, 4, 3, 8), None, None, "2BNHD or B2NHD"),
+        ((6, 4, 4, 8), 4, None, "BNHD or BHNC"),
+        ((6, 4, 3, 8), None, None, "order="),
+        ((3, 6, 4, 3, 8), None, None, "no form"),
+        ((6, 8), None, None, "no form"),
+        ((6, 4, 8), None, "BHNC", "does not fit"),
+        ((6, 4, 8), None, "BXD", "does not fit"),
+        ((6, 4, 8), 16, None, "4 tokens a block"),
+    ],
+)
+def test_shapes_that_cannot_be_read_are_refused(shape, block_size, order, message):
+    with pytest.raises(ValueError, match=message):
+        KVLayout.from_token_slots([torch.zeros(shape)], block_size=block_size, order=order)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([], "no KV cache"),
+        ([torch.zeros(7, 2, 4, 8)], "no multiple"),
+        ([torch.zeros(6, 8)], "neither"),
+        ([torch.zeros(6, 2, 8, 8)], "8 tokens"),
+        ([torch.zeros(6, 2, 4, 0)], "empty"),
+        ([torch.zeros(6, 1, 4, 8).expand(6, 2, 4, 8)], "expanded"),
+        ([torch.zeros(1, 2, 4, 8).expand(6, 2, 4, 8)], "expanded"),
+        ([torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8, device="meta")], "several devices"),
+        ([torch.zeros(6, 4096, 4, 4)[..., ::2]], "32768 pieces"),
+    ],
+)
+def test_block_views_that_cannot_be_read_are_refused(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        KVLayout.from_block_views(tensors, num_blocks=6, block_size=4)
+
+
+def test_layers_of_different_groups_over_the_same_bytes_are_refused():
+    memory = torch.zeros(6 * 64)
+    full, half = memory.view(6, 2, 4, 8), memory[32:].as_strided((5, 1, 4, 8), (64, 32, 8, 1))
+    wide = memory.as_strided((3, 2, 4, 8), (128, 32, 8, 1))
+
+    with pytest.raises(ValueError, match="own layout"):
+        KVLayout.from_block_views([full[:5], half], num_blocks=5, block_size=4)
+    with pytest.raises(ValueError, match="own layout"):
+        KVLayout.from_block_views([full[:3], wide], num_blocks=3, block_size=4)
+
+
+def test_two_storages_over_the_same_memory_are_no_way_round_the_check():
+    memory = torch.zeros(6, 2, 4, 8)
+    alias = torch.from_numpy(memory.numpy()[1:])
+
+    with pytest.raises(ValueError, match="own layout"):
+        KVLayout.from_block_views([memory[:5], alias], num_blocks=5, block_size=4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 6)), min_size=2, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from([(1, 0, 20), (1, 0, 7), (3, 6, 20), (2, 8, 30)]),
+)
+def test_overlap_is_found_exactly(bases, blocks, strides):
+    from lmcache_async.device.overlap import check_overlap
+    from lmcache_async.device.planes import Plane
+
+    per_block, row_stride, block_stride = strides
+    planes = [Plane(0, base, size, block_stride, per_block, row_stride) for base, size in bases]
+    storage = torch.zeros(300, dtype=torch.uint8)
+    count = torch.zeros(300)
+    for plane, row in itertools.product(planes, range(blocks * per_block)):
+        count[plane.start(row) : plane.start(row) + plane.row_bytes] += 1
+
+    overlaps = bool((count > 1).any())
+    if overlaps:
+        with pytest.raises(ValueError, match="share bytes"):
+            check_overlap(planes, [storage], blocks * per_block)
+    else:
+        check_overlap(planes, [storage], blocks * per_block)
