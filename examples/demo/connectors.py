@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 OURS = "lmcache-async"
 NAMES = (OURS, "example", "none")  # vLLM's ExampleConnector proves the demo itself
 
-_RETRIEVED = re.compile(r"retrieved (\d+)/(\d+) tokens(?P<rest>[^\n]*)", re.IGNORECASE)
-_TIER = re.compile(r"\b([a-z][\w.-]*)=(\d+)\b")
+_RETRIEVED = re.compile(r"\bretrieved \d+/\d+ tokens \((?P<tiers>[^)\n]*)\)")
+_TIER = re.compile(r"([\w.-]+)=(\d+)")
 
 
 def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dict[str, Any] | None:
@@ -38,9 +38,9 @@ def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dic
 
 
 def tokens_by_tier(log: str) -> Counter[str]:
-    """Tokens that each tier gave, from lines like `retrieved 4096/4098 tokens ... cpu=1024 disk=3072`."""
+    """Tokens that each tier gave, from lines like `retrieved 4096/4098 tokens (cpu=1024, disk=3072), ...`."""
     found: Counter[str] = Counter()
     for line in _RETRIEVED.finditer(log):
-        for tier, tokens in _TIER.findall(line["rest"]):
+        for tier, tokens in _TIER.findall(line["tiers"]):
             found[tier] += int(tokens)
     return found

@@ -59,6 +59,13 @@ VERBS = ("counted", "sketched", "noted", "missed", "followed", "described")
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """A text and what is asked about it.
+
+    Attributes:
+        questions: The first, which is timed, is two tokens long: with a longer one the time to compute it would
+            hide the time to load the document.
+    """
+
     title: str
     text: str
     questions: tuple[str, ...]
@@ -71,6 +78,7 @@ def make_document(seed: int, *, sentences: int = 600) -> Document:
     title = f"Log {choose.randrange(1000, 9999)} of {keeper}, keeper at the {place}"
     text = f"{title}.\n" + " ".join(_sentences(choose, sentences))
     questions = (
+        " Summary:",
         f"\n\nQuestion: what did {keeper} write about the {choose.choice(BIRDS)}?\nAnswer:",
         f"\n\nQuestion: which ship brought {choose.choice(CARGO)}?\nAnswer:",
         f"\n\nQuestion: how was the weather at the {place} on day {choose.randrange(400)}?\nAnswer:",
@@ -82,7 +90,7 @@ def training_texts(count: int = 40) -> Iterator[str]:
     """Text for the tokenizer, of seeds that no measured document uses."""
     for seed in range(count):
         document = make_document(1_000_000 + seed, sentences=300)
-        yield document.text + "".join(document.questions)
+        yield "".join((document.text, *document.questions))
 
 
 def _sentences(choose: random.Random, count: int) -> Iterator[str]:

@@ -1,0 +1,8 @@
+"""`examples` is no package that anybody installs: its tests find it from the root of the tree."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))

@@ -1,0 +1,103 @@
+"""The docs are tests: every Python example runs, every config loads, every command exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+
+# A block may await at its top level, as a reader would write it in a notebook.
+RUNNER = """
+import ast, asyncio, inspect, pathlib, sys, types
+path = pathlib.Path(sys.argv[1])
+code = compile(path.read_text(), str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+module = types.ModuleType("__main__")
+sys.modules["__main__"] = module
+result = types.FunctionType(code, vars(module))()
+if inspect.iscoroutine(result):
+    asyncio.run(result)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found += [
+            Block(str(page.relative_to(ROOT)), text.count("\n", 0, fence.start()) + 1, fence["text"])
+            for fence in FENCE.finditer(text)
+            if fence["language"] == language
+        ]
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_a_python_example_runs(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, "-c", RUNNER, "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+
+    assert ran.returncode == 0, f"{block}\n{ran.stderr}"
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_a_config_example_loads(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(block.text, encoding="utf-8")
+
+    load_config(path, env={})
+
+
+def test_every_make_command_in_the_docs_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    commands = {
+        command
+        for page in PAGES
+        for command in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+    assert {"demo", "test"} <= commands
+    assert commands <= targets
+
+
+def test_the_readme_shows_config_and_code() -> None:
+    shown = {block.page for language in ("python", "yaml") for block in blocks(language)}
+
+    assert "README.md" in shown
+    assert blocks("python")
+    assert blocks("yaml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_and_into_the_tree_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+
+    assert [target for target in targets if not (page.parent / target).exists()] == []
