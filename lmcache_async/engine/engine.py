@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from lmcache_async.config import EngineConfig
@@ -157,7 +157,11 @@ class CacheEngine(TokenVerbs):
 
         Ends when the slowest tier has taken or refused them, or at the deadline.
         """
-        return await self._track(self._do_store(request))
+        copied = _Once(request.on_copied)
+        try:
+            return await self._track(self._do_store(request, copied))
+        finally:
+            copied()
 
     async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
         """Bring the longest prefix of the request's chunks to its rows."""
@@ -215,25 +219,17 @@ class CacheEngine(TokenVerbs):
             running=len(self._running),
         )
 
-    async def _do_store(self, request: StoreRequest) -> StoreReport:
+    async def _do_store(self, request: StoreRequest, copied: _Once) -> StoreReport:
         start = time.perf_counter()
-        copied = start
-
-        def on_copied() -> None:
-            nonlocal copied
-            copied = time.perf_counter()
-            if request.on_copied is not None:
-                request.on_copied()
-
         timeout_s = self.config.store.timeout_s
         try:
-            batches = await self._store.run(request, timeout_s=timeout_s, on_copied=on_copied)
+            batches = await self._store.run(request, timeout_s=timeout_s, on_copied=copied)
         except (BudgetExceededError, TierError) as error:
             batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
         waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
-        report = merge_stored(batches, start, copied)
+        report = merge_stored(batches, start, copied.time or start)
         self._instrument.stored(request.request_id, report)
         return report
 
@@ -292,6 +288,20 @@ class CacheEngine(TokenVerbs):
             await self._parts.stack.aclose(timeout_s=max(0.0, deadline - time.monotonic()))
         finally:
             _free(self._parts)
+
+
+class _Once:
+    """Calls back the first time it is called, and notes when that was."""
+
+    def __init__(self, callback: Callable[[], None] | None) -> None:
+        self._callback = callback
+        self.time: float | None = None
+
+    def __call__(self) -> None:
+        if self.time is None:
+            self.time = time.perf_counter()
+            if self._callback is not None:
+                self._callback()
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:

@@ -1,0 +1,27 @@
+"""A registry that also offers what a test hands it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lmcache_async.registry import STAGES, TIERS, Registry
+
+
+class FakeRegistry(Registry):
+    """The installed plug-ins, and before them the given ones.
+
+    Args:
+        tiers: Tier classes by name.
+        stages: Stage classes or async functions by name.
+    """
+
+    def __init__(
+        self, *, tiers: Mapping[str, object] | None = None, stages: Mapping[str, object] | None = None
+    ) -> None:
+        super().__init__()
+        self._given = {TIERS: dict(tiers or {}), STAGES: dict(stages or {})}
+
+    def load(self, group: str, name: str, *, third_party: bool = True) -> object:
+        if name in self._given[group]:
+            return self._given[group][name]
+        return super().load(group, name, third_party=third_party)

@@ -1,0 +1,122 @@
+"""A small paged KV cache in host memory, and engines over it, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.hashing import Namespace
+from lmcache_async.memory.record import RecordFormat
+from lmcache_async.registry import Registry
+
+
+@dataclass(slots=True)
+class Rig:
+    """A cache of `layers` pairs of K and V, float32, each of shape [blocks, block_size, heads, head_dim].
+
+    Attributes:
+        chunk_size: Tokens of a chunk.
+        slabs: How many records the arena of an engine over it holds.
+        model: The namespace's model; engines of different models never share a chunk.
+    """
+
+    layers: int = 2
+    blocks: int = 32
+    block_size: int = 4
+    heads: int = 1
+    head_dim: int = 4
+    chunk_size: int = 8
+    slabs: int = 16
+    model: str = "test"
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+    layout: KVLayout = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (self.blocks, self.block_size, self.heads, self.head_dim)
+        self.tensors = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(self.layers)]
+        self.layout = KVLayout.from_token_slots(self.tensors, order="BNHD")
+
+    @property
+    def num_slots(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace(
+            model=self.model,
+            weights="none",
+            dtype=self.layout.dtype,
+            layout=self.layout.text,
+            chunk_size=self.chunk_size,
+        )
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of a full chunk's record, in whole pages."""
+        record = RecordFormat(
+            namespace=self.namespace.text,
+            layout=self.layout.text,
+            dtype=self.layout.dtype,
+            chunk_size=self.chunk_size,
+        )
+        return -(-record.record_bytes(self.layout.payload_bytes(self.chunk_size)) // 4096) * 4096
+
+    def config(self, **settings: Any) -> EngineConfig:
+        """A config for this cache; `settings` as in a config file, dotted keys allowed."""
+        base: dict[str, Any] = {
+            "chunk_size": self.chunk_size,
+            "arena.max_bytes": self.slabs * self.slab_bytes,
+            "arena.prefault": False,
+            "arena.huge_pages": False,
+            "store.batch_bytes": 3 * self.slab_bytes,
+            "retrieve.batch_bytes": 3 * self.slab_bytes,
+            "store.allocate_timeout_s": 0.05,
+            "shutdown_timeout_s": 1.0,
+        }
+        return load_config(env={}, extra=base | settings)
+
+    def open(
+        self, *, registry: Registry | None = None, **settings: Any
+    ) -> AbstractAsyncContextManager[CacheEngine]:
+        return CacheEngine.open(
+            self.config(**settings), layout=self.layout, namespace=self.namespace, registry=registry
+        )
+
+    def write(self, slots: Sequence[int], values: torch.Tensor) -> None:
+        """Put values (as `read` gives them) into the slots."""
+        index = torch.as_tensor(list(slots), dtype=torch.long)
+        for layer, (keys, vals) in enumerate(self.tensors):
+            keys.view(self.num_slots, -1)[index] = values[layer, 0]
+            vals.view(self.num_slots, -1)[index] = values[layer, 1]
+
+    def read(self, slots: Sequence[int]) -> torch.Tensor:
+        """The content of the slots: float32 of shape [layers, 2, len(slots), heads * head_dim]."""
+        index = torch.as_tensor(list(slots), dtype=torch.long)
+        return torch.stack(
+            [torch.stack([part.view(self.num_slots, -1)[index] for part in pair]) for pair in self.tensors]
+        )
+
+    def content(self, tokens: Sequence[int]) -> torch.Tensor:
+        """What a model would compute: KV that depends on each token and on all before it."""
+        history = np.cumsum(np.asarray(tokens, np.float64) * (1 + np.arange(len(tokens))))
+        base = torch.as_tensor(np.sin(history + 1), dtype=torch.float32)
+        scale = torch.arange(1, 2 * self.layers * self.heads * self.head_dim + 1, dtype=torch.float32)
+        return (
+            (base[:, None] * scale[None, :])
+            .reshape(len(tokens), self.layers, 2, -1)
+            .permute(1, 2, 0, 3)
+            .contiguous()
+        )
+
+    def wipe(self) -> None:
+        for pair in self.tensors:
+            for part in pair:
+                part.fill_(-7.0)

@@ -1,0 +1,92 @@
+"""Chains check themselves when they are built."""
+
+import pytest
+
+from lmcache_async.errors import ChainError
+from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.stage import build_stage
+
+
+async def double(n: int) -> int:
+    return 2 * n
+
+
+async def show(n: int) -> str:
+    return str(n)
+
+
+class Whole:
+    per_request = True
+
+    async def __call__(self, n: int) -> int:
+        return n + 1
+
+
+class NeedsArena:
+    def __init__(self, arena: str, optional: int = 3) -> None:
+        self.arena = arena
+        self.optional = optional
+
+    async def __call__(self, n: int) -> int:
+        return n
+
+
+async def test_a_chain_passes_each_stages_result_to_the_next():
+    chain = Chain.of(double).then(double).then(show)
+
+    assert await chain(3) == "12"
+    assert repr(chain) == "double → double → show"
+
+
+def test_a_wrong_joint_names_both_stages_and_both_types():
+    with pytest.raises(ChainError, match="stage 'show' gives str, but stage 'double' after it takes int"):
+        Chain.named([("show", show), ("double", double)])
+
+
+def test_ends_that_do_not_fit_are_named():
+    chain = Chain.named([("double", double)])
+
+    with pytest.raises(ChainError, match="first stage 'double' takes int"):
+        chain.check_ends(str, int)
+    with pytest.raises(ChainError, match="must end in str, but its last stage 'double' gives int"):
+        chain.check_ends(int, str)
+
+
+def test_a_stage_for_whole_requests_cannot_follow_one_for_batches():
+    with pytest.raises(
+        ChainError, match="'whole' takes a whole request and cannot stand after stage 'double'"
+    ):
+        Chain.named([("double", double), ("whole", Whole())])
+
+
+def test_a_stage_without_annotations_is_refused():
+    async def bare(n):
+        return n
+
+    with pytest.raises(ChainError, match="'bare' must take one annotated batch"):
+        Chain.of(bare)
+
+
+def test_a_function_that_is_not_async_is_refused():
+    def plain(n: int) -> int:
+        return n
+
+    with pytest.raises(ChainError, match=r"'plain' .* is not an async function"):
+        Chain.of(plain)
+
+
+def test_an_empty_chain_is_refused():
+    with pytest.raises(ChainError, match="at least one stage"):
+        Chain.named([])
+
+
+def test_a_stage_class_gets_the_resources_it_names():
+    stage = build_stage("needs", NeedsArena, {"arena": "the arena", "stack": None})
+
+    assert stage.arena == "the arena"
+    assert stage.optional == 3
+
+
+def test_an_unknown_resource_is_named_with_those_there_are():
+    with pytest.raises(ChainError, match="stage 'needs' asks for 'arena'; an engine has copier, stack"):
+        build_stage("needs", NeedsArena, {"stack": None, "copier": None})

@@ -1,0 +1,365 @@
+"""The engine over real tiers and host tensors."""
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache_async.errors import ConfigError, EngineClosedError
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.pipeline.batch import StoreRequest
+from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+
+TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
+
+
+def disk(tmp_path, **options):
+    return {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB", **options}
+
+
+async def store(rig, engine, tokens=TOKENS, slots=None, **kwargs):
+    slots = slots if slots is not None else list(range(len(tokens)))
+    rig.write(slots, rig.content(tokens))
+    return await engine.store(tokens, slots, **kwargs)
+
+
+async def check_retrieve(rig, engine, tokens=TOKENS, *, expected, mask=None, **kwargs):
+    """Retrieve into other slots; the mask, the content and the silence elsewhere must be right."""
+    rig.wipe()
+    slots = list(range(rig.num_slots - 1, rig.num_slots - 1 - len(tokens), -1))
+
+    result = await engine.retrieve(tokens, slots, mask=mask, **kwargs)
+
+    assert result.tolist() == expected
+    hit = [i for i, there in enumerate(expected) if there]
+    assert torch.equal(rig.read([slots[i] for i in hit]), rig.content(tokens)[:, :, hit])
+    others = sorted(set(range(rig.num_slots)) - {slots[i] for i in hit})
+    assert (rig.read(others) == -7.0).all()
+
+
+def leased(engine):
+    return (
+        engine.statistics().arena.leased_slabs
+        - engine.statistics().tiers.get("cpu", DictTier().statistics()).chunks
+    )
+
+
+async def test_what_was_stored_comes_back_bit_exact_and_touches_nothing_else():
+    rig = Rig()
+    async with rig.open() as engine:
+        report = await store(rig, engine)
+
+        assert (report.stored, report.present, report.tokens) == (5, 0, 40)
+        assert await engine.lookup(TOKENS) == 40
+        await check_retrieve(rig, engine, expected=[True] * 40)
+        assert leased(engine) == 0
+
+
+async def test_a_partial_last_chunk_is_stored_and_found():
+    rig = Rig()
+    tokens = TOKENS[:37]
+    async with rig.open() as engine:
+        await store(rig, engine, tokens)
+
+        assert await engine.lookup(tokens) == 37
+        await check_retrieve(rig, engine, tokens, expected=[True] * 37)
+        await check_retrieve(rig, engine, TOKENS, expected=[True] * 32 + [False] * 8)
+
+
+async def test_partial_chunks_can_be_switched_off():
+    rig = Rig()
+    async with rig.open(**{"store.partial_chunks": False}) as engine:
+        await store(rig, engine, TOKENS[:37])
+
+        assert await engine.lookup(TOKENS[:37]) == 32
+
+
+async def test_a_second_store_moves_only_new_chunks():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine, TOKENS[:24])
+        report = await store(rig, engine)
+
+        assert (report.stored, report.present) == (2, 3)
+
+
+async def test_leading_false_tokens_of_the_mask_are_not_written():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine)
+        mask = torch.ones(40, dtype=torch.bool)
+        mask[:13] = False
+
+        await check_retrieve(rig, engine, expected=[False] * 13 + [True] * 27, mask=mask)
+
+
+async def test_leading_false_tokens_of_the_mask_are_not_stored():
+    rig = Rig()
+    mask = torch.ones(40, dtype=torch.bool)
+    mask[:16] = False
+    async with rig.open() as engine:
+        report = await store(rig, engine, mask=mask)
+
+        assert report.stored == 3
+        assert report.dropped["masked"] == 2
+        assert await engine.lookup(TOKENS) == 0
+
+
+@pytest.mark.parametrize("values", [[True, False, True], [False] * 4])
+async def test_a_mask_of_another_form_is_refused(values):
+    rig = Rig()
+    async with rig.open() as engine:
+        with pytest.raises(ValueError, match="mask"):
+            await engine.retrieve([1, 2, 3], [0, 1, 2], mask=torch.tensor(values))
+
+
+async def test_too_few_rows_are_refused_with_both_numbers():
+    rig = Rig()
+    async with rig.open() as engine:
+        with pytest.raises(ValueError, match="40 tokens need 40 rows, but 3 are given"):
+            await engine.store(TOKENS, [0, 1, 2])
+
+
+async def test_namespaces_never_share_a_chunk():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine, namespace=RequestNamespace(cache_salt="a"))
+
+        assert await engine.lookup(TOKENS, namespace=RequestNamespace(cache_salt="a")) == 40
+        assert await engine.lookup(TOKENS, namespace=RequestNamespace(cache_salt="b")) == 0
+        assert await engine.lookup(TOKENS) == 0
+
+
+async def test_disk_serves_after_a_restart_and_another_model_finds_nothing(tmp_path):
+    async with Rig().open(tiers=["cpu", disk(tmp_path)]) as engine:
+        await store(rig := Rig(), engine)  # another cache's slots: nothing of use is stored
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        await engine.clear()
+        await store(rig, engine)
+    again = Rig()
+    async with again.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        assert await engine.lookup(TOKENS) == 40
+        await check_retrieve(again, engine, expected=[True] * 40)
+        assert engine.statistics().tiers["cpu"].chunks == 5  # promoted
+    other = Rig(model="other")
+    async with other.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        assert await engine.lookup(TOKENS) == 0
+
+
+async def test_tiers_may_alternate_within_one_prompt(tmp_path):
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)], **{"retrieve.promote": False}) as engine:
+        await store(rig, engine)
+        chunks = engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())
+        cpu, slow = (stacked.tier for stacked in engine._parts.stack.tiers)
+        for position, chunk in enumerate(chunks):
+            await (slow if position % 2 else cpu).remove(chunk.key)
+
+        result = await engine.lookup_keys([chunk.key for chunk in chunks])
+        assert result.by_tier == {"disk": 3, "cpu": 2}
+        await check_retrieve(rig, engine, expected=[True] * 40)
+        await cpu.remove(chunks[3].key)
+        await check_retrieve(rig, engine, expected=[True] * 24 + [False] * 16)
+
+
+async def test_a_prompt_larger_than_memory_stores_its_prefix():
+    rig = Rig(slabs=3)
+    async with rig.open() as engine:
+        report = await store(rig, engine)
+
+        assert report.stored == 3
+        assert report.dropped["larger_than_memory"] == 2
+        await check_retrieve(rig, engine, expected=[True] * 24 + [False] * 16)
+
+
+async def test_a_prompt_larger_than_memory_goes_to_disk_whole_and_comes_back(tmp_path):
+    rig = Rig(slabs=3)
+    settings = {"tiers": ["cpu", disk(tmp_path)], "store.allocate_timeout_s": 5}
+    async with rig.open(**settings) as engine:
+        await store(rig, engine)
+        assert await engine.flush(timeout_s=5)
+
+        assert engine.statistics().tiers["disk"].chunks == 5
+        await check_retrieve(rig, engine, expected=[True] * 40)
+        assert leased(engine) == 0
+
+
+async def test_a_flipped_byte_on_disk_ends_the_prefix_and_the_record_is_gone(tmp_path, caplog):
+    rig = Rig()
+    async with rig.open(tiers=[disk(tmp_path)]) as engine:
+        await store(rig, engine)
+        assert await engine.flush(timeout_s=5)
+        key = engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())[2].key
+        (record,) = tmp_path.rglob(f"*{key.hex()}*")
+        content = bytearray(record.read_bytes())
+        content[4096 + 5] ^= 1
+        record.write_bytes(content)
+
+        await check_retrieve(rig, engine, expected=[True] * 16 + [False] * 24)
+        assert engine.statistics().counts["disk.corrupt.checksum"] == 1
+        assert re.search(rf"record {key.hex()} is not the chunk asked for \(checksum", caplog.text)
+        assert await engine.lookup(TOKENS) == 16
+        await store(rig, engine)
+        await check_retrieve(rig, engine, expected=[True] * 40)
+
+
+class _Made:
+    """A tier class whose instances the test keeps."""
+
+    def __init__(self, wrap=lambda tier: tier):
+        self.tiers = []
+        made = self
+
+        class Kept(DictTier):
+            def __new__(cls, *arguments):
+                inner = object.__new__(DictTier)
+                inner.__init__(*arguments)
+                made.tiers.append(wrap(inner))
+                return made.tiers[-1]
+
+        self.tier_class = Kept
+
+    @property
+    def registry(self):
+        return FakeRegistry(tiers={"dict": self.tier_class})
+
+
+async def test_a_failing_tier_is_a_miss_and_a_drop_never_an_error():
+    made, rig = _Made(FaultyTier), Rig()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        made.tiers[0].faults.extend([None] * 5 + [unavailable()] * 3)  # contains passes, then puts fail
+        report = await store(rig, engine)
+        assert await engine.flush(timeout_s=5)
+
+        assert report.stored == 5  # memory has them all
+        assert engine.statistics().counts["dict.dropped.TierError"] == 3
+        await check_retrieve(rig, engine, expected=[True] * 40)
+
+
+async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
+    made, rig = _Made(FaultyTier), Rig()
+    registry = FakeRegistry(tiers={"dict": made.tier_class, "last": DictTier})
+    async with rig.open(tiers=["dict", "last"], registry=registry) as engine:
+        await store(rig, engine)
+        assert await engine.flush(timeout_s=5)
+        made.tiers[0].faults.extend([None] * 5 + [None, unavailable(), None])
+
+        await check_retrieve(rig, engine, expected=[True] * 40)
+
+
+async def test_device_memory_is_free_before_a_slow_tier_has_written():
+    made, rig = _Made(GatedTier), Rig()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        copied = asyncio.Event()
+        rig.write(range(40), rig.content(TOKENS))
+        chunks = tuple(engine._chunks(np.array(TOKENS, np.int32), RequestNamespace()))
+        rows = tuple(np.arange(c.start, c.stop) for c in chunks)
+        task = asyncio.ensure_future(
+            engine.store_chunks(StoreRequest(chunks=chunks, rows=rows, on_copied=copied.set))
+        )
+        await copied.wait()
+        await made.tiers[0].parked.wait()
+
+        while engine.statistics().tiers["cpu"].chunks < 5:
+            await asyncio.sleep(0)
+
+        assert not task.done()
+        await check_retrieve(rig, engine, expected=[True] * 40)  # memory serves already
+        made.tiers[0].open_gate()
+        assert (await task).stored == 5
+
+
+async def test_pins_hold_what_a_lookup_promised():
+    rig = Rig(slabs=5)
+    async with rig.open(**{"vllm.max_pinned_fraction": 1.0}) as engine:
+        await store(rig, engine)
+        assert await engine.lookup(TOKENS, lookup_id="a") == 40
+        other = [token + 1000 for token in TOKENS]
+        report = await store(rig, engine, other)
+
+        assert report.stored == 0
+        await check_retrieve(rig, engine, expected=[True] * 40)
+        engine.unpin("a")
+        assert (await store(rig, engine, other)).stored == 5
+        assert leased(engine) == 0
+
+
+async def test_prefetch_brings_chunks_into_memory(tmp_path):
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        await store(rig, engine)
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        assert engine.statistics().tiers["cpu"].chunks == 0
+        assert await engine.prefetch(TOKENS) == 40
+        assert engine.statistics().tiers["cpu"].chunks == 5
+        assert leased(engine) == 0
+
+
+async def test_clear_forgets_memory_alone_or_everything(tmp_path):
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        await store(rig, engine)
+        await engine.clear(memory_only=True)
+        assert engine.statistics().tiers["cpu"].chunks == 0
+        assert await engine.lookup(TOKENS) == 40
+
+        await engine.clear()
+        assert await engine.lookup(TOKENS) == 0
+
+
+@pytest.mark.parametrize("steps", range(0, 60, 3))
+async def test_cancelled_at_any_await_every_lease_comes_back(tmp_path, steps):
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        await store(rig, engine, TOKENS[:16])
+        rig.write(range(40), rig.content(TOKENS))
+        for call in (engine.store(TOKENS, range(40)), engine.retrieve(TOKENS, range(40))):
+            task = asyncio.ensure_future(call)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+        assert await engine.flush(timeout_s=5)
+
+        assert leased(engine) == 0
+        assert engine.statistics().running == 0
+
+
+async def test_a_closed_engine_says_so():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine)
+    with pytest.raises(EngineClosedError):
+        await engine.lookup(TOKENS)
+
+
+async def test_a_chain_that_does_not_end_right_stops_the_start():
+    rig = Rig()
+    with pytest.raises(
+        Exception, match="must end in BatchStored, but its last stage 'seal' gives SealedBatch"
+    ):
+        async with rig.open(**{"store.stages": ["hash", "lookup", "allocate", "device_to_host", "seal"]}):
+            pytest.fail("opened")
+
+
+async def test_an_unknown_option_of_a_tier_stops_the_start(tmp_path):
+    rig = Rig()
+    with pytest.raises(ConfigError, match="max_byte"):
+        async with rig.open(tiers=[{"name": "disk", "path": str(tmp_path), "max_byte": 5}]):
+            pytest.fail("opened")
+
+
+async def test_one_line_a_store_and_a_retrieve(caplog):
+    rig = Rig()
+    caplog.set_level("INFO", logger="lmcache_async")
+    async with rig.open() as engine:
+        await store(rig, engine, request_id="r1")
+        await check_retrieve(rig, engine, expected=[True] * 40, request_id="r2")
+
+    assert re.search(r"stored 40 tokens in 5 chunks .* GB/s.*\[r1\]", caplog.text)
+    assert re.search(r"retrieved 40/40 tokens \(cpu=40\), .* ms, .* GB/s \[r2\]", caplog.text)

@@ -1,0 +1,231 @@
+"""The runner: order, bounds in bytes, drained cancellation, leases back."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.pipeline.batch import Batch, HashedBatch, Request
+from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.runner import Runner
+from lmcache_async.types import Chunk, ChunkKey
+
+NO_TOKENS = np.zeros(1, np.int32)
+
+
+def request_of(count):
+    chunks = tuple(Chunk(ChunkKey(bytes([i]) * 16), i, NO_TOKENS) for i in range(count))
+    return Request(chunks=chunks, rows=tuple(np.zeros(1, np.int64) for _ in chunks))
+
+
+class Cut:
+    per_request = True
+
+    async def __call__(self, request: Request) -> HashedBatch:
+        return HashedBatch(request=request, chunks=request.chunks, rows=request.rows)
+
+
+@dataclass
+class Watch:
+    """A stage that parks until told, and says who is inside."""
+
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)
+    inside: int = 0
+    peak: int = 0
+    started: list[int] = field(default_factory=list)
+    fail_at: int | None = None
+    reads_device: bool = True
+
+    async def __call__(self, batch: Batch) -> Batch:
+        start = batch.chunks[0].start if batch.chunks else -1
+        self.started.append(start)
+        self.inside += 1
+        self.peak = max(self.peak, self.inside)
+        try:
+            if start in self.gates:
+                await self.gates[start].wait()
+            else:
+                await asyncio.sleep(0)
+            if start == self.fail_at:
+                raise TierUnavailableError("away")
+            return batch
+        finally:
+            self.inside -= 1
+
+
+class Starts:
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, batch: Batch) -> list:
+        self.seen.append(batch.chunks[0].start if batch.chunks else -1)
+        return [chunk.start for chunk in batch.chunks]
+
+
+class OrderedStarts(Starts):
+    ordered = True
+
+
+def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: False):
+    chain = Chain.named([("cut", Cut()), *((type(stage).__name__, stage) for stage in stages)])
+    budget = ByteBudget(max_bytes)
+    runner = Runner(
+        chain,
+        batch_chunks=batch_chunks,
+        chunk_bytes=10,
+        budget=budget,
+        failed=lambda batch, cause: [cause],
+        ends=ends,
+    )
+    return runner, budget
+
+
+@given(count=st.integers(0, 40), size=st.integers(1, 9))
+def test_results_come_in_prefix_order_and_miss_nothing(count, size):
+    async def check():
+        runner, budget = runner_of(Starts(), batch_chunks=size, max_bytes=50)
+
+        results = await runner.run(request_of(count), timeout_s=5)
+
+        assert [start for result in results for start in result] == list(range(count))
+        assert budget.statistics().used_bytes == 0
+
+    asyncio.run(check())
+
+
+async def test_bytes_in_flight_are_bounded():
+    watch = Watch()
+    runner, budget = runner_of(watch, Starts(), batch_chunks=1, max_bytes=30)
+
+    await runner.run(request_of(20), timeout_s=5)
+
+    assert watch.peak == 3
+    assert budget.statistics().peak_bytes == 30
+
+
+async def test_a_batch_larger_than_the_bound_runs_alone():
+    runner, _ = runner_of(Starts(), batch_chunks=8, max_bytes=30)
+
+    assert await runner.run(request_of(16), timeout_s=5) == [list(range(8)), list(range(8, 16))]
+
+
+async def test_an_ordered_stage_sees_batches_one_after_another():
+    gate = asyncio.Event()
+    watch, last = Watch(gates={0: gate}), OrderedStarts()
+    runner, _ = runner_of(watch, last)
+    run = asyncio.ensure_future(runner.run(request_of(6), timeout_s=5))
+    while len(watch.started) < 3:
+        await asyncio.sleep(0)
+
+    assert last.seen == []
+    gate.set()
+    await run
+    assert last.seen == [0, 2, 4]
+
+
+async def test_a_result_that_ends_the_run_keeps_later_batches_from_the_ordered_stage():
+    watch, last = Watch(fail_at=2), OrderedStarts()
+    runner, budget = runner_of(watch, last, ends=lambda result: "tier_unavailable" in result)
+
+    results = await runner.run(request_of(20), timeout_s=5)
+
+    assert results == [[0, 1], ["tier_unavailable"]]
+    assert last.seen == [0]
+    assert budget.statistics().used_bytes == 0
+
+
+async def test_a_failed_batch_of_a_store_leaves_the_others_alone():
+    runner, _ = runner_of(Watch(fail_at=2), Starts())
+
+    assert await runner.run(request_of(6), timeout_s=5) == [[0, 1], ["tier_unavailable"], [4, 5]]
+
+
+async def test_at_the_deadline_what_is_done_stays_and_the_rest_is_given_up():
+    watch = Watch(gates={2: asyncio.Event()})
+    runner, budget = runner_of(watch, Starts())
+
+    results = await runner.run(request_of(6), timeout_s=0.05)
+
+    assert results == [[0, 1], ["deadline"], [4, 5]]
+    assert watch.inside == 0
+    assert budget.statistics().used_bytes == 0
+
+
+async def test_cancellation_drains_every_batch():
+    gates = {0: asyncio.Event(), 2: asyncio.Event()}
+    watch = Watch(gates=gates)
+    runner, budget = runner_of(watch, Starts())
+    run = asyncio.ensure_future(runner.run(request_of(6), timeout_s=5))
+    while len(watch.started) < 3:
+        await asyncio.sleep(0)
+
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert watch.inside == 0
+    assert budget.statistics().used_bytes == 0
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_cancelled_at_any_step_nothing_is_left_behind(steps):
+    watch, copied = Watch(), []
+    runner, budget = runner_of(watch, OrderedStarts(), max_bytes=40)
+    run = asyncio.ensure_future(
+        runner.run(request_of(12), timeout_s=5, on_copied=lambda: copied.append(True))
+    )
+    for _ in range(steps):
+        await asyncio.sleep(0)
+
+    run.cancel()
+    await asyncio.wait({run})
+    assert watch.inside == 0
+    assert budget.statistics().used_bytes == 0
+    assert copied == ([True] if steps else [])  # a task cancelled before it began has not been called
+
+
+async def test_on_copied_comes_once_when_the_last_batch_has_passed_the_copy():
+    gate = asyncio.Event()
+    calls = []
+
+    class Slow:
+        async def __call__(self, batch: Batch) -> list:
+            await gate.wait()
+            return [chunk.start for chunk in batch.chunks]
+
+    runner, _ = runner_of(Watch(), Slow())
+    run = asyncio.ensure_future(
+        runner.run(request_of(6), timeout_s=5, on_copied=lambda: calls.append(not gate.is_set()))
+    )
+    while not calls:
+        await asyncio.sleep(0)
+    gate.set()
+    await run
+
+    assert calls == [True]
+
+
+async def test_on_copied_comes_also_when_there_is_nothing_to_copy():
+    calls = []
+    runner, _ = runner_of(Starts())
+
+    await runner.run(request_of(0), timeout_s=5, on_copied=lambda: calls.append(True))
+
+    assert calls == [True]
+
+
+async def test_a_bug_in_a_stage_propagates():
+    class Bug:
+        async def __call__(self, batch: Batch) -> list:
+            raise TypeError("a bug")
+
+    runner, budget = runner_of(Bug())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await runner.run(request_of(4), timeout_s=5)
+    assert caught.group_contains(TypeError)
+    assert budget.statistics().used_bytes == 0
