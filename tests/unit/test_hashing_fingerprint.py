@@ -9,7 +9,7 @@ import shutil
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError
@@ -265,6 +265,7 @@ headers = st.dictionaries(st.text(max_size=2), st.fixed_dictionaries({"data_offs
 
 
 @given(headers | json_values, st.integers(0, 10))
+@example({"a": {"data_offsets": [0, 3]}}, 2)
 def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
     try:
         spans = _spans(json.dumps(header).encode(), data_bytes, "x.safetensors")
