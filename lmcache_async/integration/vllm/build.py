@@ -1,0 +1,81 @@
+"""Makes the two halves out of vLLM's configuration. What one half imports the other never needs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lmcache_async.errors import ConfigError, MissingDependencyError
+from lmcache_async.integration.vllm.config import block_size_of, engine_config, namespace_of
+from lmcache_async.integration.vllm.wire import socket_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
+    from lmcache_async.integration.vllm.worker import WorkerHalf
+
+logger = logging.getLogger(__name__)
+
+
+def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
+    """Start the scheduler half; its thread looks for the workers by itself.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    from lmcache_async.integration.vllm.lookup_client import LookupClient
+    from lmcache_async.integration.vllm.scheduler import Roles, SchedulerHalf
+
+    transfer = vllm_config.kv_transfer_config
+    block_size = block_size_of(kv_cache_config)
+    world_size = vllm_config.parallel_config.world_size
+    config = engine_config(vllm_config, block_size)
+    client = LookupClient(
+        [socket_path(config.vllm.socket_dir, transfer.engine_id, rank) for rank in range(world_size)],
+        chunk_size=config.chunk_size,
+        block_size=block_size,
+        lookup_timeout_s=config.vllm.lookup_timeout_s,
+    )
+    roles = Roles(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
+    return SchedulerHalf(config, block_size=block_size, world_size=world_size, roles=roles, client=client)
+
+
+def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
+    """Make this rank's half; it opens when the KV cache is there.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    from lmcache_async.integration.vllm.worker import WorkerHalf
+
+    block_size = block_size_of(kv_cache_config)
+    config = engine_config(vllm_config, block_size)
+    rank = vllm_config.parallel_config.rank
+    socket = socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank)
+    return WorkerHalf(config, rank=rank, block_size=block_size, socket=socket)
+
+
+def open_worker_half(
+    half: WorkerHalf, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+) -> bool:
+    """Open it over the KV cache. False if that cannot be: then all lookups are misses.
+
+    Raises:
+        ConfigError: The configuration cannot work, so that vLLM does not start with it.
+        MissingDependencyError: A tier or stage needs a package.
+    """
+    from lmcache_async.device.layout import KVLayout
+
+    block_size = block_size_of(kv_cache_config)
+    try:
+        layout = KVLayout.from_block_views(
+            kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=block_size
+        )
+        half.open(layout, namespace_of(vllm_config, kv_cache_config, half.config, layout.text))
+    except (ConfigError, MissingDependencyError):
+        raise
+    except Exception:
+        logger.exception("LMCacheAsyncConnector is off: the engine could not be opened")
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""From vLLM's configuration to ours: what is supported, the engine's config, what the KV depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.hashing import FingerprintMode, Namespace, canonical_text, weights_fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+logger = logging.getLogger(__name__)
+
+_TEXT = "text:"
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in the model's config, but of the machine
+
+
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this model or setup cannot be served from; None when it can."""
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups; one is supported"
+    if not groups[0].enable_kv_transfer:
+        return "the model's KV cache is not to be transferred"
+    for spec in _specs(groups[0].kv_cache_spec):
+        if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
+            return f"the KV cache is a {type(spec).__name__}; full attention and MLA are supported"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on; it is not supported"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales is on: the KV would depend on the first prompt that was served"
+    return None
+
+
+def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
+    """The engine's config, its chunk size rounded up to whole blocks.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    config = load_config(extra=vllm_config.kv_transfer_config.kv_connector_extra_config)
+    rounded = -(-config.chunk_size // block_size) * block_size
+    if rounded != config.chunk_size:
+        logger.info(
+            "chunk_size %d is no multiple of vLLM's block size %d; %d is used",
+            config.chunk_size,
+            block_size,
+            rounded,
+        )
+        config = config.model_copy(update={"chunk_size": rounded})
+    return config
+
+
+def block_size_of(kv_cache_config: Any) -> int:
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:
+    """What this rank's KV depends on besides tokens and request. Reads the model's files."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    tp_size = parallel.tensor_parallel_size
+    rank = parallel.rank
+    return Namespace(
+        model=_model_name(model),
+        weights=_weights(config.weights_fingerprint, model, vllm_config.load_config.load_format),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layout=layout_text,
+        quantization=model.quantization or "",
+        world_size=parallel.world_size,
+        tp_rank=rank % tp_size,
+        tp_size=tp_size,
+        pp_rank=rank // tp_size,
+        pp_size=parallel.pipeline_parallel_size,
+        chunk_size=config.chunk_size,
+        algorithm=config.hash_algorithm,
+        extra=(
+            ("attention", _attention(vllm_config, kv_cache_config)),
+            ("block_size", str(block_size_of(kv_cache_config))),
+            ("kv_cache_dtype", str(cache.cache_dtype)),
+            ("kv_cache_layout", str(kv_cache_config.kv_cache_layout)),
+            ("model_config", _digest(model.hf_config.to_dict())),
+            ("speculative", _speculative(vllm_config.speculative_config)),
+            ("vllm", _vllm_version()),
+        ),
+    )
+
+
+def _specs(spec: Any) -> Iterable[Any]:
+    """The spec, or those of each layer where layers differ in their sizes."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return inner.values() if isinstance(inner, dict) else (spec,)
+
+
+def _model_name(model: Any) -> str:
+    """As it was asked for; of a local folder its name, since the place differs between machines."""
+    path = Path(model.model)
+    return path.name if path.is_dir() else str(model.model)
+
+
+def _weights(mode: str, model: Any, load_format: str) -> str:
+    if mode.startswith(_TEXT):
+        return mode
+    if load_format == "dummy":
+        return "dummy"  # vLLM makes them from a seed of its own
+    try:
+        return weights_fingerprint(_local_path(model), mode=cast("FingerprintMode", mode))
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "the weights of %s cannot be told apart (%s): what is cached now serves this process alone. "
+            "Set weights_fingerprint to text:<a name of these weights> to keep it",
+            model.model,
+            error,
+        )
+        return f"unknown:{uuid.uuid4().hex}"
+
+
+def _local_path(model: Any) -> Path:
+    path = Path(model.model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+
+
+def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The attention backend, and on a CPU the page format, which depends on the instruction set."""
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    group = kv_cache_config.kv_cache_groups[0]
+    names = {layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers}
+    backend = "+".join(sorted(names))
+    if "CPU" not in backend:
+        return backend
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    spec = next(iter(_specs(group.kv_cache_spec)))
+    isa = _get_attn_isa(
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
+    )
+    return f"{backend}/{isa}"
+
+
+def _speculative(config: Any) -> str:
+    """A draft model's layers may lie in the same pages."""
+    return "" if config is None else f"{config.method}:{config.model}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(canonical_text(_plain(value)).encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if key not in _NOT_OF_THE_MODEL}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | bool | None) else repr(value)
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

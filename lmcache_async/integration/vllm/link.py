@@ -1,0 +1,128 @@
+"""The lookup client's connection to one rank: found again when it is lost, never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, Message, encode, receive
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+_FIRST_RETRY_S = 0.02
+_LAST_RETRY_S = 2.0
+
+
+class Link:
+    """Asks one rank. All of it runs on the client's loop.
+
+    Attributes:
+        identity: The rank's own, while connected.
+
+    Args:
+        changed: Called after `identity` has changed.
+    """
+
+    def __init__(self, rank: int, path: Path, changed: Callable[[], None]) -> None:
+        self._rank = rank
+        self._path = path
+        self._changed = changed
+        self.identity: Identity | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+        self._next_id = 0
+        self._root: bytes | None = None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path)
+            except OSError as error:
+                logger.report(
+                    "connect " + str(self._path),
+                    "rank %d cannot be asked yet (%s); all are misses",
+                    self._rank,
+                    error,
+                )
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+                continue
+            if await self._converse(reader, writer):
+                retry_s = _FIRST_RETRY_S
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+    async def call(self, message: Message) -> Message | None:
+        """The answer; None where there is none to be had: not connected, connection lost, or it failed."""
+        if self._writer is None or self.identity is None:
+            return None
+        return await self._ask(message)
+
+    def post(self, message: Message) -> None:
+        """Send what has no answer; lost while not connected."""
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    async def _ask(self, message: Message) -> Message | None:
+        self._next_id += 1
+        future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
+        self._waiting[self._next_id] = future
+        self.post({"id": self._next_id, **message})
+        try:
+            return await future
+        finally:
+            self._waiting.pop(self._next_id, None)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Until the connection is lost; whether it ever served."""
+        served = False
+        self._writer = writer
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._greet())
+                while True:
+                    self._deliver(await receive(reader))
+        except* (EOFError, OSError, ValueError) as lost:
+            logger.report(
+                "lost " + str(self._path), "connection to rank %d lost: %s", self._rank, lost.exceptions[0]
+            )
+        finally:
+            served = self.identity is not None
+            self._writer = None
+            self.identity = None
+            self._changed()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_result(None)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        return served
+
+    def _deliver(self, message: Message) -> None:
+        future = self._waiting.get(message.get("id", -1))
+        if future is not None and not future.done():
+            future.set_result(None if "error" in message else message)
+
+    async def _greet(self) -> None:
+        answer = await self._ask({"op": "hello"})
+        if answer is None:
+            return
+        if answer.get("protocol") != PROTOCOL:
+            raise ValueError(f"the rank speaks protocol {answer.get('protocol')}, we speak {PROTOCOL}")
+        identity = Identity(**{field.name: answer[field.name] for field in fields(Identity)})
+        if self._root not in (None, identity.root):
+            raise ValueError("the rank came back with another namespace")
+        self._root = identity.root
+        self.identity = identity
+        self._changed()

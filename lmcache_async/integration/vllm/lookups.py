@@ -1,0 +1,60 @@
+"""One lookup of one request: asked by the scheduler's thread, answered by the client's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all ranks have of a request.
+
+    Attributes:
+        chunks: Leading full chunks.
+        partial_tokens: Tokens of the partial chunk after them; 0 for none.
+        partial_keys: Its key, by rank.
+        partial_text: Its extra text.
+        tiers: Chunks by the id of the tier that has them, of the first rank.
+        pinned: Some rank holds leases for it until it is told otherwise.
+    """
+
+    chunks: int = 0
+    partial_tokens: int = 0
+    partial_keys: tuple[bytes, ...] = ()
+    partial_text: str = ""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    pinned: bool = False
+
+
+MISS = Answer()
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A question on its way.
+
+    Attributes:
+        lookup_id: Names its pins; unique.
+        num_tokens: Tokens of the request that it asks about.
+        epoch: How often the cache had been reset when it was asked; an older one's answer is void.
+        asked_at: When, on the monotonic clock.
+        preemptions: How often the request had been preempted then.
+        answer: Written once, by the client's thread.
+        abandoned: Its pins are not wanted; set and read by the client's thread.
+        released: The scheduler's thread has given it up.
+        timed_out: It was once taken for a miss because its answer was late.
+    """
+
+    lookup_id: str
+    num_tokens: int
+    epoch: int
+    asked_at: float
+    preemptions: int
+    answer: Answer | None = None
+    abandoned: bool = False
+    released: bool = False
+    timed_out: bool = False

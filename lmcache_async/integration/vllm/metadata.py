@@ -1,0 +1,83 @@
+"""What travels between the two halves of the connector, in vLLM's own messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SKIP = -1
+"""A block that is neither read nor written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Consecutive chunks of one request to be loaded or stored; the last one may be partial.
+
+    Attributes:
+        job_id: Unique in the scheduler's process.
+        epoch: How often the cache had been reset when the job was made.
+        start: Position of the first token; a multiple of the chunk size.
+        tokens: Token ids, int32 in the machine's order.
+        keys: For each rank the chunks' keys, 16 bytes each.
+        texts: Extra text of those chunks that have one, by index in the job.
+        block_ids: Block ids, int64; SKIP for a block that is not to be touched.
+    """
+
+    job_id: int
+    request_id: str
+    request_namespace: str
+    epoch: int
+    start: int
+    tokens: bytes
+    keys: tuple[bytes, ...]
+    texts: tuple[tuple[int, str], ...]
+    block_ids: bytes
+
+    def rows(self) -> BlockIds:
+        return np.frombuffer(self.block_ids, np.int64)
+
+    def touched_blocks(self) -> list[int]:
+        return [block for block in self.rows().tolist() if block != SKIP]
+
+    def chunks(self, rank: int, chunk_size: int, block_size: int) -> Iterator[tuple[Chunk, BlockIds]]:
+        """Each chunk of this rank with the blocks that hold it."""
+        tokens, rows, keys = np.frombuffer(self.tokens, np.int32), self.rows(), self.keys[rank]
+        texts = dict(self.texts)
+        for index, at in enumerate(range(0, len(tokens), chunk_size)):
+            ids = tokens[at : at + chunk_size]
+            key = ChunkKey(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+            chunk = Chunk(key, self.start + at, ids, texts.get(index, ""))
+            yield chunk, rows[at // block_size : (at + len(ids)) // block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler half to every worker half, once a step."""
+
+    loads: tuple[Job, ...] = ()
+    stores: tuple[Job, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the worker halves to the scheduler half: how many ranks no longer read a store's blocks.
+
+    A step's reports of all ranks are added up by vLLM; the scheduler half adds over the steps.
+    """
+
+    copied: Mapping[int, int]
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        return WorkerReport(dict(Counter(self.copied) + Counter(other.copied)))

@@ -1,0 +1,83 @@
+"""One lookup over all ranks: what every one of them has is the hit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from lmcache_async.integration.vllm.lookups import MISS, Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.integration.vllm.chains import RequestChain
+    from lmcache_async.integration.vllm.link import Link
+    from lmcache_async.integration.vllm.lookups import Lookup
+    from lmcache_async.integration.vllm.wire import Message
+    from lmcache_async.types import Chunk
+
+
+async def query(
+    links: Sequence[Link], chain: RequestChain, lookup: Lookup, ends: Sequence[Sequence[Chunk]]
+) -> Answer:
+    """Ask each rank for the longest prefix, then for a partial chunk where it ends.
+
+    Where everything is there one message does; the partial chunk at the end goes with it.
+
+    Args:
+        ends: By rank, the partial chunks that may follow the last full chunk.
+    """
+    chunks = lookup.num_tokens // chain.identity.chunk_size
+    keys = chain.packed_keys(0, chunks)
+    replies = await _ask_all(
+        links,
+        [
+            {"op": "lookup", "lookup_id": lookup.lookup_id, "keys": keys[rank], "tail": _pack(ends[rank])}
+            for rank in range(len(links))
+        ],
+    )
+    if replies is None:
+        return MISS
+    hit = min(reply["count"] for reply in replies)
+    pinned = any(reply["count"] for reply in replies)
+    if hit == chunks:
+        candidates, firsts = ends, [reply["first"] for reply in replies]
+    else:
+        candidates = chain.hole_candidates(hit)
+        firsts = await _first_of_all(links, candidates)
+    partial = _agreed(candidates, firsts)
+    return Answer(
+        chunks=hit,
+        partial_tokens=len(partial[0].tokens) if partial else 0,
+        partial_keys=tuple(chunk.key for chunk in partial),
+        partial_text=partial[0].extra if partial else "",
+        tiers=replies[0]["tiers"],
+        pinned=pinned,
+    )
+
+
+async def _first_of_all(links: Sequence[Link], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
+    if not candidates[0]:
+        return []
+    replies = await _ask_all(links, [{"op": "first", "keys": _pack(chunks)} for chunks in candidates])
+    return [reply["first"] for reply in replies] if replies is not None else []
+
+
+def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:
+    """The partial chunk, by rank, that all ranks have; none if they have different ones."""
+    if not firsts or min(firsts) < 0 or len(set(firsts)) > 1:
+        return []
+    return [chunks[first] for chunks, first in zip(candidates, firsts, strict=True)]
+
+
+async def _ask_all(links: Sequence[Link], messages: Sequence[Message]) -> list[Message] | None:
+    """Every rank's answer; None if one of them has none."""
+    replies = await asyncio.gather(
+        *(link.call(message) for link, message in zip(links, messages, strict=True))
+    )
+    answered = [reply for reply in replies if reply is not None]
+    return answered if len(answered) == len(replies) else None
+
+
+def _pack(chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(chunk.key for chunk in chunks)

@@ -1,0 +1,283 @@
+"""The scheduler half: finds hits, plans loads and stores. Waits for nothing and touches no tensor.
+
+All of it runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache_async.integration.vllm.loads import ActiveLoad, LoadSpan, load_job, lost_job
+from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.pins import Pins
+from lmcache_async.integration.vllm.requests import RequestOptions, RequestState, chain_of, usable
+from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lmcache_async.config import EngineConfig
+    from lmcache_async.integration.vllm.lookup_client import LookupClient
+    from lmcache_async.integration.vllm.lookups import Lookup
+    from lmcache_async.integration.vllm.metadata import Job
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+_MISS_AGE_S = 2.0
+"""After so long a request that was not a full hit asks again: another one may have stored its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """vLLM's `kv_role`: a producer never loads, a consumer never stores."""
+
+    loads: bool = True
+    stores: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Since the start: lookups that were late, loads planned, loads that failed in part or whole."""
+
+    lookup_timeouts: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+
+
+class SchedulerHalf:
+    """Forwarded to by the connector in vLLM's EngineCore."""
+
+    def __init__(
+        self, config: EngineConfig, *, block_size: int, world_size: int, roles: Roles, client: LookupClient
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._roles = roles
+        self._client = client
+        self._policy = StorePolicy(
+            chunk_size=config.chunk_size,
+            block_size=block_size,
+            world_size=world_size,
+            partial_chunks=config.store.partial_chunks,
+            generated_tokens=config.store.generated_tokens,
+        )
+        self._pins = Pins(config.vllm.max_pinned_fraction)
+        self._stores = StorePlanner(self._policy, self._pins, client)
+        self._requests: dict[str, RequestState] = {}
+        self._new_loads: list[Job] = []
+        self._loads: dict[str, ActiveLoad] = {}
+        self.counts = SchedulerCounts()
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        self._pins.bind(block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """First sight of a request: its lookup begins before it is queued."""
+        state = self._state(request)
+        if state.may_load and not request.skip_reading_prefix_cache:
+            state.lookup = self._client.ask(state.chain, request.num_tokens, request.num_preemptions)
+        elif state.may_store:
+            self._client.hash(state.chain, request.num_tokens)
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """For get_num_new_matched_tokens; vLLM may ask any number of times."""
+        state = self._state(request)
+        state.local_tokens = local_tokens
+        if not state.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        lookup = self._current_lookup(state)
+        if state.load_failed or not self._client.ready:
+            return 0, False
+        if lookup.answer is None:
+            if self._client.now() - lookup.asked_at < self._config.vllm.lookup_timeout_s:
+                return None, False
+            self.counts.lookup_timeouts += not lookup.timed_out
+            lookup.timed_out = True
+            return 0, False
+        external = self._hit_tokens(lookup) - local_tokens
+        return (external, True) if external > 0 else (0, False)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
+        """For update_state_after_alloc: the request is admitted, and so many tokens are to be loaded."""
+        state = self._state(request)
+        lookup = state.lookup
+        if external_tokens == 0:
+            if lookup is not None and not state.loading:
+                self._client.release(lookup)
+            return True
+        if lookup is None or lookup.answer is None:
+            raise RuntimeError(f"{external_tokens} tokens of {request.request_id} were never offered")
+        span = LoadSpan(
+            state.local_tokens,
+            state.local_tokens + external_tokens,
+            self._policy.chunk_size,
+            self._block_size,
+        )
+        block_ids = [block.block_id for block in blocks.blocks[0][: span.hit // self._block_size]]
+        job = load_job(
+            self._stores.new_job_id(), self._client.epoch, state.chain, lookup.answer, span, block_ids
+        )
+        self._start_load(state, job)
+        return True
+
+    def lose_load(self, request: Any, blocks: Any) -> None:
+        """A load was promised to vLLM and cannot be planned: have all of its blocks reported as failed."""
+        state = self._state(request)
+        if state.loading:
+            return
+        ids = [block.block_id for block in blocks.blocks[0][state.local_tokens // self._block_size :]]
+        job = lost_job(self._stores.new_job_id(), self._client.epoch, request.request_id, ids)
+        self._start_load(state, job)
+
+    def plan_step(self, output: Any) -> StepMetadata:
+        """For build_connector_meta, at the end of every scheduling step."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None and state.may_store:
+                self._plan_stores(state, num_tokens, output.kv_connector_block_state)
+        return StepMetadata(loads=self.take_loads(), stores=self._stores.take(self._client.now()))
+
+    def take_loads(self) -> tuple[Job, ...]:
+        """Loads planned since the last step. They must reach the workers whatever else fails."""
+        loads, self._new_loads = tuple(self._new_loads), []
+        return loads
+
+    def update(self, output: Any) -> None:
+        """For update_connector_output: what the ranks have ended."""
+        if output.invalid_block_ids:
+            self._note_failures(output.invalid_block_ids)
+        for request_id in output.finished_recving or ():
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                load.state.loading = False
+                if load.lookup is not None:
+                    self._client.release(load.lookup)
+        if isinstance(output.kv_connector_worker_meta, WorkerReport):
+            self._stores.copied(output.kv_connector_worker_meta.copied)
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+        """For request_finished: its blocks are freed right after this, but for those held by us."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        if state.lookup is not None and not state.loading:
+            self._client.release(state.lookup)
+        self._adopt(state)
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        self._stores.finish(state, computed, block_ids)
+
+    def reset(self) -> None:
+        """For reset_cache. KV computed before it is not stored any more."""
+        self._client.reset(memory_only=self._config.vllm.reset_cache == "memory")
+        for state in self._requests.values():
+            if state.loading or state.request.num_computed_tokens:
+                state.may_store = False
+            else:
+                state.next_chunk, state.adopted, state.tail_pending = 0, False, state.tail_tokens > 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine must keep stepping for us to hear of the end of copies."""
+        return self._stores.busy
+
+    @property
+    def would_free_blocks(self) -> bool:
+        return self._pins.would_free()
+
+    def hit_tiers(self, request: Any) -> Mapping[str, int]:
+        """Chunks of the request's hit by the id of the tier that has them."""
+        state = self._requests.get(request.request_id)
+        lookup = state.lookup if state is not None else None
+        return lookup.answer.tiers if lookup is not None and lookup.answer is not None else {}
+
+    def close(self) -> None:
+        self._client.close(self._config.shutdown_timeout_s)
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            options = RequestOptions.of(request.kv_transfer_params)
+            fits = usable(request)
+            tail = self._policy.tail_tokens(request.num_prompt_tokens)
+            state = RequestState(
+                request=request,
+                chain=chain_of(request, options.tags),
+                may_load=fits and self._roles.loads and options.load,
+                may_store=fits and self._roles.stores and options.store,
+                tail_tokens=tail,
+                tail_pending=tail > 0,
+            )
+            self._requests[request.request_id] = state
+        return state
+
+    def _current_lookup(self, state: RequestState) -> Lookup:
+        """The last lookup, or a new one where that is spent, outdated or of another incarnation."""
+        lookup, request = state.lookup, state.request
+        if lookup is not None and lookup.preemptions == request.num_preemptions:
+            if state.load_failed or not (lookup.released or self._outdated(lookup)):
+                return lookup
+            self._client.release(lookup)
+        state.load_failed = state.adopted = False
+        state.lookup = self._client.ask(state.chain, request.num_tokens, request.num_preemptions)
+        return state.lookup
+
+    def _outdated(self, lookup: Lookup) -> bool:
+        if lookup.epoch != self._client.epoch:
+            return True
+        if lookup.answer is None:
+            return False
+        age = self._client.now() - lookup.asked_at
+        complete = self._hit_tokens(lookup) > lookup.num_tokens - self._block_size
+        return age > (self._config.vllm.lookup_pin_ttl_s / 2 if complete else _MISS_AGE_S)
+
+    def _hit_tokens(self, lookup: Lookup) -> int:
+        answer = lookup.answer
+        return 0 if answer is None else answer.chunks * self._policy.chunk_size + answer.partial_tokens
+
+    def _start_load(self, state: RequestState, job: Job) -> None:
+        self._new_loads.append(job)
+        self._loads[job.request_id] = ActiveLoad(state, state.lookup, job)
+        state.loading = True
+        self.counts.loads += 1
+
+    def _plan_stores(self, state: RequestState, num_tokens: int, block_state: Any) -> None:
+        request = state.request
+        # Tokens beyond the known ones are guesses of a draft model or not sampled yet.
+        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
+        self._adopt(state)
+        self._stores.plan(state, computed, lambda: block_state.get_block_ids(request.request_id)[0])
+
+    def _adopt(self, state: RequestState) -> None:
+        """What the lookup found need not be stored."""
+        lookup = state.lookup
+        if state.adopted or lookup is None or lookup.answer is None or lookup.epoch != self._client.epoch:
+            return
+        state.adopted = True
+        if state.load_failed:
+            return
+        answer = lookup.answer
+        state.next_chunk = max(state.next_chunk, answer.chunks)
+        ends_there = answer.chunks == state.chain.num_prompt_tokens // self._policy.chunk_size
+        if ends_there and answer.partial_tokens >= state.tail_tokens:
+            state.tail_pending = False
+
+    def _note_failures(self, bad_blocks: set[int]) -> None:
+        for load in self._loads.values():
+            bad_token = load.first_bad_token(bad_blocks, self._block_size)
+            if bad_token is None:
+                continue
+            state = load.state
+            self.counts.failed_loads += not state.load_failed
+            state.load_failed = True
+            # vLLM computes it again from here on, and then it is stored again.
+            state.next_chunk = min(state.next_chunk, bad_token // self._policy.chunk_size)
+            state.tail_pending = state.tail_tokens > 0
+            logger.report(
+                "load",
+                "a load of request %s failed; its tokens from %d on are computed",
+                state.chain.request_id,
+                bad_token,
+            )
