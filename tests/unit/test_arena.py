@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,32 +68,6 @@ def test_slabs_do_not_overlap_and_fill_the_region() -> None:
 def test_a_region_without_room_for_one_slab_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"cpu.max_bytes is 4096, but one chunk needs 8192 bytes"):
         Arena(PAGE, PAGE + 1)
-
-
-def test_a_region_that_the_system_refuses_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"cpu.max_bytes"):
-        Arena(1 << 60, 1 << 50)
-
-
-def test_prefault_keeps_what_is_written_meanwhile() -> None:
-    arena = Arena(64 << 20, 1 << 20, prefault=True)
-    buffers = all_slabs(arena)
-    for buffer in buffers:
-        buffer.array[::PAGE] = 7
-
-    assert arena.wait_prepared(60)
-    assert all((buffer.array[::PAGE] == 7).all() for buffer in buffers)
-    release(buffers)
-    arena.close()
-
-
-def test_close_ends_the_prefault_thread() -> None:
-    before = threading.active_count()
-    arena = Arena(1 << 30, 1 << 20, prefault=True)
-    arena.close()
-
-    assert threading.active_count() == before
-    arena.close()
 
 
 async def test_leases_are_served_in_order(arena: Arena) -> None:
@@ -324,18 +297,3 @@ async def test_close_sends_everybody_home() -> None:
     with pytest.raises(BudgetExceededError, match="closed"):
         await arena.lease(1, timeout_s=FOREVER)
     release(buffers)
-
-
-async def test_leased_memory_outlives_the_arenas_close() -> None:
-    arena = Arena(SLABS * PAGE, PAGE)
-    buffer = await arena.lease(PAGE, timeout_s=0)
-    arena.close()
-
-    buffer.view[:] = b"x" * PAGE
-    kept = buffer.array
-    assert bytes(kept) == b"x" * PAGE
-    buffer.release()
-    assert bytes(kept) == b"x" * PAGE
-    del kept
-    with pytest.raises(ValueError, match="closed"):
-        _ = arena.region

@@ -1,0 +1,174 @@
+"""The region is made ready in the background, which is about speed alone, and goes with its last user."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.region import Region
+
+MIB = 1 << 20
+
+
+def all_slabs(arena: Arena) -> Iterator[Buffer]:
+    while (buffer := arena.lease_nowait(arena.slab_bytes)) is not None:
+        yield buffer
+
+
+@dataclass
+class FakeRuntime:
+    """CUDA's host registration: ranges must not overlap, and only what is registered can be unregistered."""
+
+    refuse_after: int | None = None
+    ranges: dict[int, int] = field(default_factory=dict)
+    total: int = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1  # portable: for every context
+        if self.total == self.refuse_after:
+            return 2
+        assert all(
+            address + nbytes <= start or start + length <= address for start, length in self.ranges.items()
+        )
+        self.ranges[address] = nbytes
+        self.total += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.ranges[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+def test_memory_that_the_system_refuses_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"cpu.max_bytes"):
+        Arena(1 << 60, 1 << 50)
+
+
+def test_prefault_keeps_what_is_written_meanwhile() -> None:
+    arena = Arena(64 * MIB, MIB, prefault=True)
+    buffers = list(all_slabs(arena))
+    for buffer in buffers:
+        buffer.array[::PAGE] = 7
+
+    assert arena.wait_prepared(60)
+    assert all((buffer.array[::PAGE] == 7).all() for buffer in buffers)
+    for buffer in buffers:
+        buffer.release()
+    arena.close()
+
+
+def test_prefaulted_pages_are_resident() -> None:
+    region = Region(MIB, grain_bytes=PAGE, pin=False, pin_device=None, huge_pages=False, prefault=True)
+    assert region.wait_prepared(60)
+
+    resident = (ctypes.c_ubyte * (MIB // PAGE))()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(MIB), resident) == 0
+    assert all(resident)
+    region.close()
+
+
+def test_close_ends_the_prefault_thread() -> None:
+    before = threading.active_count()
+    arena = Arena(1024 * MIB, MIB, prefault=True)
+    arena.close()
+
+    assert threading.active_count() == before
+    arena.close()
+
+
+def test_no_slab_lies_in_two_pinned_ranges(runtime: FakeRuntime) -> None:
+    arena = Arena(200 * MIB, 7 * MIB, pin=True, prefault=False)
+    assert arena.wait_prepared(60)
+
+    assert sum(runtime.ranges.values()) == len(arena.region) == arena.statistics().pinned_bytes
+    assert all((start - arena.address) % arena.slab_bytes == 0 for start in runtime.ranges)
+    assert len(runtime.ranges) > 1
+    arena.close()
+    assert runtime.ranges == {}
+
+
+def test_memory_is_unpinned_only_after_its_last_lease(runtime: FakeRuntime) -> None:
+    arena = Arena(4 * PAGE, PAGE, pin=True)
+    assert arena.wait_prepared(60)
+    buffer = arena.lease_nowait(1)
+    assert buffer is not None
+
+    arena.close()
+    assert runtime.ranges
+    buffer.release()
+    assert not runtime.ranges
+
+
+def test_what_cuda_refuses_to_pin_stays_pageable_and_is_said(
+    runtime: FakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.refuse_after = 1
+    arena = Arena(200 * MIB, MIB, pin=True, prefault=False)
+    assert arena.wait_prepared(60)
+
+    assert arena.statistics().pinned_bytes == 64 * MIB
+    assert "ulimit -l" in caplog.text
+    arena.close()
+    assert runtime.ranges == {}
+
+
+def test_without_cuda_pin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arena = Arena(4 * PAGE, PAGE, pin=True)
+
+    assert arena.wait_prepared(60)
+    assert arena.statistics().pinned_bytes == 0
+    arena.close()
+
+
+@pytest.mark.gpu
+def test_cuda_takes_the_slabs_for_pinned_memory() -> None:
+    arena = Arena(200 * MIB, 7 * MIB, pin=True)
+    assert arena.wait_prepared(60)
+
+    assert arena.statistics().pinned_bytes == len(arena.region)
+    for number, buffer in enumerate(list(all_slabs(arena))):
+        tensor = buffer.tensor(torch.int32, (buffer.nbytes // 4,))
+        assert tensor.is_pinned()
+        tensor.copy_(torch.full_like(tensor, number, device="cuda"), non_blocking=True)
+        torch.cuda.synchronize()
+        assert (np.frombuffer(buffer.view, np.int32) == number).all()
+        del tensor
+        buffer.release()
+    arena.close()
+
+
+def test_leased_memory_outlives_the_arenas_close() -> None:
+    arena = Arena(4 * PAGE, PAGE)
+    buffer = arena.lease_nowait(PAGE)
+    assert buffer is not None
+    arena.close()
+
+    buffer.view[:] = b"x" * PAGE
+    kept = buffer.array
+    assert bytes(kept) == b"x" * PAGE
+    buffer.release()
+    assert bytes(kept) == b"x" * PAGE
+    del kept
+    with pytest.raises(ValueError, match="closed"):
+        _ = arena.region
