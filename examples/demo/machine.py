@@ -28,12 +28,16 @@ class Machine:
             return cls(gpu="")
         return cls(gpu=found.stdout.strip().split("\n")[0] if found.returncode == 0 else "")
 
-    @property
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self, *, own_model: bool) -> dict[str, Any]:
         """Arguments of `vllm.LLM` that differ between machines. Two engines are alive at once."""
-        if self.gpu:
-            return {"gpu_memory_utilization": 0.4}
+        if self.gpu:  # the demo's own weights are float32, which fast attention does not take
+            return {"gpu_memory_utilization": 0.4, "dtype": "bfloat16" if own_model else "auto"}
         return {"dtype": "float32", "enforce_eager": True, "block_size": 128}
+
+    @property
+    def cache_sizes(self) -> tuple[str, str]:
+        """Host memory and disk for the cache: room for every document of a model that suits the machine."""
+        return ("16GiB", "32GiB") if self.gpu else ("2GiB", "4GiB")
 
     @property
     def environment(self) -> dict[str, str]:

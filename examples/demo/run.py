@@ -44,8 +44,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, default=5, help="documents, each measured once; medians are shown"
     )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document")
-    parser.add_argument("--arena", default="2GiB", help="host memory of the cache")
-    parser.add_argument("--disk", default="4GiB", help="size of the disk tier")
+    parser.add_argument(
+        "--arena", default="", help="host memory of the cache; by default what suits the machine"
+    )
+    parser.add_argument("--disk", default="", help="size of the disk tier; likewise")
     parser.add_argument(
         "--directory", type=Path, default=Path("build/demo"), help="model, disk tier and logs"
     )
@@ -168,6 +170,7 @@ class Demo:
         return rounds
 
     def _engine(self, name: str, model: str, *, connector: str) -> Engine:
+        arena, disk = self.machine.cache_sizes
         options: Mapping[str, Any] = {
             "model": model,
             "max_model_len": self.options.tokens + 512,
@@ -175,9 +178,9 @@ class Demo:
             + 512,  # a prompt is one step: nothing but the cache differs
             "max_num_seqs": 4,
             "kv_transfer_config": connectors.transfer_config(
-                connector, self.disk, arena=self.options.arena, disk=self.options.disk
+                connector, self.disk, arena=self.options.arena or arena, disk=self.options.disk or disk
             ),
-            **self.machine.engine_options,
+            **self.machine.engine_options(own_model=not self.options.model),
         }
         return Engine(name, options, self.machine.environment, self.options.directory / f"{name}.log")
 
