@@ -1,0 +1,85 @@
+"""The tree: two links, short files, no pickle, entry points that resolve."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("lmcache_async", "stages", "plugins", "tests", "examples", "docs")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ENTRY_POINTS = [
+    (group, name, target)
+    for group, points in PYPROJECT["project"]["entry-points"].items()
+    for name, target in points.items()
+]
+MAX_LINES = 300
+UNSAFE = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}  # they run what they read
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("name", ["stages", "plugins"])
+def test_the_package_holds_a_link_to_the_folder_at_the_root(name: str) -> None:
+    link = ROOT / "lmcache_async" / name
+    cure = (
+        f"lmcache_async/{name} is no symbolic link: the tree was checked out with core.symlinks=false or copied by a"
+        " tool that drops links, and a wheel built from it has no stages and no plugins. Cure: `git config"
+        f" core.symlinks true`, then `git checkout -- lmcache_async/{name}`."
+    )
+
+    assert link.is_symlink(), cure
+    assert link.readlink() == Path("..") / name
+    assert link.resolve() == ROOT / name
+    assert (link / "__init__.py").is_file()
+
+
+def test_no_file_is_longer_than_300_lines() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in python_files(*FOLDERS)
+    }
+
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_nothing_that_runs_what_it_reads_is_imported() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in python_files("lmcache_async", "stages", "plugins", "examples")
+        for name in imported_modules(path)
+        if name.partition(".")[0] in UNSAFE
+    ]
+
+    assert found == []
+
+
+def test_the_search_for_imports_finds_every_form(tmp_path: Path) -> None:
+    source = tmp_path / "forms.py"
+    source.write_text("import os, pickle\ndef f():\n    from marshal import loads\n", encoding="utf-8")
+
+    assert list(imported_modules(source)) == ["os", "pickle", "marshal"]
+
+
+@pytest.mark.parametrize(("group", "name", "target"), ENTRY_POINTS, ids=lambda value: str(value))
+def test_an_entry_point_is_installed_and_resolves(group: str, name: str, target: str) -> None:
+    installed = importlib.metadata.distribution("lmcache-async").entry_points.select(group=group, name=name)
+
+    assert [point.value for point in installed] == [target], "install again: make install"
+    assert callable(installed[name].load())
+
+
+def imported_modules(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return names
