@@ -1,0 +1,263 @@
+"""The copier of a paged cache on a GPU: gathered in device memory first, then one long copy over the bus.
+
+A batch is cut into parts. Each part of the ring has its own stream, staging memory and table of row
+addresses: one launch gathers a part's rows of all planes into staging, and each payload piece is then one
+long copy. Parts follow each other on different streams, so the bus does not idle during a launch. Nothing
+waits on the host but the reapers, and nothing waits on the model's stream at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs, wait_all
+from lmcache_async.device.movers import Mover, open_mover
+from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
+from lmcache_async.device.stream import DeviceEvent, Reaper, Ring, RingStatistics
+from lmcache_async.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.device.layout import KVLayout
+
+PARTS = 4
+"""Parts of each ring: one on the bus, one gathering, two on their way to or from the loop's thread."""
+
+MAX_ENTRIES = 1 << 17
+"""Rows of a part at most, which bounds its table to 3 MiB; only rows of 128 bytes and less ever meet it."""
+
+
+class Streams(Protocol):
+    """What we ask of CUDA; a fake answers in tests without a GPU. `stream` is opaque."""
+
+    def open(self) -> Any:
+        """A new side stream."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make `stream` the current one for what this thread asks of the device."""
+
+    def record(self, stream: Any) -> DeviceEvent:
+        """An event behind all that was asked of `stream`."""
+
+    def record_current(self) -> DeviceEvent:
+        """An event behind all that was asked of this thread's current stream."""
+
+    def wait(self, stream: Any, event: DeviceEvent) -> None:
+        """What is asked of `stream` from now on runs behind `event`; the host does not wait."""
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        """Host memory, int64 of shape (num_words,), that the device copies from by itself."""
+
+
+class TorchStreams:
+    """CUDA by torch. `priority` is 0, the lowest, or -1 above it."""
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+        self._device = device
+        self._priority = priority
+
+    def open(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
+        # The reaper sleeps on it; the default would spin on a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def record_current(self) -> DeviceEvent:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
+        stream.wait_event(event)  # type: ignore[arg-type]  # it came from `record_current`
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One part in flight: its stream, staging on the device, and its table there and in pinned memory."""
+
+    stream: Any
+    staging: torch.Tensor
+    table: torch.Tensor
+    host_table: torch.Tensor
+
+
+class Lane:
+    """The ring and the reaper of one direction: stores and loads never wait for each other."""
+
+    def __init__(self, name: str, parts: Sequence[Part], streams: Streams) -> None:
+        self.ring = Ring(parts)
+        self._streams = streams
+        self._reaper = Reaper(f"lmcache-async-{name}")
+
+    def watch(self, part: Part) -> asyncio.Future[None]:
+        """Ends when the device has done all that was asked of the part's stream; the part is then free."""
+        try:
+            event = self._streams.record(part.stream)
+            return self._reaper.watch(event, lambda: self.ring.release(part))
+        except BaseException:
+            self.ring.release(part)
+            raise
+
+    def close(self) -> None:
+        self._reaper.close()
+
+
+class CudaCopier:
+    """Copies through staging memory on side streams.
+
+    Payloads should lie in pinned memory: others are copied correctly, but hold up the loop's thread.
+
+    Args:
+        staging_bytes: Device memory for each direction; more where one row needs it.
+        priority: Of the side streams.
+        streams: In place of CUDA's, in tests.
+        mover: In place of the best one for the layout, in tests.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        staging_bytes: int = 64 << 20,
+        priority: int = 0,
+        streams: Streams | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        self.layout = layout
+        self._streams = streams or TorchStreams(layout.device, priority=priority)
+        self._mover = mover or open_mover(layout)
+        self._table = PlaneTable(layout.planes)
+        largest, smallest = int(self._table.row_bytes.max()), int(self._table.row_bytes.min())
+        self._part_bytes = max(staging_bytes // PARTS, largest)
+        self._part_entries = min(MAX_ENTRIES, self._part_bytes // smallest)
+        num_parts = min(PARTS, max(2, staging_bytes // self._part_bytes))
+        self._store = self._open_lane("gather", num_parts)
+        self._load = self._open_lane("scatter", num_parts)
+        self._closed = False
+
+    def fence(self) -> Fence | None:
+        return Fence(self._streams.record_current())
+
+    async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+        checked = check_jobs(self.layout, jobs, writes_payload=True)
+        await self._run(checked, fence, self._store)
+
+    async def scatter(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+        checked = check_jobs(self.layout, jobs, writes_payload=False)
+        await self._run(checked, fence, self._load)
+
+    def close(self) -> None:
+        self._closed = True
+        self._store.close()
+        self._load.close()
+
+    def statistics(self) -> tuple[RingStatistics, RingStatistics]:
+        """Parts of the ring that stores use, and of the one that loads use."""
+        return self._store.ring.statistics(), self._load.ring.statistics()
+
+    def _open_lane(self, name: str, num_parts: int) -> Lane:
+        device, words = self.layout.device, self._part_entries * self._mover.columns
+        parts = [
+            Part(
+                stream=self._streams.open(),
+                staging=torch.empty(-(-self._part_bytes // 16) * 16, dtype=torch.uint8, device=device),
+                table=torch.empty(words, dtype=torch.int64, device=device),
+                host_table=self._streams.pinned(words),
+            )
+            for _ in range(num_parts)
+        ]
+        # The allocator may give memory that the current stream still writes to.
+        allocated = self._streams.record_current()
+        for part in parts:
+            self._streams.wait(part.stream, allocated)
+        return Lane(name, parts, self._streams)
+
+    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
+        counts = [len(job.rows) for job in jobs]
+        running: list[asyncio.Future[None]] = []
+        try:
+            for pieces in cut(
+                self._table, counts, max_bytes=self._part_bytes, max_entries=self._part_entries
+            ):
+                part = await lane.ring.acquire()
+                try:
+                    self._submit(part, jobs, pieces, fence, lane)
+                finally:
+                    # Also after an error: what was asked of the stream until then may still run.
+                    running.append(lane.watch(part))
+        finally:
+            # Payloads, tables and staging stay in use until the device is done, cancelled or not.
+            await wait_all(running)
+
+    def _submit(
+        self, part: Part, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], fence: Fence | None, lane: Lane
+    ) -> None:
+        if self._closed:
+            raise EngineClosedError("the copier is closed")
+        steps = self._mover.fill(part.host_table.numpy(), jobs, pieces)
+        entries = sum(piece.stop - piece.start for piece in pieces) * self._mover.columns
+        with self._streams.use(part.stream):
+            part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
+            if lane is self._load:
+                self._copy_payloads(part.staging, jobs, pieces, to_host=False)
+            if fence is not None:
+                self._streams.wait(part.stream, fence.event)
+            if lane is self._load:
+                self._mover.scatter(steps, part.table, part.staging)
+            else:
+                self._mover.gather(steps, part.table, part.staging)
+                self._copy_payloads(part.staging, jobs, pieces, to_host=True)
+
+    def _copy_payloads(
+        self, staging: torch.Tensor, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], *, to_host: bool
+    ) -> None:
+        place = 0
+        for piece in pieces:
+            job = jobs[piece.job]
+            spans = [(0, piece.nbytes)]
+            if to_host and job.has_skips:
+                # Staging holds nothing for skipped rows, and the payload's bytes there are not ours.
+                spans = self._present(job, piece)
+            payload = host_tensor(job.payload)
+            for low, high in spans:
+                here = staging[place + low : place + high]
+                there = payload[piece.offset + low : piece.offset + high]
+                if to_host:
+                    there.copy_(here, non_blocking=True)
+                else:
+                    here.copy_(there, non_blocking=True)
+            place += piece.nbytes
+
+    def _present(self, job: CheckedJob, piece: Piece) -> list[tuple[int, int]]:
+        """Spans of the piece, in bytes from its start, that belong to rows not skipped."""
+        where = self._table.locate(job.rows, piece.start, piece.stop)
+        offsets = [
+            [self._table.payload_offset(len(job.rows), piece.start + edge) - piece.offset for edge in span]
+            for span in segments(where)
+        ]
+        return [(low, high) for low, high in offsets]
+
+
+def host_tensor(payload: Payload) -> torch.Tensor:
+    """The payload as a tensor, without a copy; torch wants a writable array, also to read from."""
+    if payload.flags.writeable:
+        return torch.from_numpy(payload)
+    memory = (ctypes.c_uint8 * payload.nbytes).from_address(payload.ctypes.data)
+    return torch.from_numpy(np.ctypeslib.as_array(memory))

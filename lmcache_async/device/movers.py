@@ -1,0 +1,204 @@
+"""What moves rows between the paged cache and staging memory on the device itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from lmcache_async.device.plan import Int64s, Piece, PlaneTable, segments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.device.copier import CheckedJob
+    from lmcache_async.device.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""The dtype of a word by its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows that one device operation moves.
+
+    Attributes:
+        group: Which of the mover's groups of planes; a mover without groups has one.
+        start: Index of its first entry in the table.
+        stop: Index behind its last entry.
+        place: Where its first row is in staging, in bytes.
+    """
+
+    group: int
+    start: int
+    stop: int
+    place: int
+
+
+class Mover(Protocol):
+    """Moves the rows of a part of a batch, all asked of the current stream, none waited for.
+
+    Attributes:
+        columns: Numbers in the table for each entry.
+    """
+
+    columns: int
+
+    def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
+        """Write to `table` where the rows are; the payload pieces lie in staging one after the other."""
+
+    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        """Cache to staging (uint8 of one dimension); rows at -1 leave theirs as it was."""
+
+    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        """Staging to cache; rows at -1 are left out."""
+
+
+class TritonMover:
+    """One kernel launch for a part, over all its rows of all planes."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        from lmcache_async.device import kernels
+
+        self._launch = kernels.launch
+        addresses = [layout.storages[plane.storage].data_ptr() for plane in layout.planes]
+        self._table = PlaneTable(layout.planes, origins=[-address for address in addresses])
+        sizes = self._table.row_bytes
+        strides = [number for plane in layout.planes for number in (plane.block_stride, plane.row_stride)]
+        starts = [address + plane.base for address, plane in zip(addresses, layout.planes, strict=True)]
+        self._alignment = math.gcd(16, *strides, *starts, *sizes.tolist())
+        self._word_bytes = min(self._alignment, 8)
+        self._uniform = bool((sizes == sizes[0]).all())
+        self._row_words = int(sizes.max()) // self._word_bytes
+        self.columns = 1 if self._uniform else 3
+
+    def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
+        total = sum(piece.stop - piece.start for piece in part)
+        at = 0
+        for piece in part:
+            rows = jobs[piece.job].rows
+            count = piece.stop - piece.start
+            table[at : at + count] = self._table.locate(rows, piece.start, piece.stop)
+            if not self._uniform:
+                planes = np.arange(piece.start, piece.stop) // len(rows)
+                words = self._table.row_bytes[planes] // self._word_bytes
+                table[2 * total + at : 2 * total + at + count] = words
+            at += count
+        if not self._uniform:
+            words = table[2 * total : 3 * total]
+            table[total : 2 * total] = np.cumsum(words) - words
+        return [Step(0, 0, total, 0)]
+
+    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        self._run(steps, table, staging, to_staging=True)
+
+    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        self._run(steps, table, staging, to_staging=False)
+
+    def _run(
+        self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
+    ) -> None:
+        words = staging.view(WORDS[self._word_bytes])
+        for step in steps:
+            self._launch(
+                table,
+                words,
+                num_entries=step.stop,
+                row_words=self._row_words,
+                uniform=self._uniform,
+                alignment=self._alignment,
+                to_staging=to_staging,
+            )
+
+
+class TorchMover:
+    """Torch's index operations: one for each group of planes, and for each span without skipped rows."""
+
+    columns = 1
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._groups: list[_Group] = []
+        first = 0
+        for key, members in itertools.groupby(layout.planes, lambda plane: (plane.storage, plane.row_bytes)):
+            planes = list(members)
+            unit = math.gcd(*(n for p in planes for n in (p.base, p.block_stride, p.row_stride, p.row_bytes)))
+            word = math.gcd(8, unit)
+            memory = layout.storages[key[0]]
+            words = memory[: len(memory) // word * word].view(WORDS[word])
+            places = (len(memory) - key[1]) // unit + 1
+            # A view with a row at every multiple of the unit, so that a row's place is its index.
+            rows = words.as_strided((places, key[1] // word), (unit // word, 1))
+            table = PlaneTable(planes, unit=unit)
+            self._groups.append(_Group(first, first + len(planes), key[1], table, rows))
+            first += len(planes)
+
+    def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
+        steps = []
+        at, place = 0, 0
+        for piece in part:
+            rows = jobs[piece.job].rows
+            for index, group in enumerate(self._groups):
+                first, last = group.first * len(rows), group.last * len(rows)
+                start, stop = max(piece.start, first), min(piece.stop, last)
+                if start >= stop:
+                    continue
+                where = group.table.locate(rows, start - first, stop - first)
+                table[at : at + len(where)] = where
+                for low, high in segments(where):
+                    steps.append(Step(index, at + low, at + high, place + low * group.row_bytes))
+                at += len(where)
+                place += len(where) * group.row_bytes
+        return steps
+
+    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        for step in steps:
+            group = self._groups[step.group]
+            target = group.staged(staging, step)
+            torch.index_select(group.rows, 0, table[step.start : step.stop], out=target)
+
+    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+        for step in steps:
+            group = self._groups[step.group]
+            group.rows.index_copy_(0, table[step.start : step.stop], group.staged(staging, step))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    first: int
+    last: int
+    row_bytes: int
+    table: PlaneTable
+    rows: torch.Tensor
+
+    def staged(self, staging: torch.Tensor, step: Step) -> torch.Tensor:
+        """The rows of `step` in staging, as words."""
+        count = step.stop - step.start
+        span = staging[step.place : step.place + count * self.row_bytes]
+        return span.view(self.rows.dtype).view(count, -1)
+
+
+def open_mover(layout: KVLayout) -> Mover:
+    """The Triton kernel where it compiles, torch's operations elsewhere."""
+    try:
+        mover = TritonMover(layout)
+        _try(mover, layout)
+    except Exception as error:  # noqa: BLE001  whatever Triton, its compiler or the driver could not do, torch can
+        logger.warning("copying by torch's index operations, Triton's kernel is not to be had: %s", error)
+        return TorchMover(layout)
+    return mover
+
+
+def _try(mover: TritonMover, layout: KVLayout) -> None:
+    """Compile both kernels now: later a launch is made on the loop's thread. No row is touched."""
+    table = torch.full((3,), -1, dtype=torch.int64, device=layout.device)
+    staging = torch.empty(16, dtype=torch.uint8, device=layout.device)
+    step = Step(0, 0, 1, 0)
+    mover.gather([step], table, staging)
+    mover.scatter([step], table, staging)

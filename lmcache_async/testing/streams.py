@@ -1,0 +1,75 @@
+"""Streams of a device that is not there: work is done when it is asked for, events end when the test says so."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class FakeEvent:
+    """An event that has passed once its gate is open; it fails with `error` if there is one."""
+
+    def __init__(self, gate: threading.Event, error: Exception | None = None) -> None:
+        self._gate = gate
+        self._error = error
+        self.noticed = False
+
+    def synchronize(self) -> None:
+        self._gate.wait()
+        self.noticed = True
+        if self._error is not None:
+            raise self._error
+
+
+class FakeStreams:
+    """What the GPU copier asks of CUDA, on the host.
+
+    Attributes:
+        gate: Events recorded from now on pass once it is open; it is, to begin with.
+        error: What events recorded from now on fail with.
+        log: What was asked, in order: `use`, `wait`, `record` and the stream's number.
+        events: All events recorded on side streams.
+    """
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.log: list[tuple[str, int]] = []
+        self.events: list[FakeEvent] = []
+        self._count = 0
+
+    def close_gate(self) -> threading.Event:
+        """A new gate, closed, for the events from now on."""
+        self.gate = threading.Event()
+        return self.gate
+
+    def open(self) -> int:
+        self._count += 1
+        return self._count
+
+    @contextlib.contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        self.log.append(("use", stream))
+        yield
+
+    def record(self, stream: int) -> FakeEvent:
+        self.log.append(("record", stream))
+        self.events.append(FakeEvent(self.gate, self.error))
+        return self.events[-1]
+
+    def record_current(self) -> FakeEvent:
+        return FakeEvent(self.gate, self.error)
+
+    def wait(self, stream: int, event: object) -> None:
+        del event
+        self.log.append(("wait", stream))
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64)

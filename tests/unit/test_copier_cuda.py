@@ -1,0 +1,260 @@
+"""The GPU copier over streams and events that are fakes; its device memory is the host's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device import cuda
+from lmcache_async.device.copier import CopyJob
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.movers import TorchMover, open_mover
+from lmcache_async.errors import EngineClosedError
+from lmcache_async.testing.caches import CacheForm, cache_forms
+from lmcache_async.testing.streams import FakeStreams
+
+
+class LoggedMover(TorchMover):
+    """Torch's mover; says in the streams' log when it was called, and fails when told to."""
+
+    def __init__(self, layout, streams):
+        super().__init__(layout)
+        self.streams = streams
+        self.fails_at = None
+
+    def gather(self, steps, table, staging):
+        self._note("gather")
+        super().gather(steps, table, staging)
+
+    def scatter(self, steps, table, staging):
+        self._note("scatter")
+        super().scatter(steps, table, staging)
+
+    def _note(self, what):
+        self.streams.log.append((what, 0))
+        if self.fails_at == sum(entry == (what, 0) for entry in self.streams.log):
+            raise RuntimeError("launch failed")
+
+
+def fake_copier(cache, *, staging_bytes=1 << 20):
+    layout, streams = cache.layout, FakeStreams()
+    return CudaCopier(
+        layout, staging_bytes=staging_bytes, streams=streams, mover=LoggedMover(layout, streams)
+    ), streams
+
+
+def job_of(layout, rows):
+    return CopyJob(np.array(rows, np.int64), np.full(layout.payload_bytes(len(rows)), 0xA5, np.uint8))
+
+
+def all_free(copier):
+    return all(ring.free == ring.parts and ring.waiting == 0 for ring in copier.statistics())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@given(st.data(), cache_forms())
+def test_payloads_are_those_of_the_cpu_copier_and_scatter_touches_no_other_byte(data, form):
+    source, target = form.build(4), form.build(3, seed=1)
+    lists = st.lists(st.integers(-1, source.layout.num_rows - 1), max_size=4)
+    rows = data.draw(st.lists(lists, max_size=3))
+    count = sum(map(len, rows))
+    free = iter(data.draw(st.permutations(range(target.layout.num_rows))) + [-1] * count)
+    target_rows = [
+        [next(free) if row >= 0 and data.draw(st.booleans()) else -1 for row in some] for some in rows
+    ]
+    expected = form.build(3, seed=1)
+    for some, there in zip(rows, target_rows, strict=True):
+        expected.assign(there, source, some)
+
+    async def run():
+        reference = CpuCopier(source.layout)
+        copiers = [
+            fake_copier(cache, staging_bytes=data.draw(st.integers(1, 4096)))[0] for cache in (source, target)
+        ]
+        jobs, wanted = ([job_of(source.layout, some) for some in rows] for _ in range(2))
+        await copiers[0].gather(jobs)
+        await reference.gather(wanted)
+        assert all(np.array_equal(job.payload, want.payload) for job, want in zip(jobs, wanted, strict=True))
+        await copiers[1].scatter(
+            [
+                CopyJob(np.array(there, np.int64), job.payload)
+                for there, job in zip(target_rows, jobs, strict=True)
+            ]
+        )
+        for copier in (reference, *copiers):
+            copier.close()
+        assert all(map(all_free, copiers))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "MAX_ENTRIES", data.draw(st.sampled_from((1, 5, 1 << 17))))
+        asyncio.run(run())
+    assert all(map(torch.equal, target.storages, expected.storages))
+
+
+async def test_a_gather_reads_behind_its_fence_and_copies_out_afterwards():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.log.clear()
+
+    await copier.gather([job_of(copier.layout, [1, 2])], copier.fence())
+    copier.close()
+
+    assert [what for what, _ in streams.log] == ["use", "wait", "gather", "record"]
+    assert len({stream for what, stream in streams.log if what != "gather"}) == 1
+
+
+async def test_a_scatter_writes_behind_its_fence():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.log.clear()
+
+    await copier.scatter([job_of(copier.layout, [1, 2])], copier.fence())
+    copier.close()
+
+    assert [what for what, _ in streams.log] == ["use", "wait", "scatter", "record"]
+
+
+async def test_side_streams_begin_behind_what_may_still_use_their_memory():
+    copier, streams = fake_copier(CacheForm().build(4))
+    copier.close()
+
+    assert sorted(streams.log) == [("wait", stream) for stream in range(1, 2 * cuda.PARTS + 1)]
+
+
+async def test_a_batch_larger_than_the_ring_goes_through_it_in_parts():
+    cache = CacheForm(layers=3).build(8)
+    row = max(plane.row_bytes for plane in cache.layout.planes)
+    copier, streams = fake_copier(cache, staging_bytes=cuda.PARTS * row)
+    gate = streams.close_gate()
+    job = job_of(cache.layout, range(8))
+
+    gathering = asyncio.ensure_future(copier.gather([job]))
+    await until(lambda: copier.statistics()[0].waiting == 1)
+    assert len(streams.events) == cuda.PARTS
+    gate.set()
+    await gathering
+    copier.close()
+
+    assert len(streams.events) == 24
+    assert all_free(copier)
+
+
+async def test_staging_holds_a_row_of_any_size_with_two_parts_at_least():
+    copier, _ = fake_copier(CacheForm(order="BLHNC").build(4), staging_bytes=1)
+
+    await copier.gather([job_of(copier.layout, [3, 0])])
+    copier.close()
+
+    assert copier.statistics()[0].parts == 2
+
+
+async def test_loads_do_not_wait_for_stores():
+    copier, streams = fake_copier(CacheForm().build(4), staging_bytes=1)
+    gate = streams.close_gate()
+    gathering = asyncio.ensure_future(copier.gather([job_of(copier.layout, [0, 1, 2, 3])]))
+    await until(lambda: copier.statistics()[0].waiting == 1)
+
+    streams.close_gate().set()
+    await copier.scatter([job_of(copier.layout, [0, 1])])
+
+    assert not gathering.done()
+    gate.set()
+    await gathering
+    copier.close()
+
+
+async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more():
+    cache = CacheForm(layers=3).build(8)
+    copier, streams = fake_copier(cache, staging_bytes=1)
+    gate = streams.close_gate()
+    gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
+    await until(lambda: copier.statistics()[0].waiting == 1)
+
+    gathering.cancel()
+    await until(lambda: copier.statistics()[0].waiting == 0)
+    gathering.cancel()
+    await asyncio.sleep(0)
+
+    assert not gathering.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await gathering
+    assert len(streams.events) == 2
+    assert all_free(copier)
+    copier.close()
+
+
+async def test_a_launch_that_fails_is_raised_after_all_before_it_has_ended():
+    cache = CacheForm(layers=3).build(8)
+    copier, streams = fake_copier(cache, staging_bytes=1)
+    copier._mover.fails_at = 2
+    gate = streams.close_gate()
+    gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
+    await until(lambda: len(streams.events) == 2)
+
+    assert not gathering.done()
+    gate.set()
+    with pytest.raises(RuntimeError, match="launch failed"):
+        await gathering
+    assert all_free(copier)
+    copier.close()
+
+
+async def test_an_error_of_the_device_is_raised_and_leaves_the_ring_whole():
+    copier, streams = fake_copier(CacheForm().build(8), staging_bytes=1)
+    streams.error = RuntimeError("illegal address")
+
+    with pytest.raises(RuntimeError, match="illegal address"):
+        await copier.gather([job_of(copier.layout, range(8))])
+
+    assert all_free(copier)
+    copier.close()
+
+
+async def test_a_wrong_job_asks_nothing_of_the_device():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.log.clear()
+
+    with pytest.raises(ValueError, match="row 4"):
+        await copier.gather([job_of(copier.layout, [0]), job_of(copier.layout, [4])])
+    copier.close()
+
+    assert streams.log == []
+
+
+async def test_a_read_only_payload_can_be_scattered():
+    cache = CacheForm().build(4)
+    copier, _ = fake_copier(cache)
+    payload = bytes(copier.layout.payload_bytes(1))
+
+    await copier.scatter([CopyJob(np.array([2]), memoryview(payload))])
+    copier.close()
+
+    assert not any(tensor[2].view(torch.uint8).any() for tensor in cache.tensors)
+
+
+async def test_a_closed_copier_refuses():
+    copier, _ = fake_copier(CacheForm().build(4))
+    copier.close()
+    copier.close()
+
+    with pytest.raises(EngineClosedError):
+        await copier.gather([job_of(copier.layout, [0])])
+    assert all_free(copier)
+
+
+def test_without_triton_torch_moves_the_rows(monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "lmcache_async.device.kernels", None)
+
+    mover = open_mover(CacheForm().build(4).layout)
+
+    assert isinstance(mover, TorchMover)
+    assert "torch's index operations" in caplog.text

@@ -1,0 +1,104 @@
+"""Cutting batches into parts, and finding runs: pure functions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device.plan import PlaneTable, coarsen, cut, runs, segments
+from lmcache_async.device.planes import Plane
+from lmcache_async.testing.caches import cache_forms
+
+planes = st.lists(st.integers(1, 40).map(lambda size: Plane(0, 0, size, 64)), min_size=1, max_size=4)
+places = st.lists(
+    st.tuples(st.integers(-1, 20), st.integers(1, 6)).map(
+        lambda run: [-1] * run[1] if run[0] < 0 else list(range(run[0], run[0] + run[1]))
+    ),
+    max_size=6,
+).map(lambda parts: np.array(list(itertools.chain(*parts)), np.int64))
+
+
+@given(
+    planes,
+    st.lists(st.integers(0, 9), max_size=5),
+    st.integers(1, 300),
+    st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_a_cut_holds_every_entry_once_in_order_and_within_its_bounds(planes, counts, max_bytes, max_entries):
+    table = PlaneTable(planes)
+
+    parts = cut(table, counts, max_bytes=max_bytes, max_entries=max_entries)
+
+    pieces = [piece for part in parts for piece in part]
+    entries = [(piece.job, entry) for piece in pieces for entry in range(piece.start, piece.stop)]
+    assert entries == [
+        (job, entry) for job, count in enumerate(counts) for entry in range(count * len(planes))
+    ]
+    for piece in pieces:
+        sizes = [
+            planes[entry // counts[piece.job]].row_bytes for entry in range(counts[piece.job] * len(planes))
+        ]
+        assert piece.offset == sum(sizes[: piece.start])
+        assert piece.nbytes == sum(sizes[piece.start : piece.stop])
+    for part in parts:
+        count = sum(piece.stop - piece.start for piece in part)
+        assert count >= 1
+        assert sum(piece.nbytes for piece in part) <= max_bytes or count == 1
+        assert max_entries is None or count <= max_entries
+
+
+@given(planes, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))
+def test_equal_shares_need_no_more_parts_than_threads(planes, counts, threads):
+    table = PlaneTable(planes)
+    largest = max(plane.row_bytes for plane in planes)
+    total = sum(counts) * sum(plane.row_bytes for plane in planes)
+
+    assert len(cut(table, counts, max_bytes=-(-total // threads) + largest)) <= threads
+
+
+@given(cache_forms(), st.data())
+def test_entries_are_located_where_their_planes_say(form, data):
+    layout = form.build(3).layout
+    rows = np.array(data.draw(st.lists(st.integers(-1, layout.num_rows - 1), min_size=1, max_size=5)))
+    entries = layout.num_planes * len(rows)
+    start = data.draw(st.integers(0, entries - 1))
+    stop = data.draw(st.integers(start + 1, entries))
+
+    located = PlaneTable(layout.planes).locate(rows, start, stop)
+
+    expected = [plane.start(row) if row >= 0 else -1 for plane in layout.planes for row in rows.tolist()]
+    assert located.tolist() == expected[start:stop]
+
+
+@given(places)
+def test_runs_hold_every_present_entry_and_are_maximal(where):
+    first, lengths = runs(where)
+
+    covered = [
+        index for start, length in zip(first, lengths, strict=True) for index in range(start, start + length)
+    ]
+    assert covered == np.flatnonzero(where >= 0).tolist()
+    for start, length in zip(first.tolist(), lengths.tolist(), strict=True):
+        assert where[start : start + length].tolist() == list(range(where[start], where[start] + length))
+    for start in first.tolist():
+        assert start == 0 or where[start - 1] < 0 or where[start] != where[start - 1] + 1
+
+
+@given(places)
+def test_segments_are_the_spans_without_skipped_entries(where):
+    covered = [index for start, stop in segments(where) for index in range(start, stop)]
+
+    assert covered == np.flatnonzero(where >= 0).tolist()
+
+
+@given(places.map(lambda where: where[where >= 0]).filter(len), st.integers(1, 5))
+def test_coarse_units_are_the_same_entries(where, factor):
+    fine = (where[:, None] * factor + np.arange(factor)).reshape(-1)
+
+    units, found, offset = coarsen(fine)
+
+    assert found % factor == 0
+    assert (units[:, None] * found + np.arange(found) + offset).reshape(-1).tolist() == fine.tolist()
