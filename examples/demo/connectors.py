@@ -33,6 +33,7 @@ def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dic
         "kv_connector_extra_config": {
             "arena.max_bytes": arena,
             "tiers": ["cpu", {"name": "disk", "path": directory.absolute().as_uri(), "max_bytes": disk}],
+            "vllm.lookup_timeout_s": 1.0,  # two engines on two cores: a late answer would be a miss, and end the demo
         },
     }
 
