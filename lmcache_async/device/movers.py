@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -186,9 +187,11 @@ class _Group:
 
 def open_mover(layout: KVLayout) -> Mover:
     """The Triton kernel where it compiles, torch's operations elsewhere."""
+    device = layout.device
     try:
         mover = TritonMover(layout)
-        _try(mover, layout)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            _try(mover, layout)
     except Exception as error:  # noqa: BLE001  whatever Triton, its compiler or the driver could not do, torch can
         logger.warning("copying by torch's index operations, Triton's kernel is not to be had: %s", error)
         return TorchMover(layout)

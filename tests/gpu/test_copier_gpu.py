@@ -1,0 +1,230 @@
+"""The GPU copier on a GPU: every layout, and its place among the model's streams."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_async.device.copier import CopyJob, open_copier
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.movers import TorchMover, TritonMover
+from lmcache_async.testing.caches import SLOT_ORDERS, VLLM_ORDERS, CacheForm, cache_forms
+
+pytestmark = pytest.mark.gpu
+
+SPIN_CYCLES = 400_000_000
+"""A kernel of some 200 ms: far longer than the host takes to ask for everything behind it."""
+
+FORMS = [CacheForm(order=order) for order in VLLM_ORDERS]
+FORMS += [CacheForm(order=order, granularity="token") for order in SLOT_ORDERS]
+FORMS += [CacheForm(heads=3, content=7, dtype=torch.float8_e4m3fn, padding=5)]
+FORMS += [CacheForm(tokens=16, heads=8, content=256, layers=8)]
+
+
+def pinned(nbytes):
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8).pin_memory().numpy()
+
+
+def pinned_job(layout, rows):
+    return CopyJob(np.array(rows, np.int64), pinned(layout.payload_bytes(len(rows))))
+
+
+@contextmanager
+def copier_of(cache, *, mover=TritonMover, staging_bytes=1 << 20):
+    copier = CudaCopier(cache.layout, staging_bytes=staging_bytes, mover=mover(cache.layout))
+    try:
+        yield copier
+    finally:
+        copier.close()
+
+
+async def compare(form, mover, *, staging_bytes=1 << 20, num_blocks=6):
+    """Gather and scatter on the GPU against the CPU copier over equal bytes; the whole memory is compared."""
+    source, target = (form.build(num_blocks, seed=seed, device="cuda") for seed in (0, 1))
+    origin, expected = (form.build(num_blocks, seed=seed) for seed in (0, 1))
+    last = source.layout.num_rows - 1
+    rows, target_rows = [[last, 0, last - 1], [1, -1]], [[1, -1, last], [0, last - 1]]
+    reference, check = CpuCopier(origin.layout), CpuCopier(expected.layout)
+    with (
+        copier_of(source, mover=mover, staging_bytes=staging_bytes) as gathering,
+        copier_of(target, mover=mover, staging_bytes=staging_bytes) as scattering,
+    ):
+        jobs, wanted = ([pinned_job(source.layout, some) for some in rows] for _ in range(2))
+        await gathering.gather(jobs, gathering.fence())
+        await reference.gather(wanted)
+        moved = [CopyJob(np.array(some), job.payload) for some, job in zip(target_rows, jobs, strict=True)]
+        await scattering.scatter(moved, scattering.fence())
+        await check.scatter(moved)
+    reference.close()
+    check.close()
+    assert all(np.array_equal(job.payload, want.payload) for job, want in zip(jobs, wanted, strict=True))
+    assert all(map(torch.equal, (storage.cpu() for storage in target.storages), expected.storages))
+    assert all(map(torch.equal, (storage.cpu() for storage in source.storages), origin.storages))
+
+
+@pytest.mark.parametrize("mover", [TritonMover, TorchMover])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.order}-{form.granularity}-{form.dtype}")
+async def test_every_layout_moves_what_the_cpu_copier_moves(form, mover):
+    await compare(form, mover)
+
+
+@settings(max_examples=25)
+@given(cache_forms(), st.sampled_from([TritonMover, TorchMover]), st.integers(1, 1 << 14))
+def test_any_form_through_a_ring_of_any_size(form, mover, staging_bytes):
+    asyncio.run(compare(form, mover, staging_bytes=staging_bytes))
+
+
+async def test_rows_of_two_sizes_are_moved_in_one_launch():
+    wide, narrow = torch.randn(4, 2, 4, 16, device="cuda"), torch.randn(4, 1, 4, 6, device="cuda").half()
+    layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
+    job = pinned_job(layout, [2, 0, 3])
+    copier = CudaCopier(layout, mover=TritonMover(layout))
+
+    await copier.gather([job], copier.fence())
+    expected = wide[[2, 0, 3]].cpu().numpy().tobytes() + narrow[[2, 0, 3]].cpu().numpy().tobytes()
+    assert job.payload.tobytes() == expected
+    await copier.scatter([CopyJob(np.array([1, -1, 2]), job.payload)])
+    copier.close()
+
+    assert job.payload[: wide[0].nbytes].tobytes() == wide[1].cpu().numpy().tobytes()
+    assert torch.equal(narrow[1:3], narrow[[1, 3]])
+
+
+async def test_the_ring_wraps_around_many_times():
+    form = CacheForm(tokens=16, heads=8, content=256, layers=4)
+    cache = form.build(64, device="cuda")
+    origin = form.build(64)
+    reference = CpuCopier(origin.layout)
+    rows = [list(range(start, start + 16)) for start in range(0, 64, 16)]
+    jobs, wanted = ([pinned_job(cache.layout, some) for some in rows] for _ in range(2))
+
+    with copier_of(cache, staging_bytes=512 << 10) as copier:
+        await asyncio.gather(*(copier.gather([job]) for job in jobs))
+        waited = copier.statistics()[0].waited
+        for storage in cache.storages:
+            storage.zero_()
+        await asyncio.gather(*(copier.scatter([job], copier.fence()) for job in jobs))
+    await reference.gather(wanted)
+    reference.close()
+
+    assert waited > 0
+    assert all(np.array_equal(job.payload, want.payload) for job, want in zip(jobs, wanted, strict=True))
+    assert all(map(torch.equal, (storage.cpu() for storage in cache.storages), origin.storages))
+
+
+async def test_a_store_behind_a_long_kernel_reads_the_final_values():
+    cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
+    job = pinned_job(cache.layout, [4, 2])
+    with copier_of(cache) as copier:
+        torch.cuda.synchronize()
+
+        torch.cuda._sleep(SPIN_CYCLES)
+        for tensor in cache.tensors:
+            tensor.fill_(7.0)
+        written = torch.cuda.Event()
+        written.record()
+        fence = copier.fence()
+        assert not written.query()  # taking a fence waited for nothing
+        await copier.gather([job], fence)
+
+    assert (job.payload.view(np.float32) == 7.0).all()
+
+
+async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():
+    cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
+    job = pinned_job(cache.layout, [4, 2])
+    job.payload.view(np.float32)[:] = 3.0
+    with copier_of(cache) as copier:
+        torch.cuda.synchronize()
+
+        torch.cuda._sleep(SPIN_CYCLES)
+        for tensor in cache.tensors:
+            tensor.zero_()  # as vLLM zeroes new blocks; a load that came before would be lost
+        await copier.scatter([job], copier.fence())
+        sums = [
+            tensor.sum(dim=(1, 2, 3)) for tensor in cache.tensors
+        ]  # on the model's stream, no synchronisation
+
+    row = float(3 * cache.tensors[0][0].numel())
+    assert all(total.tolist() == [0, 0, row, 0, row, 0] for total in sums)
+
+
+async def test_a_load_does_not_wait_for_a_store_behind_a_long_kernel():
+    cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
+    store, load = pinned_job(cache.layout, [0, 1]), pinned_job(cache.layout, [4, 5])
+    with copier_of(cache) as copier:
+        await copier.scatter([load])
+        model = torch.cuda.Stream()
+        with torch.cuda.stream(model):
+            torch.cuda._sleep(SPIN_CYCLES)
+            fence = copier.fence()
+            storing = asyncio.ensure_future(copier.gather([store], fence))
+            await asyncio.sleep(0)
+        await copier.scatter([load])
+
+        assert not storing.done()
+        await storing
+
+
+async def test_the_loop_runs_on_while_a_store_waits_for_the_model():
+    cache = CacheForm().build(6, device="cuda")
+    with copier_of(cache) as copier:
+        await copier.gather([pinned_job(cache.layout, [0])])
+        torch.cuda._sleep(SPIN_CYCLES)
+        storing = asyncio.ensure_future(copier.gather([pinned_job(cache.layout, [1])], copier.fence()))
+        turns = 0
+        while not storing.done() and turns < 100:
+            await asyncio.sleep(0)
+            turns += 1
+
+        assert turns == 100
+        await storing
+
+
+async def test_cancelled_behind_a_long_kernel_a_store_ends_after_its_copy():
+    cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
+    job = pinned_job(cache.layout, [0, 1])
+    with copier_of(cache) as copier:
+        await copier.gather([job])
+        torch.cuda._sleep(SPIN_CYCLES)
+        for tensor in cache.tensors:
+            tensor.fill_(7.0)
+        storing = asyncio.ensure_future(copier.gather([job], copier.fence()))
+        await asyncio.sleep(0)
+        storing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+
+        assert (job.payload.view(np.float32) == 7.0).all()
+        assert copier.statistics()[0].free == copier.statistics()[0].parts
+
+
+async def test_pageable_payloads_are_copied_all_the_same():
+    cache = CacheForm().build(6, device="cuda")
+    rows = np.array([5, 0], np.int64)
+    payload = np.zeros(cache.layout.payload_bytes(2), np.uint8)
+    copier = open_copier(cache.layout)
+
+    await copier.gather([CopyJob(rows, payload)], copier.fence())
+    await copier.scatter([CopyJob(np.array([1, 2]), memoryview(payload.tobytes()))])
+    copier.close()
+
+    assert all(
+        torch.equal(tensor[[1, 2]], tensor[[5, 0]]) for tensor in (t.view(torch.int16) for t in cache.tensors)
+    )
+
+
+def test_on_a_gpu_the_kernel_is_taken():
+    copier = open_copier(CacheForm().build(4, device="cuda").layout)
+
+    assert isinstance(copier, CudaCopier)
+    assert isinstance(copier._mover, TritonMover)
+    copier.close()
