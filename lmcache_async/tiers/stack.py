@@ -118,17 +118,22 @@ class TierStack:
         return positions[: await stacked.tier.count_prefix(wanted)]
 
     async def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Positions of the chunks that at least one tier lacks, as far as it is cheap to know."""
+        """Positions of the chunks that at least one tier lacks, as far as it is cheap to know.
+
+        All of them when no tier answers: what nobody vouches for is not there.
+        """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
+        answered = not self.tiers
         for stacked in self.tiers:
             try:
                 held = await self._holds(stacked, keys, everything)
             except TierError as error:
                 self._count(stacked, "errors", error)
                 continue  # a tier that fails takes no write now either
+            answered = True
             lacking.update(set(everything).difference(held))
-        return sorted(lacking)
+        return sorted(lacking) if answered else everything
 
     async def fetch(self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate) -> Fetched:
         """Get the chunks, each from the tier planned for it or, failing that, from a slower one.

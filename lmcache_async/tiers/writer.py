@@ -104,14 +104,16 @@ class TierWriter:
         return not late
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Write what is queued, as far as the deadline lets; give every lease back."""
+        """Write what is queued, as far as the deadline lets; give every lease back, also when cancelled."""
         self._closed = True
-        await self.flush(timeout_s=timeout_s)
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-        while self._queue:
-            self._end(self._queue.popleft(), TierClosedError(f"tier {self._name!r} was closed"))
+        try:
+            await self.flush(timeout_s=timeout_s)
+        finally:
+            for worker in self._workers:
+                worker.cancel()
+            while self._queue:  # before anything is awaited, so that a second cancellation changes nothing
+                self._end(self._queue.popleft(), self._was_closed())
+            await asyncio.gather(*self._workers, return_exceptions=True)
 
     def statistics(self) -> WriterStatistics:
         return WriterStatistics(
@@ -122,17 +124,17 @@ class TierWriter:
         )
 
     async def _room(self, nbytes: int, timeout_s: float) -> TierError | None:
-        if self._closed:
-            return TierClosedError(f"tier {self._name!r} is closed")
+        if refusal := self._refusal():
+            return refusal
         if self._budget.reserve_nowait(nbytes):
             return None
         try:
             await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
         except BudgetExceededError as error:
-            refusal = TierFullError(f"tier {self._name!r}: its write queue has no room: {error}")
-            refusal.__cause__ = error
-            return refusal
-        return None
+            return self._full("its write queue has no room", error)
+        if refusal := self._refusal():  # closed while this one waited: nobody would write it
+            self._budget.release(nbytes)
+        return refusal
 
     async def _run(self) -> None:
         while True:
@@ -140,16 +142,24 @@ class TierWriter:
                 self._work.clear()
                 await self._work.wait()
             items = self._take()
-            outcome: Sequence[TierError | None] = [TierClosedError(f"tier {self._name!r} was closed")] * len(
-                items
-            )
+            outcome: Sequence[TierError | None] = [self._was_closed()] * len(items)
             try:
-                outcome = await self._tier.put_many([(item.key, item.buffer) for item in items])
-            except TierError as error:
-                outcome = [error] * len(items)
+                outcome = await self._put(items)
             finally:
                 for item, error_or_none in zip(items, outcome, strict=True):
                     self._end(item, error_or_none)
+
+    async def _put(self, items: Sequence[_Item]) -> Sequence[TierError | None]:
+        try:
+            outcome = await self._tier.put_many([(item.key, item.buffer) for item in items])
+        except TierError as error:
+            return [error] * len(items)
+        except BudgetExceededError as error:
+            return [self._full("no memory for the write", error)] * len(items)
+        if len(outcome) != len(items):
+            message = f"tier {self._name!r}: put_many gave {len(outcome)} answers for {len(items)} chunks"
+            return [TierError(message)] * len(items)
+        return outcome
 
     def _take(self) -> list[_Item]:
         items = [self._queue.popleft()]
@@ -165,3 +175,14 @@ class TierWriter:
         self._pending.discard(item.done)
         if not item.done.done():
             item.done.set_result(error)
+
+    def _refusal(self) -> TierError | None:
+        return self._was_closed() if self._closed else None
+
+    def _was_closed(self) -> TierError:
+        return TierClosedError(f"tier {self._name!r} was closed")
+
+    def _full(self, what: str, cause: BudgetExceededError) -> TierError:
+        error = TierFullError(f"tier {self._name!r}: {what}: {cause}")
+        error.__cause__ = cause
+        return error

@@ -1,0 +1,370 @@
+"""The queue before a slow tier: bounded, in order, failures as values, nothing left behind."""
+
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.testing.fakes import DictTier, GatedTier
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import ChunkKey
+from tests.steps import cancelled_at_each_step, turns
+
+SLAB = 4096
+
+
+def key_of(number):
+    return ChunkKey(number.to_bytes(16, "big"))
+
+
+def new_arena(slabs=32):
+    return Arena(slabs * SLAB, SLAB, prefault=False, huge_pages=False)
+
+
+@pytest.fixture
+def arena():
+    arena = new_arena()
+    yield arena
+    leased = arena.statistics().leased_slabs
+    arena.close()
+    assert leased == 0, "leases were not given back"
+
+
+class Items:
+    """Buffers of the caller's, which it gives back at once: what is queued has leases of its own."""
+
+    def __init__(self, arena, sizes, first=0):
+        self.items = []
+        for number, size in enumerate(sizes, first):
+            buffer = arena.lease_nowait(size)
+            buffer.view[:] = bytes([number % 251]) * size
+            self.items.append((key_of(number), buffer))
+
+    def __enter__(self):
+        return self.items
+
+    def __exit__(self, *_):
+        for _, buffer in self.items:
+            buffer.release()
+
+
+class CallsTier(DictTier):
+    """Notes every call of `put_many`, yields once in it, and runs `check` then."""
+
+    def __init__(self, check=lambda: None):
+        super().__init__()
+        self.calls = []
+        self.check = check
+
+    async def put_many(self, items):
+        self.calls.append([(key, buffer.nbytes) for key, buffer in items])
+        self.check()
+        await asyncio.sleep(0)
+        return await super().put_many(items)
+
+    @property
+    def keys_in_order(self):
+        return [key for call in self.calls for key, _ in call]
+
+
+def open_writer(tier, *, max_bytes=10_000, **kwargs):
+    writer = TierWriter(tier, name="t", max_bytes=max_bytes, **kwargs)
+    writer.start()
+    return writer
+
+
+def results_of(futures):
+    assert all(future.done() for future in futures)
+    return [future.result() for future in futures]
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(1, SLAB), max_size=6), max_size=4),
+    max_bytes=st.integers(0, 3 * SLAB),
+    call_bytes=st.integers(1, 3 * SLAB),
+    workers=st.integers(1, 3),
+    turns_between=st.integers(0, 6),
+)
+def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
+    prompts, max_bytes, call_bytes, workers, turns_between
+):
+    async def check():
+        arena = new_arena()
+
+        def bound():
+            statistics = writer.statistics()
+            assert statistics.queued_bytes <= max_bytes
+            assert arena.statistics().leased_slabs >= statistics.queued_chunks
+
+        tier = CallsTier(bound)
+        writer = open_writer(tier, max_bytes=max_bytes, call_bytes=call_bytes, workers=workers)
+        submitted, kept, refused, first = [], [], 0, 0
+        for sizes in prompts:
+            with Items(arena, sizes, first) as items:
+                futures = await writer.submit(items, timeout_s=0)
+                bound()
+            first += len(sizes)
+            submitted.append((items, futures))
+            await turns(turns_between)
+        assert await writer.flush(timeout_s=5)
+        for items, futures in submitted:
+            results = results_of(futures)
+            kept += [key for (key, _), result in zip(items, results, strict=True) if result is None]
+            stored = results.count(None)
+            assert results[:stored] == [None] * stored, "stored behind a refusal"
+            assert all(isinstance(result, TierFullError) for result in results[stored:])
+            refused += len(results) - stored
+
+        assert sorted(tier.keys_in_order) == kept
+        if workers == 1:
+            assert tier.keys_in_order == kept
+        assert [key for call in sorted(tier.calls) for key, _ in call] == kept, "a call took out of order"
+        assert all(len(call) == 1 or sum(n for _, n in call) <= call_bytes for call in tier.calls)
+        assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+        assert writer.statistics().refused == refused
+        await writer.aclose(timeout_s=1)
+        assert arena.statistics().leased_slabs == 0
+        arena.close()
+
+    asyncio.run(check())
+
+
+async def test_a_chunk_waits_for_room_within_its_deadline(arena):
+    gated = GatedTier(DictTier())
+    writer = open_writer(gated, max_bytes=100, workers=1)
+    with Items(arena, [60, 60]) as items:
+        submit = asyncio.ensure_future(writer.submit(items, timeout_s=5))
+        await gated.parked.wait()
+        await turns(3)
+        assert not submit.done()
+        assert writer.statistics().queued_chunks == 1
+
+        gated.open_gate()
+        futures = await submit
+    assert await writer.flush(timeout_s=5)
+
+    assert results_of(futures) == [None, None]
+    assert gated.inner.records[key_of(1)] == bytes([1]) * 60
+    await writer.aclose(timeout_s=1)
+
+
+async def test_a_chunk_larger_than_the_bound_is_refused_at_once_with_both_numbers(arena):
+    writer = open_writer(DictTier(), max_bytes=100)
+    with Items(arena, [50, 101, 10]) as items:
+        futures = await asyncio.wait_for(writer.submit(items, timeout_s=3600), 5)
+    await writer.flush(timeout_s=5)
+
+    stored, too_large, behind = results_of(futures)
+    assert stored is None
+    assert isinstance(too_large, TierFullError)
+    assert "101 bytes are more than the whole budget of 100" in str(too_large)
+    assert behind is too_large
+    assert writer.statistics().refused == 2
+    await writer.aclose(timeout_s=1)
+
+
+class OddTier(DictTier):
+    """Answers `put_many` as told."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    async def put_many(self, items):
+        answer, self.answer = self.answer, None
+        if answer is None:
+            return await super().put_many(items)
+        return answer(items)
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [
+        (lambda items: [None, TierError("one"), None], [type(None), TierError, type(None)]),
+        (lambda items: _raise(TierError("all")), [TierError] * 3),
+        (lambda items: _raise(BudgetExceededError("no room")), [TierFullError] * 3),
+        (lambda items: [None], [TierError] * 3),
+        (lambda items: [None] * 4, [TierError] * 3),
+    ],
+    ids=["one fails", "all fail", "no memory", "too few answers", "too many answers"],
+)
+async def test_a_failure_is_the_chunks_value_and_the_next_chunk_is_written(arena, answer, kinds):
+    tier = OddTier(answer)
+    writer = open_writer(tier, workers=1)
+    with Items(arena, [10, 20, 30]) as items:
+        futures = await writer.submit(items, timeout_s=0)
+    assert await writer.flush(timeout_s=5)
+    with Items(arena, [40], first=3) as items:
+        futures += await writer.submit(items, timeout_s=0)
+
+    assert await writer.flush(timeout_s=5), "the writer has stopped"
+    assert [type(result) for result in results_of(futures)] == [*kinds, type(None)]
+    assert key_of(3) in tier.records
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena):
+    gated = GatedTier(DictTier())
+    writer = open_writer(gated)
+    assert await writer.flush(timeout_s=0)
+    with Items(arena, [10, 10]) as items:
+        await writer.submit(items, timeout_s=0)
+    await gated.parked.wait()
+
+    assert not await writer.flush(timeout_s=0.01)
+    gated.open_gate()
+    assert await writer.flush(timeout_s=5)
+    await writer.aclose(timeout_s=1)
+
+
+async def test_closing_writes_what_is_queued(arena):
+    tier = DictTier()
+    writer = open_writer(tier, call_bytes=10)
+    with Items(arena, [10] * 6) as items:
+        futures = await writer.submit(items, timeout_s=0)
+
+    await writer.aclose(timeout_s=5)
+
+    assert results_of(futures) == [None] * 6
+    assert len(tier.records) == 6
+
+
+async def test_closing_with_a_parked_tier_drops_the_rest_within_the_deadline(arena):
+    gated = GatedTier(DictTier())
+    writer = open_writer(gated, call_bytes=10)
+    with Items(arena, [10] * 6) as items:
+        futures = await writer.submit(items, timeout_s=0)
+    await gated.parked.wait()
+
+    await asyncio.wait_for(writer.aclose(timeout_s=0.01), 5)
+
+    assert {type(result) for result in results_of(futures)} == {TierClosedError}
+    assert gated.inner.records == {}
+    assert arena.statistics().leased_slabs == 0
+    assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+
+
+async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
+    ended, inside = asyncio.Event(), asyncio.Event()
+
+    class Stuck(DictTier):
+        async def put_many(self, items):
+            inside.set()
+            while not ended.is_set():
+                try:
+                    await ended.wait()
+                except asyncio.CancelledError:
+                    continue  # as a thread in the middle of a write
+            return await super().put_many(items)
+
+    tier = Stuck()
+    guarded = GuardLayer(
+        tier, name="t", timeout_s=60, logger=LimitedLogger(logging.getLogger("lmcache_async"))
+    )
+    writer = open_writer(guarded, workers=1)
+    with Items(arena, [10, 10]) as items:
+        futures = await writer.submit(items, timeout_s=0)
+    await inside.wait()
+
+    await asyncio.wait_for(writer.aclose(timeout_s=0), 5)
+
+    assert {type(result) for result in results_of(futures)} == {TierClosedError}
+    assert arena.statistics().leased_slabs == 2  # it reads them still
+    ended.set()
+    while guarded.late_calls:
+        await asyncio.sleep(0)
+    assert arena.statistics().leased_slabs == 0
+
+
+async def test_a_closed_writer_refuses(arena):
+    writer = open_writer(DictTier())
+    await writer.aclose(timeout_s=1)
+    with Items(arena, [10]) as items:
+        futures = await writer.submit(items, timeout_s=5)
+
+    assert [type(result) for result in results_of(futures)] == [TierClosedError]
+    await writer.aclose(timeout_s=1)  # a second time
+
+
+async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
+    gated = GatedTier(DictTier())
+    writer = open_writer(gated, max_bytes=100, call_bytes=10, workers=1)
+    with Items(arena, [10, 60, 60]) as items:  # the third has room only once the second is dropped
+        submit = asyncio.ensure_future(writer.submit(items, timeout_s=60))
+        await gated.parked.wait()
+        await turns(3)
+        assert not submit.done()
+
+        await writer.aclose(timeout_s=0)
+        futures = await asyncio.wait_for(submit, 5)
+    await turns(3)
+
+    assert [type(result) for result in results_of(futures)] == [TierClosedError] * 3
+    assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+    assert arena.statistics().leased_slabs == 0
+
+
+async def test_who_stops_waiting_for_a_result_does_not_stop_the_write(arena):
+    gated = GatedTier(DictTier())
+    writer = open_writer(gated)
+    with Items(arena, [10]) as items:
+        (future,) = await writer.submit(items, timeout_s=0)
+    await gated.parked.wait()
+    future.cancel()
+    gated.open_gate()
+
+    assert await writer.flush(timeout_s=5)
+    await turns(5)
+    assert key_of(0) in gated.inner.records
+    await writer.aclose(timeout_s=1)
+
+
+async def test_a_submit_cancelled_at_any_step_leaves_queued_what_is_queued(arena):
+    tier = CallsTier()
+    writer = open_writer(tier, max_bytes=25, call_bytes=10, workers=1)
+
+    async def submit():
+        with Items(arena, [10] * 8) as items:
+            return await writer.submit(items, timeout_s=5)
+
+    last = None
+    async for task in cancelled_at_each_step(submit):
+        last = task
+        assert await writer.flush(timeout_s=5)
+        assert arena.statistics().leased_slabs == 0
+        assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+        assert tier.keys_in_order == [key_of(number) for number in range(len(tier.calls))]
+        tier.calls.clear()
+    assert results_of(last.result()) == [None] * 8
+    await writer.aclose(timeout_s=1)
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["working", "parked"])
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(arena, parked, steps):
+    gated = GatedTier(DictTier())
+    if not parked:
+        gated.open_gate()
+    writer = open_writer(gated, call_bytes=10)
+    with Items(arena, [10] * 4) as items:
+        futures = await writer.submit(items, timeout_s=0)
+    close = asyncio.ensure_future(writer.aclose(timeout_s=5))
+    await turns(1 + steps)  # its first step has run: a call that never began cannot close
+    close.cancel()
+    await asyncio.wait({close})
+
+    assert arena.statistics().leased_slabs == 0
+    assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+    assert len(results_of(futures)) == 4
+    assert all(worker.done() for worker in writer._workers)
