@@ -1,0 +1,211 @@
+"""Chunks as files of a directory that one process owns."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Self
+
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierUnavailableError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk.config import DiskConfig
+from lmcache_async.plugins.disk.store import RecordStore
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from types import TracebackType
+
+    from lmcache_async.types import ChunkKey
+
+
+class DiskTier(Tier):
+    """One file a record, by direct I/O where the file system can.
+
+    A record is written under a temporary name and renamed when it is whole, so whatever kills the
+    process, a file under its final name was written to its end. What is there is found again at the
+    next start. A record that is being read is not evicted; removing one does not disturb its readers,
+    whose file is open.
+
+    Cancelled, a call that a thread works on ends when the thread has ended; what it published stays.
+    """
+
+    config_type = DiskConfig
+
+    def __init__(self, config: DiskConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._opened: RecordStore | None = None
+        self._calls = 0
+        self._last_call: asyncio.Future[None] | None = None
+        self._statistics = TierStatistics(max_bytes=config.max_bytes)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            persistent=True,
+            removes=True,
+            lists=True,
+            local_index=True,
+            max_concurrency=self._config.io_threads,
+        )
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return key in self._store.index
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        index = self._store.index
+        index.touch(keys, gapless=False)
+        return [key in index for key in keys]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        index = self._store.index
+        index.touch(keys, gapless=False)
+        for count, key in enumerate(keys):
+            if key not in index:
+                return count
+        return len(keys)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        with self._call() as store:
+            await self._note_use(store, [key])
+            return await store.read(key, allocate)
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        """`get` for each key; where there is no memory for one in time, those after it are misses."""
+        results: list[Buffer | TierError | None] = [None] * len(keys)
+        with self._call() as store:
+            await self._note_use(store, keys)
+            left = iter([(index, key) for index, key in enumerate(keys) if key in store.index])
+
+            async def work() -> None:
+                for index, key in left:
+                    try:
+                        results[index] = await store.read(key, allocate)
+                    except TierError as error:
+                        results[index] = error
+                    except BudgetExceededError as error:
+                        results[index] = _no_memory(error)
+                        collections.deque(left, maxlen=0)
+
+            try:
+                await self._side_by_side(work, len(keys))
+            except BaseException:
+                for result in results:
+                    if isinstance(result, Buffer):
+                        result.release()
+                raise
+        return results
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        with self._call() as store:
+            await store.write(key, buffer)
+            store.index.touch_each([key])
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        results: list[TierError | None] = [None] * len(items)
+        with self._call() as store:
+            left = iter(enumerate(items))
+
+            async def work() -> None:
+                for index, (key, buffer) in left:
+                    try:
+                        await store.write(key, buffer)
+                    except TierError as error:
+                        results[index] = error
+
+            await self._side_by_side(work, len(items))
+            store.index.touch_each([key for key, _ in items])
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        with self._call() as store:
+            return await store.delete([key]) == 1
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        for key in tuple(self._store.index):
+            yield key
+
+    async def clear(self) -> int:
+        """Delete our records; other files in the directory stay."""
+        with self._call() as store:
+            return await store.delete(tuple(store.index))
+
+    def statistics(self) -> TierStatistics:
+        """After the end: what there was then."""
+        if self._opened is not None:
+            index = self._opened.index
+            self._statistics = TierStatistics(
+                chunks=len(index),
+                bytes=index.used_bytes,
+                max_bytes=index.max_bytes,
+                evictions=index.evictions,
+                corrupt=self._opened.corrupt,
+            )
+        return self._statistics
+
+    async def __aenter__(self) -> Self:
+        """Open: the directory is listed, nothing is read.
+
+        Raises:
+            ConfigError: `odirect` is true and the file system refuses it.
+            TierUnavailableError: Another process has the directory, or it cannot be used.
+        """
+        self._opened = await RecordStore.open(self._config)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, after the calls under way have ended. Content stays."""
+        store = self._store
+        self.statistics()
+        self._opened = None
+        try:
+            if self._calls:
+                self._last_call = asyncio.get_running_loop().create_future()
+                await self._last_call
+        finally:
+            store.close()
+
+    @property
+    def _store(self) -> RecordStore:
+        if self._opened is None:
+            raise TierClosedError(f"the disk tier of {self._config.root} is not open")
+        return self._opened
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[RecordStore]:
+        """The store, which is not closed meanwhile."""
+        store = self._store
+        self._calls += 1
+        try:
+            yield store
+        finally:
+            self._calls -= 1
+            if not self._calls and self._last_call is not None and not self._last_call.done():
+                self._last_call.set_result(None)
+
+    @staticmethod
+    async def _note_use(store: RecordStore, keys: Sequence[ChunkKey]) -> None:
+        store.index.touch(keys, gapless=True)
+        stamps = store.index.restamp(keys)
+        if stamps:
+            await store.set_stamps(stamps)
+
+    async def _side_by_side(self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int) -> None:
+        """As many of `work` as keep all threads busy: one more each prepares while one waits."""
+        count = min(num_chunks, 2 * self._config.io_threads)
+        if count == 1:
+            await work()
+        elif count > 1:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(work())
+
+
+def _no_memory(cause: BudgetExceededError) -> TierUnavailableError:
+    error = TierUnavailableError(f"there is no memory to read into: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,667 @@
+"""The disk tier: the contract, and what disks and people do to a directory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChunkCorruptError,
+    ConfigError,
+    TierFullError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import io as disk_io
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.contract import MakeTier, TierContract
+from tests.tiers.records import FORMAT, SLAB_BYTES, check_record, key_of, record
+
+RECORD_BYTES = disk_io.pages(FORMAT.record_bytes(5000))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture
+def allocate(arena: Arena) -> Allocate:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=5)
+
+    return allocate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DiskConfig:
+    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+def path_of(config: DiskConfig, number: int) -> Path:
+    name = key_of(number).hex()
+    return config.root / name[:2] / name
+
+
+def files_in(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+def bytes_in(root: Path) -> int:
+    return sum(path.stat().st_size for path in files_in(root))
+
+
+async def put(tier: DiskTier, arena: Arena, *numbers: int) -> None:
+    for number in numbers:
+        with record(arena, number) as buffer:
+            await tier.put(key_of(number), buffer)
+
+
+async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
+    """Whether it is there; what is there is right."""
+    buffer = await tier.get(key_of(number), allocate)
+    if buffer is None:
+        return False
+    with buffer:
+        check_record(buffer, number)
+    return True
+
+
+class FailingCall:
+    """Stands for an os function; fails as told, else does what it should."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.error = 0
+        self.times = 0
+        real = getattr(os, name)
+
+        def call(*args: object, **options: object) -> object:
+            if self.times > 0:
+                self.times -= 1
+                raise OSError(self.error, os.strerror(self.error))
+            return real(*args, **options)
+
+        monkeypatch.setattr(disk_io.os, name, call)
+
+    def fail(self, error: int, times: int = 1) -> None:
+        self.error, self.times = error, times
+
+
+class Gate:
+    """Stands for an os function; while it is shut, calls stop until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.calls = 0
+        self._entered = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+        real = getattr(os, name)
+
+        def call(*args: object) -> object:
+            if not self._open.is_set():
+                self.calls += 1
+                self._entered.release()
+                assert self._open.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(disk_io.os, name, call)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._entered.acquire, timeout=60)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+        self._entered = threading.Semaphore(0)
+
+
+async def turns() -> None:
+    """Let everything run that can run without a thread."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class DiskContract(TierContract):
+    options: ClassVar[dict[str, object]] = {}
+
+    @pytest.fixture
+    def make_tier(self, tmp_path: Path) -> MakeTier:
+        def make(*, max_records: int | None = None) -> DiskTier:
+            path = tmp_path / f"kv-{max_records}"
+            return DiskTier(DiskConfig(path=path, max_bytes=(max_records or 64) * SLAB_BYTES, **self.options))
+
+        return make
+
+
+class TestDiskTier(DiskContract):
+    pass
+
+
+class TestDiskTierBuffered(DiskContract):
+    options: ClassVar[dict[str, object]] = {"odirect": False, "io_threads": 1}
+
+
+class TestDiskTierDurable(DiskContract):
+    options: ClassVar[dict[str, object]] = {"fsync": True}
+
+
+async def test_what_is_counted_is_what_the_files_have(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
+        await tier.remove(key_of(2))
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+        await tier.clear()
+        assert tier.statistics().bytes == bytes_in(config.root) == 0
+
+
+async def test_only_the_owner_may_read(config: DiskConfig, arena: Arena) -> None:
+    old = os.umask(0)
+    try:
+        async with DiskTier(config) as tier:
+            await put(tier, arena, 1)
+    finally:
+        os.umask(old)
+
+    for path in [config.root, *config.root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("damage", ["cut", "cut_to_pages", "grown", "empty", "overwritten", "header"])
+async def test_a_damaged_file_is_a_miss_and_is_removed(
+    config: DiskConfig, arena: Arena, allocate: Allocate, damage: str
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        path = path_of(config, 1)
+        content = path.read_bytes()
+        path.write_bytes(
+            {
+                "cut": content[:-100],
+                "cut_to_pages": content[:-4096],
+                "grown": content + bytes(4096),
+                "empty": b"",
+                "overwritten": bytes(len(content)),
+                "header": content[:14] + b"\xff" * 8 + content[22:],
+            }[damage]
+        )
+
+        assert not await get(tier, allocate, 1)
+        assert tier.statistics().corrupt == 1
+        assert not path.exists()
+        assert tier.statistics().bytes == RECORD_BYTES
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1)
+        assert await get(tier, allocate, 2)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 100])
+async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(
+    config: DiskConfig, arena: Arena, allocate: Allocate, damage: bytes
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+    path_of(config, 1).write_bytes(damage)
+
+    async with DiskTier(config) as tier:
+        assert tier.statistics().corrupt == 1
+        assert tier.statistics().bytes == RECORD_BYTES
+        assert not path_of(config, 1).exists()
+        assert await get(tier, allocate, 2)
+
+
+async def test_a_deleted_file_is_a_miss_and_can_be_put_again(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        path_of(config, 1).unlink()
+        path_of(config, 2).unlink()
+
+        assert not await get(tier, allocate, 1)
+        assert tier.statistics().corrupt == 0
+        await put(tier, arena, 2)
+        assert await get(tier, allocate, 2)
+        assert tier.statistics().bytes == RECORD_BYTES
+
+
+async def test_a_vanished_directory_is_made_again(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        shutil.rmtree(config.root)
+
+        assert not await get(tier, allocate, 1)
+        await put(tier, arena, 1, 2, 3)
+        assert [await get(tier, allocate, number) for number in (1, 2, 3)] == [True] * 3
+        assert tier.statistics().bytes == bytes_in(config.root)
+        with pytest.raises(TierUnavailableError, match="in use"):
+            await DiskTier(config).__aenter__()
+
+
+async def test_foreign_files_are_neither_counted_nor_deleted(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+    name = key_of(1).hex()
+    foreign = [
+        config.root / "notes.txt",
+        config.root / "tmp" / "download.part",
+        config.root / "zz" / name,
+        config.root / "ab" / name,  # another shard's
+        config.root / name[:2] / (name + ".bak"),
+        config.root / name[:2] / name.upper().replace("0", "F"),
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 10)
+    (config.root / name[:2] / ("f" * 32)).mkdir()
+    target = config.root.parent / "elsewhere"
+    target.write_bytes(bytes(4096))
+    link = config.root / name[:2] / (name[:2] + "e" * 30)
+    link.symlink_to(target)
+
+    async with DiskTier(config) as tier:
+        assert tier.statistics().bytes == RECORD_BYTES
+        assert tier.statistics().corrupt == 0
+        assert await tier.clear() == 1
+    assert all(path.exists() for path in [*foreign, link, target])
+
+
+async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await tier.contains_many([key_of(number) for number in range(4)])  # one prompt
+        await put(tier, arena, 0, 1, 2, 3)
+        await put(tier, arena, 10)
+    small = config.model_copy(update={"max_bytes": 4 * RECORD_BYTES - 1})
+    async with DiskTier(small) as tier:
+        held = [number for number in (0, 1, 2, 3, 10) if await tier.contains(key_of(number))]
+
+        assert held == [0, 1, 10]
+        assert bytes_in(config.root) == tier.statistics().bytes == 3 * RECORD_BYTES
+        assert tier.statistics().evictions == 2
+
+
+async def test_reading_makes_recent_also_across_a_restart(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+    for number, mtime in ((1, 1000), (2, 2000)):
+        os.utime(path_of(config, number), (mtime, mtime))
+    async with DiskTier(config) as tier:
+        assert await get(tier, allocate, 1)
+    small = config.model_copy(update={"max_bytes": RECORD_BYTES})
+
+    async with DiskTier(small) as tier:
+        assert await tier.contains(key_of(1))
+        assert not await tier.contains(key_of(2))
+
+
+async def test_a_record_larger_than_the_tier_is_refused_and_nothing_is_evicted(
+    config: DiskConfig, arena: Arena
+) -> None:
+    config = config.model_copy(update={"max_bytes": 2 * RECORD_BYTES})
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        with record(arena, 3, 64 * 1024) as buffer, pytest.raises(TierFullError, match="more than"):
+            await tier.put(key_of(3), buffer)
+
+        assert tier.statistics().chunks == 2
+        assert tier.statistics().bytes == 2 * RECORD_BYTES
+
+
+async def test_bytes_that_are_no_record_are_refused(config: DiskConfig, arena: Arena) -> None:
+    async with DiskTier(config) as tier:
+        with record(arena, 1) as buffer:
+            buffer.resize(buffer.nbytes - 4096)
+            with pytest.raises(ChunkCorruptError):
+                await tier.put(key_of(1), buffer)
+        with arena.lease_nowait(10) as buffer, pytest.raises(ChunkCorruptError):
+            await tier.put(key_of(2), buffer)
+
+        assert tier.statistics().bytes == bytes_in(config.root) == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_full_disk_costs_old_chunks_not_new_ones(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    pwrite = FailingCall(monkeypatch, "pwrite")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        pwrite.fail(code)
+        await put(tier, arena, 4)
+
+        assert [await get(tier, allocate, number) for number in (1, 2, 3, 4)] == [False, True, True, True]
+        assert tier.statistics().evictions == 1
+        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
+
+
+async def test_a_disk_that_stays_full_drops_the_chunk_and_takes_it_later(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = FailingCall(monkeypatch, "pwrite")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        for number in (2, 3, 2, 3):
+            pwrite.fail(errno.ENOSPC, times=2)
+            with record(arena, number) as buffer, pytest.raises(TierFullError, match="No space") as caught:
+                await tier.put(key_of(number), buffer)
+            assert isinstance(caught.value.__cause__, OSError)
+            pwrite.times = 0
+            assert tier.statistics().bytes == bytes_in(config.root)
+        await put(tier, arena, 2, 3)
+
+        assert await get(tier, allocate, 2)
+        assert await get(tier, allocate, 3)
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "utime", "replace"])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE])
+async def test_a_write_that_fails_leaves_nothing_and_says_where(
+    config: DiskConfig,
+    arena: Arena,
+    allocate: Allocate,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+) -> None:
+    failing = FailingCall(monkeypatch, call)
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        failing.fail(code, times=3)
+        with record(arena, 2) as buffer, pytest.raises(TierUnavailableError, match=key_of(2).hex()) as caught:
+            await tier.put(key_of(2), buffer)
+        failing.times = 0
+
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.retryable
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+        await put(tier, arena, 2)
+        assert await get(tier, allocate, 2)
+
+
+async def test_a_read_that_fails_is_an_error_and_the_chunk_stays(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = FailingCall(monkeypatch, "preadv")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        preadv.fail(errno.EIO)
+        with pytest.raises(TierUnavailableError, match="Input/output"):
+            await tier.get(key_of(1), allocate)
+        preadv.fail(errno.EIO)
+        results = await tier.get_many([key_of(1), key_of(2)], allocate)
+
+        assert sorted(type(result).__name__ for result in results) == ["Buffer", "TierUnavailableError"]
+        for result in results:
+            if isinstance(result, Buffer):
+                result.release()
+        assert await get(tier, allocate, 1)
+        assert tier.statistics().corrupt == 0
+
+
+async def test_victims_that_cannot_be_deleted_stay_counted(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.model_copy(update={"max_bytes": 2 * RECORD_BYTES})
+    unlink = FailingCall(monkeypatch, "unlink")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        unlink.fail(errno.EROFS)
+        with record(arena, 3) as buffer, pytest.raises(TierUnavailableError):
+            await tier.put(key_of(3), buffer)
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+        assert tier.statistics().evictions == 0
+        unlink.fail(errno.EROFS)
+        with pytest.raises(TierUnavailableError, match="delete"):
+            await tier.remove(key_of(1))
+        assert await get(tier, allocate, 1)
+
+        await put(tier, arena, 3)
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+
+
+async def test_no_memory_to_read_into_ends_the_batch(config: DiskConfig, arena: Arena) -> None:
+    async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
+        await put(tier, arena, *range(6))
+        asked = []
+
+        async def scarce(nbytes: int) -> Buffer:
+            asked.append(nbytes)
+            if len(asked) > 2:
+                raise BudgetExceededError("no slab came free")
+            return await arena.lease(nbytes, timeout_s=5)
+
+        results = await tier.get_many([key_of(number) for number in range(6)], scarce)
+
+        assert [type(result) for result in results[:2]] == [Buffer, Buffer]
+        assert all(result is None or isinstance(result, TierUnavailableError) for result in results[2:])
+        assert len(asked) <= 4
+        for result in results[:2]:
+            result.release()
+        with pytest.raises(BudgetExceededError):
+            await tier.get(key_of(0), scarce)
+
+
+async def test_a_second_owner_is_refused_until_the_first_has_closed(config: DiskConfig) -> None:
+    async with DiskTier(config):
+        with pytest.raises(TierUnavailableError, match=rf"{config.root} is in use by process {os.getpid()}"):
+            await DiskTier(config).__aenter__()
+        async with DiskTier(config.model_copy(update={"subdirectory": "rank-1"})):
+            assert (config.path / "rank-1" / "lock").exists()
+    async with DiskTier(config):
+        pass
+
+
+async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(TierUnavailableError, match=str(tmp_path / "kv")):
+        await DiskTier(DiskConfig(path=tmp_path / "kv", max_bytes=1 << 20)).__aenter__()
+
+
+async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    async with DiskTier(config) as tier:
+        buffer = record(arena, 1)
+        gate.shut()
+        task = asyncio.ensure_future(tier.put(key_of(1), buffer))
+        second = asyncio.ensure_future(tier.put(key_of(1), buffer))
+        await gate.reached()
+        task.cancel()
+        await turns()
+        task.cancel()
+        await turns()
+        assert not task.done()
+        assert not second.done()
+        gate.open()
+
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await second
+        buffer.release()
+        assert gate.calls == 1
+        assert await get(tier, allocate, 1)
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
+async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    config = config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
+    async with DiskTier(config) as tier:
+        first, second = record(arena, 1), record(arena, 2)
+        gate.shut()
+        running = asyncio.ensure_future(tier.put(key_of(1), first))
+        await gate.reached()
+        waiting = asyncio.ensure_future(tier.put(key_of(2), second))
+        await turns()
+        assert tier.statistics().bytes == 2 * RECORD_BYTES
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert tier.statistics().bytes == RECORD_BYTES
+        gate.open()
+        await running
+        first.release()
+        second.release()
+
+        assert gate.calls == 1
+        assert not await tier.contains(key_of(2))
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
+async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "preadv")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        for call in (
+            tier.get(key_of(1), allocate),
+            tier.get_many([key_of(number) for number in (1, 2, 3)], allocate),
+        ):
+            gate.shut()
+            task = asyncio.ensure_future(call)
+            await gate.reached()
+            task.cancel()
+            await turns()
+            assert not task.done()
+            assert arena.statistics().leased_slabs > 0
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert arena.statistics().leased_slabs == 0
+
+
+async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "preadv")
+    async with DiskTier(config.model_copy(update={"max_bytes": RECORD_BYTES})) as tier:
+        await put(tier, arena, 1)
+        gate.shut()
+        reader = asyncio.ensure_future(get(tier, allocate, 1))
+        await gate.reached()
+        with record(arena, 2) as buffer, pytest.raises(TierFullError, match="in use"):
+            await tier.put(key_of(2), buffer)
+        assert await tier.remove(key_of(1))
+        await put(tier, arena, 2)
+        gate.open()
+
+        assert await reader
+        assert await get(tier, allocate, 2)
+
+
+async def test_closing_waits_for_the_calls_under_way(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    tier = DiskTier(config)
+    await tier.__aenter__()
+    with record(arena, 1) as buffer:
+        gate.shut()
+        writer = asyncio.ensure_future(tier.put(key_of(1), buffer))
+        await gate.reached()
+        closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
+        await turns()
+        assert not closing.done()
+        gate.open()
+        await closing
+        await writer
+    async with DiskTier(config) as tier:
+        assert await tier.contains(key_of(1))
+
+
+async def test_a_file_system_without_direct_io_is_found_out(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: object, flags: int, *args: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk_io.os, "open", refuse)
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1)
+    with pytest.raises(ConfigError, match="odirect"):
+        await DiskTier(config.model_copy(update={"odirect": True})).__aenter__()
+    async with DiskTier(config) as tier:  # the refusal left the lock to others
+        assert await get(tier, allocate, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("/var/kv", "/var/kv"),
+        ("file:///var/my%20kv", "/var/my kv"),
+        ("file://localhost/var/kv", "/var/kv"),
+        (" relative/kv ", "relative/kv"),
+    ],
+)
+def test_paths_are_plain_or_file_urls(text: str, path: str) -> None:
+    assert DiskConfig.model_validate({"path": text, "max_bytes": "1GiB"}).root == Path(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"path": "/kv"},
+        {"path": "", "max_bytes": 1},
+        {"path": "file://host/kv", "max_bytes": 1},
+        {"path": "/kv", "max_bytes": "many"},
+        {"path": "/kv", "max_bytes": 1, "odirect": "perhaps"},
+        {"path": "/kv", "max_bytes": 1, "io_threads": 0},
+        {"path": "/kv", "max_bytes": 1, "subdirectory": "../x"},
+        {"path": "/kv", "max_bytes": 1, "max_byte": 1},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        DiskConfig.model_validate(options)
+
+
+def test_options_are_read_as_people_write_them() -> None:
+    config = DiskConfig.model_validate(
+        {
+            "path": "/kv",
+            "max_bytes": "100GiB",
+            "odirect": "no",
+            "fsync": "yes",
+            "subdirectory": "rank-0",
+        }
+    )
+
+    assert (config.max_bytes, config.odirect, config.fsync) == (100 << 30, False, True)
+    assert config.root == Path("/kv/rank-0")

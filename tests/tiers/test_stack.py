@@ -1,0 +1,559 @@
+"""The tiers as one: falling back, writing everywhere, promoting; failures are values and leases come back."""
+
+import asyncio
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import TierFullError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
+from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.stack import StackedTier, TierStack
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import ChunkKey
+from tests.steps import cancelled_at_each_step, turns
+
+SLAB = 4096
+
+
+def key_of(number):
+    return ChunkKey(number.to_bytes(16, "big"))
+
+
+def content_of(number):
+    return bytes([number + 1]) * 100
+
+
+def new_arena(slabs=24):
+    return Arena(slabs * SLAB, SLAB, prefault=False, huge_pages=False)
+
+
+@pytest.fixture
+def arena():
+    arena = new_arena()
+    yield arena
+    leased = arena.statistics().leased_slabs
+    arena.close()
+    assert leased == 0, "leases were not given back"
+
+
+class TurningTier(DictTier):
+    """Yields to the loop before and after each step, so that a call can be cancelled there."""
+
+    async def contains(self, key):
+        await asyncio.sleep(0)
+        return await super().contains(key)
+
+    async def get(self, key, allocate):
+        await asyncio.sleep(0)
+        buffer = await super().get(key, allocate)
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            if buffer is not None:
+                buffer.release()
+            raise
+        return buffer
+
+    async def put(self, key, buffer):
+        await asyncio.sleep(0)
+        await super().put(key, buffer)
+        await asyncio.sleep(0)
+
+    async def remove(self, key):
+        await asyncio.sleep(0)
+        return await super().remove(key)
+
+
+def holding(numbers, kind=DictTier):
+    tier = kind()
+    tier.records.update({key_of(number): content_of(number) for number in numbers})
+    return tier
+
+
+def guarded(tier):
+    logger = LimitedLogger(logging.getLogger("lmcache_async"))
+    return GuardLayer(tier, name="t", timeout_s=60, logger=logger)
+
+
+def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0):
+    """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
+    stacked = []
+    for index, tier in enumerate(tiers):
+        in_arena = tier.capabilities.in_arena
+        writer = None if in_arena else TierWriter(tier, name=f"t{index}", max_bytes=max_bytes)
+        stacked.append(StackedTier(f"t{index}", tier, writer))
+    return TierStack(stacked, write_timeout_s=write_timeout_s)
+
+
+class Opened:
+    """An open stack; every lease is back when it is closed."""
+
+    def __init__(self, arena, *tiers, **kwargs):
+        self.arena, self.stack = arena, stack_of(*tiers, **kwargs)
+
+    async def __aenter__(self):
+        return await self.stack.open(self.arena)
+
+    async def __aexit__(self, *_):
+        await self.stack.aclose(timeout_s=5)
+
+
+def allocate_from(arena):
+    async def allocate(nbytes):
+        return await arena.lease(nbytes, timeout_s=0.01)
+
+    return allocate
+
+
+def filled(arena, numbers):
+    items = []
+    for number in numbers:
+        buffer = arena.lease_nowait(100)
+        buffer.view[:] = content_of(number)
+        items.append((key_of(number), buffer))
+    return items
+
+
+def release(buffers):
+    for buffer in buffers:
+        buffer.release()
+
+
+def check_and_release(fetched, numbers):
+    assert [bytes(buffer.view) for buffer in fetched.buffers] == [content_of(number) for number in numbers]
+    release(fetched.buffers)
+
+
+async def write(stack, arena, numbers):
+    """Write and flush; the outcomes by position."""
+    outcomes, items = [], filled(arena, numbers)
+    await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
+    release(buffer for _, buffer in items)
+    assert await stack.flush(timeout_s=5)
+    await turns(2)
+    assert sorted(position for position, _ in outcomes) == list(range(len(items))), "each is told once"
+    return [cause for _, cause in sorted(outcomes)]
+
+
+# Fetching.
+
+
+async def test_each_chunk_comes_from_its_planned_tier(arena):
+    async with Opened(arena, holding([0, 1, 2]), holding([2, 3])) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(4)], [0, 0, 1, 1], allocate_from(arena))
+
+        assert (fetched.tiers, fetched.cause) == ((0, 0, 1, 1), "")
+        assert (stack.counts["t0.hits"], stack.counts["t1.hits"]) == (2, 2)
+        check_and_release(fetched, [0, 1, 2, 3])
+
+
+async def test_a_chunk_removed_after_the_plan_comes_from_a_slower_tier(arena):
+    async with Opened(arena, holding([0, 2]), holding([]), holding([1])) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
+
+        assert (fetched.tiers, fetched.cause) == ((0, 2, 0), "")
+        check_and_release(fetched, [0, 1, 2])
+
+
+async def test_a_chunk_that_no_tier_has_any_more_ends_the_prefix_and_the_rest_is_given_back(arena):
+    async with Opened(arena, holding([0, 2, 3]), holding([3])) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(4)], [0, 0, 0, 1], allocate_from(arena))
+
+        assert (fetched.tiers, fetched.cause) == ((0,), "vanished")
+        assert arena.statistics().leased_slabs == 1
+        check_and_release(fetched, [0])
+
+
+async def test_a_faster_tier_than_the_planned_one_is_not_asked_again(arena):
+    async with Opened(arena, holding([0]), holding([])) as stack:
+        fetched = await stack.fetch([key_of(0)], [1], allocate_from(arena))
+
+        assert fetched.buffers == ()
+
+
+async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
+    faulty = FaultyTier(holding([0, 1, 2]))
+    async with Opened(arena, faulty, holding([1])) as stack:
+        faulty.faults.extend([None, unavailable(), None])
+        fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
+
+        assert fetched.tiers == (0, 1, 0)
+        assert stack.counts["t0.errors.TierError"] == 1
+        check_and_release(fetched, [0, 1, 2])
+
+
+async def test_a_whole_call_that_fails_is_served_by_a_slower_tier(arena):
+    class Away(DictTier):
+        async def get_many(self, keys, allocate):
+            raise TierUnavailableError("away")
+
+    async with Opened(arena, holding([0, 1], Away), holding([0, 1])) as stack:
+        fetched = await stack.fetch([key_of(0), key_of(1)], [0, 0], allocate_from(arena))
+
+        assert fetched.tiers == (1, 1)
+        check_and_release(fetched, [0, 1])
+
+
+@pytest.mark.parametrize("guard", [lambda tier: tier, guarded], ids=["bare", "guarded"])
+async def test_without_memory_for_all_the_leading_chunks_are_served(guard):
+    arena = new_arena(2)
+    async with Opened(arena, guard(holding([0, 1, 2, 3]))) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(4)], [0] * 4, allocate_from(arena))
+
+        assert 0 < len(fetched.buffers) <= 2
+        assert fetched.cause == "vanished"
+        check_and_release(fetched, range(len(fetched.buffers)))
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+async def test_a_record_larger_than_a_slab_is_a_miss_of_that_chunk_alone(arena):
+    tier = holding([0, 2])
+    tier.records[key_of(1)] = bytes(SLAB + 1)
+    async with Opened(arena, guarded(tier), holding([1])) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
+
+        assert fetched.tiers == (0, 1, 0)
+        check_and_release(fetched, [0, 1, 2])
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+async def test_a_tier_that_answers_for_another_number_of_chunks_is_a_failing_tier(arena, extra):
+    class Odd(DictTier):
+        async def get_many(self, keys, allocate):
+            return await super().get_many([key_of(n) for n in range(len(keys) + extra)], allocate)
+
+        async def contains_many(self, keys):
+            return [True] * (len(keys) + extra)
+
+    async with Opened(arena, guarded(holding([0, 1, 2], Odd)), holding([0, 1])) as stack:
+        planned, _ = await stack.plan([key_of(0), key_of(1)])
+        assert planned == (1, 1)
+        fetched = await stack.fetch([key_of(0), key_of(1)], [0, 0], allocate_from(arena))
+
+        assert fetched.tiers == (1, 1)
+        check_and_release(fetched, [0, 1])
+
+
+async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
+    keys, planned = [key_of(n) for n in range(6)], [0, 0, 1, 0, 1, 1]
+    tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 has moved
+    for guard in (lambda tier: tier, guarded):
+        guards = [guard(tier) for tier in tiers]
+        async with Opened(arena, *guards) as stack:
+
+            async def fetch(stack=stack):
+                fetched = await stack.fetch(keys, planned, allocate_from(arena))
+                check_and_release(fetched, range(6))
+                return fetched.tiers
+
+            last = None
+            async for task in cancelled_at_each_step(fetch):
+                last = task
+                while any(getattr(tier, "late_calls", 0) for tier in guards):
+                    await asyncio.sleep(0)
+                assert arena.statistics().leased_slabs == 0
+            assert last.result() == (0, 0, 1, 1, 1, 1)
+
+
+# Writing.
+
+
+@given(
+    fails=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=3),
+    cpu_slabs=st.none() | st.integers(1, 4),
+    max_bytes=st.sampled_from([150, 350, 10_000]),
+)
+def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_told_once(fails, cpu_slabs, max_bytes):
+    class Picky(TurningTier):
+        def __init__(self, refused):
+            super().__init__()
+            self.refused = refused
+
+        async def put(self, key, buffer):
+            await asyncio.sleep(0)
+            if int.from_bytes(key, "big") in self.refused:
+                raise TierUnavailableError("away")
+            await super().put(key, buffer)
+
+    async def check():
+        arena = new_arena()
+        slow = [Picky(refused) for refused in fails]
+        fast = [] if cpu_slabs is None else [CPUTier(CPUConfig(max_bytes=cpu_slabs * SLAB))]
+        async with Opened(arena, *fast, *slow, max_bytes=max_bytes) as stack:
+            outcomes = await write(stack, arena, range(4))
+
+            for number, cause in enumerate(outcomes):
+                kept = any([await tier.contains(key_of(number)) for tier in [*fast, *slow]])
+                assert (cause == "") == kept, (number, cause)
+                assert cause in {"", "TierUnavailableError", "TierFullError"}
+            for index, tier in enumerate(slow, len(fast)):
+                assert stack.counts[f"t{index}.stored"] == len(tier.records)
+                dropped = sum(n for name, n in stack.counts.items() if name.startswith(f"t{index}.dropped."))
+                assert dropped == 4 - len(tier.records)
+        assert arena.statistics().leased_slabs == 0
+        arena.close()
+
+    asyncio.run(check())
+
+
+async def test_memory_keeps_a_chunk_at_once_while_a_slow_tier_writes(arena):
+    gated = GatedTier(DictTier())
+    cpu, outcomes, items = CPUTier(CPUConfig()), [], filled(arena, [0])
+    async with Opened(arena, cpu, gated) as stack:
+        await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
+        release(buffer for _, buffer in items)
+
+        assert await cpu.contains(key_of(0))
+        await gated.parked.wait()
+        assert outcomes == []
+        assert not await stack.flush(timeout_s=0.01)
+        gated.open_gate()
+        assert await stack.flush(timeout_s=5)
+        await turns(2)
+        assert outcomes == [(0, "")]
+
+
+async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
+    class Away(CPUTier):
+        async def put_many(self, items):
+            raise TierUnavailableError("away")
+
+    async with Opened(arena, Away(CPUConfig())) as stack:
+        assert await write(stack, arena, [0, 1]) == ["TierUnavailableError"] * 2
+        assert stack.counts["t0.dropped.TierUnavailableError"] == 2
+
+
+async def test_a_full_queue_drops_the_end_of_a_prompt(arena):
+    async with Opened(arena, TurningTier(), max_bytes=250) as stack:
+        assert await write(stack, arena, range(4)) == ["", "", "TierFullError", "TierFullError"]
+
+
+async def test_a_write_cancelled_at_any_step_gives_every_lease_back(arena):
+    tiers = [TurningTier(), TurningTier()]
+    async with Opened(arena, *tiers, max_bytes=250, write_timeout_s=60) as stack:
+
+        async def one_write():
+            items = filled(arena, range(6))
+            try:
+                await stack.write(items, lambda position, cause: None)
+            finally:
+                release(buffer for _, buffer in items)
+
+        async for _ in cancelled_at_each_step(one_write):
+            assert await stack.flush(timeout_s=5)
+            assert arena.statistics().leased_slabs == 0
+        assert all(len(tier.records) == 6 for tier in tiers)
+
+
+# Promoting, discarding, pinning.
+
+
+async def test_chunks_are_promoted_to_every_faster_tier_and_to_no_other(arena):
+    cpu, middle, slow = CPUTier(CPUConfig()), DictTier(), DictTier()
+    async with Opened(arena, cpu, middle, slow) as stack:
+        items = filled(arena, range(3))
+        await stack.promote(items, [0, 1, 2])
+        release(buffer for _, buffer in items)
+        assert await stack.flush(timeout_s=5)
+
+        assert await cpu.contains_many([key_of(n) for n in range(3)]) == [False, True, True]
+        assert set(middle.records) == {key_of(2)}
+        assert slow.records == {}
+        assert stack.counts["t0.promoted"] == 2
+
+
+async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
+    class Away(CPUTier):
+        async def put_many(self, items):
+            raise TierFullError("full")
+
+    gated = GatedTier(DictTier())
+    async with Opened(
+        arena, Away(CPUConfig()), gated, holding([]), max_bytes=250, write_timeout_s=60
+    ) as stack:
+        items = filled(arena, range(4))
+        await asyncio.wait_for(stack.promote(items, [2] * 4), 5)
+        release(buffer for _, buffer in items)
+
+        assert stack.tiers[1].writer.statistics().refused == 2
+        gated.open_gate()
+
+
+async def test_a_promotion_cancelled_at_any_step_gives_every_lease_back(arena):
+    async with Opened(arena, TurningTier(), TurningTier(), holding([]), max_bytes=250) as stack:
+
+        async def promote():
+            items = filled(arena, range(4))
+            try:
+                await stack.promote(items, [2] * 4)
+            finally:
+                release(buffer for _, buffer in items)
+
+        async for _ in cancelled_at_each_step(promote):
+            assert await stack.flush(timeout_s=5)
+            assert arena.statistics().leased_slabs == 0
+
+
+async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_it(arena):
+    fast, slow = holding([0]), holding([0])
+    async with Opened(arena, fast, slow) as stack:
+        await stack.discard(1, key_of(0), "checksum")
+
+        assert (key_of(0) in fast.records, key_of(0) in slow.records) == (True, False)
+        assert stack.counts["t1.corrupt.checksum"] == 1
+
+
+async def test_a_removal_that_fails_is_counted(arena):
+    class Stays(DictTier):
+        async def remove(self, key):
+            raise TierUnavailableError("away")
+
+    async with Opened(arena, Stays()) as stack:
+        await stack.discard(0, key_of(0), "key")
+
+        assert stack.counts == Counter({"t0.corrupt.key": 1, "t0.errors.TierUnavailableError": 1})
+
+
+async def test_only_chunks_in_the_arena_are_leased_for_a_pin(arena):
+    cpu = CPUTier(CPUConfig())
+    async with Opened(arena, cpu, holding([1])) as stack:
+        await write(stack, arena, [0, 2])
+        leases = await stack.lease_in_arena([key_of(n) for n in range(4)], [0, 1, 0, 0])
+
+        assert [bytes(buffer.view) for buffer in leases] == [content_of(0), content_of(2)]
+        release(leases)
+
+
+class Arenaish(TurningTier):
+    """Says that it is in the arena, and yields, as a third-party tier may."""
+
+    @property
+    def capabilities(self):
+        return Capabilities(in_arena=True, local_index=True)
+
+    def bind(self, arena):
+        self.arena = arena
+
+    async def get(self, key, allocate):
+        return await super().get(key, allocate_from(self.arena))
+
+
+async def test_leases_for_a_pin_survive_a_tier_that_fails(arena):
+    class Away(Arenaish):
+        async def get_many(self, keys, allocate):
+            raise TierUnavailableError("away")
+
+    async with Opened(arena, holding([0, 2], Arenaish), holding([1], Away)) as stack:
+        leases = await stack.lease_in_arena([key_of(n) for n in range(3)], [0, 1, 0])
+
+        assert [bytes(buffer.view) for buffer in leases] == [content_of(0), content_of(2)]
+        assert stack.counts["t1.errors.TierUnavailableError"] == 1
+        release(leases)
+
+
+async def test_leasing_for_a_pin_cancelled_at_any_step_gives_every_lease_back(arena):
+    async with Opened(arena, holding([0, 2], Arenaish), holding([1], Arenaish)) as stack:
+
+        async def lease():
+            leases = await stack.lease_in_arena([key_of(n) for n in range(3)], [0, 1, 0])
+            release(leases)
+            return len(leases)
+
+        last = None
+        async for task in cancelled_at_each_step(lease):
+            last = task
+            assert arena.statistics().leased_slabs == 0
+        assert last.result() == 3
+
+
+# Opening and closing.
+
+
+class Watched(DictTier):
+    def __init__(self, log, name, fails=False):
+        super().__init__()
+        self.log, self.name, self.fails = log, name, fails
+
+    async def __aenter__(self):
+        await asyncio.sleep(0)
+        if self.fails:
+            raise TierUnavailableError("no such place")
+        self.log.append(f"+{self.name}")
+        return self
+
+    async def __aexit__(self, *_):
+        self.log.append(f"-{self.name}")
+
+
+async def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(arena):
+    log = []
+    stack = stack_of(Watched(log, "a"), Watched(log, "b"), Watched(log, "c", fails=True))
+    with pytest.raises(TierUnavailableError):
+        await stack.open(arena)
+
+    assert log == ["+a", "+b", "-b", "-a"]
+    assert all(worker.done() for stacked in stack.tiers for worker in stacked.writer._workers)
+    await stack.aclose(timeout_s=1)
+    assert len(log) == 4
+
+
+async def test_an_opening_cancelled_at_any_step_closes_what_it_opened(arena):
+    log = []
+
+    async def open_and_close():
+        stack = stack_of(Watched(log, "a"), Watched(log, "b"))
+        await stack.open(arena)
+        log.append("open")
+        await stack.aclose(timeout_s=1)
+
+    async for _ in cancelled_at_each_step(open_and_close):
+        assert [name for name in log if name[0] == "+"] == [
+            f"+{name[1]}" for name in reversed(log) if name[0] == "-"
+        ]
+        log.clear()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_closing_cancelled_at_any_step_still_closes_every_tier(arena, steps):
+    log, gated = [], GatedTier(Watched([], "slow"))
+    stack = stack_of(Watched(log, "a"), gated, Watched(log, "b"))
+    await stack.open(arena)
+    items = filled(arena, range(4))
+    await stack.write(items, lambda position, cause: None)
+    release(buffer for _, buffer in items)
+    close = asyncio.ensure_future(stack.aclose(timeout_s=60))
+    await turns(1 + steps)
+    close.cancel()
+    await asyncio.wait({close})
+
+    assert log == ["+a", "+b", "-b", "-a"]
+    assert gated.inner.log == ["+slow", "-slow"]
+    assert arena.statistics().leased_slabs == 0
+
+
+async def test_what_was_queued_is_written_before_the_tiers_are_closed(arena):
+    tier = TurningTier()
+    async with Opened(arena, tier) as stack:
+        items = filled(arena, range(4))
+        await stack.write(items, lambda position, cause: None)
+        release(buffer for _, buffer in items)
+
+    assert len(tier.records) == 4
+
+
+async def test_nothing_is_leased_for_a_pin_where_that_would_be_a_copy(arena):
+    class Copies(Arenaish):
+        async def get(self, key, allocate):
+            return await DictTier.get(self, key, allocate)
+
+    async with Opened(arena, holding([0], Copies)) as stack:
+        assert await stack.lease_in_arena([key_of(0)], [0]) == []
