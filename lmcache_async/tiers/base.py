@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from lmcache_async.errors import TierError
+from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.types import ChunkKey
@@ -144,6 +144,8 @@ class Tier(ABC):
                     results[index] = await self.get(key, allocate)
                 except TierError as error:
                     results[index] = error
+                except BudgetExceededError as error:  # the chunks that did find room are of use
+                    results[index] = TierError(f"no memory for a chunk to be read: {error}")
 
         try:
             async with asyncio.TaskGroup() as group:

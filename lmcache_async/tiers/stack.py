@@ -76,9 +76,11 @@ class TierStack:
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Write what is queued, within the deadline, then close every tier."""
-        await self.flush(timeout_s=timeout_s)
-        await self._exit.aclose()
+        """Write what is queued, within the deadline, then close every tier; that also when cancelled."""
+        try:
+            await self.flush(timeout_s=timeout_s)
+        finally:
+            await self._exit.aclose()
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until no chunk is queued for any tier; False when the deadline came first."""
@@ -206,11 +208,20 @@ class TierStack:
     async def lease_in_arena(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> list[Buffer]:
         """Leases of those chunks that their planned tier keeps in the arena; nothing is copied."""
         leases: list[Buffer] = []
-        for index, start, stop in runs(tiers):
-            tier = self.tiers[index].tier
-            if tier.capabilities.in_arena:
-                got = await tier.get_many(keys[start:stop], _no_room)
+        try:
+            for index, start, stop in runs(tiers):
+                stacked = self.tiers[index]
+                if not stacked.tier.capabilities.in_arena:
+                    continue
+                try:
+                    got = await stacked.tier.get_many(keys[start:stop], _no_room)
+                except (TierError, BudgetExceededError) as error:
+                    self._count(stacked, "errors", error)
+                    continue
                 leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
+        except BaseException:
+            _release(leases)
+            raise
         return leases
 
     async def write(

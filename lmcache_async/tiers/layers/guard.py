@@ -50,13 +50,21 @@ class GuardLayer(TierLayer):
         return await self._call("count_prefix", self.inner.count_prefix(keys))
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self._call("contains_many", self.inner.contains_many(keys))
+        there = await self._call("contains_many", self.inner.contains_many(keys))
+        self._check_count("contains_many", len(there), len(keys))
+        return there
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         return await self._call("get", self.inner.get(key, allocate), lambda buffer: _release([buffer]))
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await self._call("get_many", self.inner.get_many(keys, allocate), _release)
+        results = await self._call("get_many", self.inner.get_many(keys, allocate), _release)
+        try:
+            self._check_count("get_many", len(results), len(keys))
+        except TierError:
+            _release(results)
+            raise
+        return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         kept = buffer.retain()
@@ -117,6 +125,10 @@ class GuardLayer(TierLayer):
                 error,
             )
             raise TierError(f"tier {self._name!r}: {verb} raised {type(error).__name__}: {error}") from error
+
+    def _check_count(self, verb: str, answers: int, asked: int) -> None:
+        if answers != asked:
+            raise TierError(f"tier {self._name!r}: {verb} gave {answers} answers for {asked} chunks")
 
     def _leave(self, task: asyncio.Task[T], discard: Callable[[T], None] | None) -> None:
         def ended(task: asyncio.Task[T]) -> None:
