@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,7 +27,11 @@ class LoopThread:
     def __init__(self, name: str = "lmcache-async-loop") -> None:
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._lock = (
+            threading.Lock()
+        )  # nothing is put on the loop behind the closing, where it would never run
         self._closed = False
+        self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._started.wait()
@@ -37,10 +42,14 @@ class LoopThread:
         Raises:
             EngineClosedError: The loop was closed; the coroutine is closed too.
         """
-        if self._closed:
-            coroutine.close()
-            raise EngineClosedError("the event loop's thread was closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if not self._closed:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                self._futures.add(future)
+                future.add_done_callback(self._futures.discard)
+                return future
+        coroutine.close()
+        raise EngineClosedError("the event loop's thread was closed")
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call the function on the loop's thread.
@@ -48,20 +57,27 @@ class LoopThread:
         Raises:
             EngineClosedError: The loop was closed.
         """
-        if self._closed:
-            raise EngineClosedError("the event loop's thread was closed")
-        self._loop.call_soon_threadsafe(function, *arguments)
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the event loop's thread was closed")
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Cancel what still runs, drain it within the deadline, stop the loop. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
+        """Cancel what still runs, drain it within the deadline, stop the loop. May be called twice.
+
+        Who waits for a coroutine that did not end in time gets CancelledError.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
         try:
             drained.result(timeout_s + 1.0)
         except (TimeoutError, concurrent.futures.CancelledError):
             drained.cancel()
+        for future in list(self._futures):
+            future.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
@@ -84,8 +100,11 @@ class LoopThread:
 
 
 async def _cancel_others(timeout_s: float) -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    # Again and again: what is cancelled may start others while it cleans up.
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=max(0.0, deadline - time.monotonic()))
+        if time.monotonic() >= deadline:
+            return

@@ -20,6 +20,7 @@ class Pins:
         self._max_buffers = max_buffers
         self._ttl_s = ttl_s
         self._held: dict[str, tuple[list[Buffer], asyncio.TimerHandle]] = {}
+        self._closed = False
         self.count = 0
 
     @property
@@ -27,13 +28,17 @@ class Pins:
         return max(0, self._max_buffers - self.count)
 
     def hold(self, lookup_id: str, buffers: Sequence[Buffer]) -> None:
-        """Take over the leases; a former pin of the same id ends."""
+        """Take over the leases, and give back those there is no room for; a former pin of the same id ends."""
         self.release(lookup_id)
-        if not buffers:
+        room = 0 if self._closed else self.room
+        kept = list(buffers[:room])
+        for buffer in buffers[room:]:
+            buffer.release()
+        if not kept:
             return
         timer = asyncio.get_running_loop().call_later(self._ttl_s, self.release, lookup_id)
-        self._held[lookup_id] = (list(buffers), timer)
-        self.count += len(buffers)
+        self._held[lookup_id] = (kept, timer)
+        self.count += len(kept)
 
     def release(self, lookup_id: str) -> None:
         held = self._held.pop(lookup_id, None)
@@ -46,5 +51,7 @@ class Pins:
             buffer.release()
 
     def close(self) -> None:
+        """End every pin; what a lookup under way still brings is given back at once."""
+        self._closed = True
         for lookup_id in list(self._held):
             self.release(lookup_id)

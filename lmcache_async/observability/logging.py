@@ -24,22 +24,24 @@ class LimitedLogger:
         self.logger = logger
         self._interval_s = interval_s
         self._clock = clock
-        self._last: dict[str, float] = {}
-        self._held_back: dict[str, int] = {}
+        # When the last line of a cause went through, and how many were held back since.
+        self._causes: dict[str, tuple[float | None, int]] = {}
 
     def report(self, cause: str, message: str, *arguments: object) -> None:
         self.log(logging.WARNING, cause, message, *arguments)
 
     def log(self, level: int, cause: str, message: str, *arguments: object, exc_info: bool = False) -> None:
         now = self._clock()
-        last = self._last.get(cause)
+        last, held_back = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < self._interval_s:
-            self._held_back[cause] = self._held_back.get(cause, 0) + 1
+            self._causes[cause] = (
+                last,
+                held_back + 1,
+            )  # at the end: who was silent longest is forgotten first
             return
-        if len(self._last) >= self._MAX_CAUSES:
-            self._last.clear()
-        self._last[cause] = now
-        held_back = self._held_back.pop(cause, 0)
+        if len(self._causes) >= self._MAX_CAUSES:
+            del self._causes[next(iter(self._causes))]
+        self._causes[cause] = (now, 0)
         if held_back:
             message = f"{message} ({held_back} more like this since the last line)"
         self.logger.log(level, message, *arguments, exc_info=exc_info)

@@ -1,0 +1,193 @@
+"""Log lines that cannot flood, and what a store's and a retrieve's line say."""
+
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.observability.instrument import Instrument, LogInstrument
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.types import RetrieveReport, StoreReport
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def texts(self):
+        return [record.getMessage() for record in self.records]
+
+
+def logger_to(handler):
+    """A logger of the test's own: no other test's handlers or levels."""
+    logger = logging.Logger("test", logging.INFO)  # noqa: LOG001
+    logger.addHandler(handler)
+    return logger
+
+
+class Limited:
+    """A limited logger with a clock that the test moves."""
+
+    def __init__(self, interval_s=30.0):
+        self.now = 0.0
+        self.lines = Lines()
+        self.limited = LimitedLogger(logger_to(self.lines), interval_s=interval_s, clock=lambda: self.now)
+
+    def report(self, *arguments):
+        self.limited.report(*arguments)
+
+
+def test_the_first_line_of_a_cause_goes_through_as_a_warning():
+    log = Limited()
+    log.report("a", "tier %r: %d", "t", 5)
+
+    assert log.lines.texts == ["tier 't': 5"]
+    assert log.lines.records[0].levelno == logging.WARNING
+
+
+def test_later_lines_wait_for_the_interval_and_the_next_one_counts_them():
+    log = Limited(interval_s=30)
+    for now in (0, 1, 2, 29.9):
+        log.now = now
+        log.report("a", "at %s", now)
+    assert log.lines.texts == ["at 0"]
+
+    log.now = 30
+    log.report("a", "at %s", 30)
+    log.now = 60
+    log.report("a", "at %s", 60)
+
+    assert log.lines.texts[1:] == ["at 30 (3 more like this since the last line)", "at 60"]
+
+
+def test_causes_do_not_silence_each_other():
+    log = Limited()
+    for cause in ("a", "b", "a", "b"):
+        log.report(cause, cause)
+
+    assert log.lines.texts == ["a", "b"]
+
+
+def test_a_percent_sign_without_arguments_is_text():
+    log = Limited(interval_s=1)
+    for now in (0, 0, 1):
+        log.now = now
+        log.report("a", "100% full")
+
+    assert log.lines.texts == ["100% full", "100% full (1 more like this since the last line)"]
+
+
+def test_the_level_and_the_traceback_are_the_callers():
+    log = Limited()
+    try:
+        int("odd")
+    except ValueError:
+        log.limited.log(logging.ERROR, "a", "failed", exc_info=True)
+
+    (record,) = log.lines.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info[0] is ValueError
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_causes_that_carry_data_do_not_grow_the_table_for_ever(times):
+    log = Limited()
+    for number in range(5000):
+        for _ in range(times):
+            log.report(f"cause {number}", "x")
+
+    assert len(log.limited._causes) <= LimitedLogger._MAX_CAUSES
+
+
+def test_a_flood_of_other_causes_does_not_open_the_gate_for_a_busy_one():
+    log = Limited(interval_s=30)
+    for number in range(3000):
+        log.now = number / 1000
+        log.report(f"cause {number}", "rare")
+        log.report("busy", "busy")
+
+    # A table that is emptied whole when it is full would let one through each time.
+    assert sum(text.startswith("busy") for text in log.lines.texts) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 40)), max_size=40))
+def test_no_line_is_lost_from_the_count_and_no_two_are_closer_than_the_interval(calls):
+    log = Limited(interval_s=30)
+    shown, told = {}, Counter()
+    for cause, step in calls:
+        log.now += step
+        before = len(log.lines.texts)
+        log.report(cause, f"{cause}.")
+        for text in log.lines.texts[before:]:
+            assert log.now - shown.get(cause, -1e9) >= 30
+            shown[cause] = log.now
+            told[cause] += 1 + (int(text.split("(")[1].split()[0]) if "(" in text else 0)
+
+    for cause in "abc":
+        _, held_back = log.limited._causes.get(cause, (None, 0))
+        assert told[cause] + held_back == sum(called == cause for called, _ in calls)
+
+
+STORED = StoreReport(
+    stored=2,
+    present=1,
+    dropped=Counter(no_room=3),
+    tokens=16,
+    bytes=4_000_000,
+    seconds=0.01,
+    copy_seconds=0.004,
+)
+RETRIEVED = RetrieveReport(
+    hit_chunks=2,
+    hit_tokens=16,
+    asked_tokens=24,
+    bytes=4_000_000,
+    seconds=0.004,
+    by_tier=Counter(cpu=8, disk=8),
+    cause="miss",
+)
+
+
+def instrument():
+    lines = Lines()
+    return LogInstrument(logger_to(lines)), lines
+
+
+def test_a_store_is_one_line():
+    hooks, lines = instrument()
+    hooks.stored("r1", STORED)
+
+    assert lines.texts == [
+        "stored 16 tokens in 2 chunks (1 present, dropped: no_room=3), 4.0 MB:"
+        + " copied in 4.0 ms, 1.00 GB/s; with the tiers in 10.0 ms [r1]"
+    ]
+
+
+def test_a_retrieve_is_one_line_that_names_the_tiers_and_the_cause():
+    hooks, lines = instrument()
+    hooks.retrieved("r1", RETRIEVED)
+
+    assert lines.texts == [
+        "retrieved 16/24 tokens (cpu=8, disk=8), 4.0 MB in 4.0 ms, 1.00 GB/s; ended by: miss [r1]"
+    ]
+
+
+def test_reports_of_nothing_in_no_time_can_be_told():
+    hooks, lines = instrument()
+    hooks.stored("", StoreReport())
+    hooks.retrieved("", RetrieveReport())
+
+    assert "dropped: none" in lines.texts[0]
+    assert lines.texts[1] == "retrieved 0/0 tokens (none), 0.0 MB in 0.0 ms, 0.00 GB/s []"
+
+
+def test_the_hooks_of_an_instrument_are_optional():
+    Instrument().stored("", STORED)
+    Instrument().retrieved("", RETRIEVED)

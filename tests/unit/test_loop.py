@@ -1,0 +1,203 @@
+"""A loop on a thread of its own: submit from anywhere, close once, strand nobody."""
+
+import asyncio
+import concurrent.futures
+import threading
+
+import pytest
+import uvloop
+
+from lmcache_async.engine import loop as loop_module
+from lmcache_async.engine.loop import LoopThread
+from lmcache_async.errors import EngineClosedError
+
+ENDED = (concurrent.futures.CancelledError, EngineClosedError)
+
+
+@pytest.fixture
+def loop():
+    loop = LoopThread("lmcache-async-test-loop")
+    yield loop
+    loop.close()
+    assert not loop._thread.is_alive()
+
+
+async def answer(value):
+    await asyncio.sleep(0)
+    return value
+
+
+class Parked:
+    """A coroutine that waits for ever, and what became of it."""
+
+    def __init__(self):
+        self.started = threading.Event()
+        self.ended = []
+
+    async def run(self):
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended.append("cancelled")
+            raise
+        finally:
+            await asyncio.sleep(0)  # a clean-up that takes a turn
+            self.ended.append("cleaned up")
+
+
+def test_a_coroutine_runs_on_uvloop_on_the_named_thread(loop):
+    async def where():
+        return threading.current_thread().name, asyncio.get_running_loop()
+
+    name, running = loop.submit(where()).result(5)
+
+    assert name == "lmcache-async-test-loop"
+    assert isinstance(running, uvloop.Loop)
+
+
+def test_results_and_errors_reach_the_caller(loop):
+    async def fail():
+        raise ValueError("odd")
+
+    assert loop.submit(answer(5)).result(5) == 5
+    with pytest.raises(ValueError, match="odd"):
+        loop.submit(fail()).result(5)
+
+
+def test_cancelling_the_future_cancels_the_coroutine(loop):
+    parked = Parked()
+    future = loop.submit(parked.run())
+    parked.started.wait(5)
+    future.cancel()
+
+    while len(parked.ended) < 2:
+        loop.submit(answer(None)).result(5)
+    assert parked.ended == ["cancelled", "cleaned up"]
+
+
+def test_functions_are_called_on_the_loops_thread_in_order(loop):
+    calls, done = [], threading.Event()
+    for number in range(5):
+        loop.call_soon(lambda n: calls.append((n, threading.current_thread())), number)
+    loop.call_soon(done.set)
+
+    assert done.wait(5)
+    assert calls == [(number, loop._thread) for number in range(5)]
+
+
+def test_closing_cancels_what_runs_and_waits_for_its_clean_up():
+    loop, parked = LoopThread(), Parked()
+    future = loop.submit(parked.run())
+    parked.started.wait(5)
+
+    loop.close()
+
+    assert parked.ended == ["cancelled", "cleaned up"]
+    with pytest.raises(ENDED):
+        future.result(5)
+    assert not loop._thread.is_alive()
+
+
+def test_closing_also_ends_what_a_clean_up_starts():
+    loop, late = LoopThread(), Parked()
+
+    async def starts_another():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            tasks.append(asyncio.ensure_future(late.run()))
+
+    tasks = []
+    loop.submit(starts_another())
+    loop.submit(answer(None)).result(5)
+    loop.close()
+
+    assert tasks[0].done()
+
+
+def test_a_task_that_does_not_end_strands_nobody_who_waits_for_it():
+    loop, inside, stop = LoopThread(), threading.Event(), threading.Event()
+
+    async def stubborn():
+        inside.set()
+        while not stop.is_set():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    future = loop.submit(stubborn())
+    inside.wait(5)
+    loop.close(timeout_s=0.01)
+
+    with pytest.raises(ENDED):
+        future.result(5)
+    loop._thread.join(5)
+    assert not loop._thread.is_alive()
+    stop.set()
+
+
+def test_a_closed_loop_says_so_and_leaves_no_coroutine_behind():
+    loop = LoopThread()
+    loop.close()
+    loop.close()
+    coroutine = answer(1)
+
+    with pytest.raises(EngineClosedError):
+        loop.submit(coroutine)
+    with pytest.raises(EngineClosedError):
+        loop.call_soon(print)
+    with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+        coroutine.send(None)
+
+
+def test_a_block_closes_it():
+    with LoopThread() as loop:
+        assert loop.submit(answer(1)).result(5) == 1
+
+    assert not loop._thread.is_alive()
+
+
+def test_a_submit_that_meets_the_closing_ends(monkeypatch):
+    """The close comes after the submit has seen an open loop, and before the coroutine is on it."""
+    loop, real = LoopThread(), asyncio.run_coroutine_threadsafe
+    closers = []
+
+    def meets_closing(coroutine, inner):
+        if not closers:
+            closers.append(threading.Thread(target=loop.close))
+            closers[0].start()
+            closers[0].join(0.1)  # as far as it comes; it may have to wait for us
+        return real(coroutine, inner)
+
+    monkeypatch.setattr(loop_module.asyncio, "run_coroutine_threadsafe", meets_closing)
+    with pytest.raises(ENDED):
+        loop.submit(Parked().run()).result(5)
+    closers[0].join(5)
+    assert not loop._thread.is_alive()
+
+
+def test_submits_of_many_threads_during_the_closing_all_end():
+    for _ in range(5):
+        loop, ends = LoopThread(), []
+        start = threading.Barrier(5)
+
+        def submit_until_closed(loop=loop, ends=ends, start=start):
+            start.wait(5)
+            try:
+                while loop.submit(answer(1)).result(5) == 1:
+                    pass
+            except ENDED:
+                ends.append(True)
+
+        threads = [threading.Thread(target=submit_until_closed) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        start.wait(5)
+        loop.submit(answer(1)).result(5)
+        loop.close()
+        for thread in threads:
+            thread.join(10)
+
+        assert len(ends) == 4
