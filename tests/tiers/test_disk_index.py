@@ -1,0 +1,129 @@
+"""The disk tier's index: bytes are exact whatever happens, and times keep prefixes the newest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import TierFullError
+from lmcache_async.plugins.disk.directory import Found
+from lmcache_async.plugins.disk.index import STAMP_AGE_NS, DiskIndex, Entry, Reservation
+from tests.tiers.records import key_of
+
+PAGE = 4096
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 10**18
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@given(data=st.data())
+def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataObject) -> None:
+    """The model is the disk itself: sizes of files published, and of those being written."""
+    index = DiskIndex(10 * PAGE)
+    disk: dict[int, int] = {}
+    writing: dict[int, Reservation] = {}
+    taken: dict[int, Entry] = {}
+    numbers = st.integers(0, 7)
+    for verb in data.draw(st.lists(st.sampled_from("rcfxtgs"), max_size=40), label="verbs"):
+        number = data.draw(numbers, label="number")
+        key = key_of(number)
+        busy = {key_of(n) for n in [*writing, *taken]}
+        if verb == "r" and key not in index and number not in writing and number not in taken:
+            nbytes = data.draw(st.integers(1, 11)) * PAGE
+            try:
+                writing[number] = index.reserve(
+                    key, nbytes, busy=busy, evict_bytes=data.draw(st.sampled_from([0, PAGE]))
+                )
+            except TierFullError:
+                continue
+            for victim in writing[number].victims:
+                assert victim not in busy
+        elif verb == "c" and number in writing:
+            reservation = writing.pop(number)
+            for victim in reservation.victims:
+                del disk[int.from_bytes(victim, "big")]
+            disk[number] = reservation.entry.nbytes
+            index.commit(reservation)
+        elif verb == "f" and number in writing:
+            reservation = writing.pop(number)
+            victims = sorted(reservation.victims)
+            left = set(victims[: data.draw(st.integers(0, len(victims)))])
+            for victim in reservation.victims:
+                if victim not in left:
+                    del disk[int.from_bytes(victim, "big")]
+            index.cancel(reservation, left=left)
+        elif verb == "t" and number not in writing and number not in taken:
+            entry = index.take(key)
+            if entry is not None:
+                taken[number] = entry
+        elif verb == "g" and number in taken:
+            del disk[number]
+            index.forget(taken.pop(number))
+        elif verb == "s" and number in taken:
+            index.restore(key, taken.pop(number))
+        elif verb == "x":
+            index.touch([key_of(n) for n in data.draw(st.lists(numbers))], gapless=False)
+
+        being_written = sum(
+            max(0, r.entry.nbytes - sum(v.nbytes for v in r.victims.values())) for r in writing.values()
+        )
+        assert sum(disk.values()) + being_written <= index.used_bytes <= 10 * PAGE
+        if not writing:
+            assert index.used_bytes == sum(disk.values())
+            assert len(index) == len(disk) - len(taken)
+
+
+def test_a_record_read_or_busy_is_not_evicted() -> None:
+    index = DiskIndex(2 * PAGE)
+    index.load([Found(key_of(1), PAGE, 1), Found(key_of(2), PAGE, 2)])
+
+    with index.reading(key_of(1)), index.reading(key_of(1)):
+        with pytest.raises(TierFullError, match="in use"):
+            index.reserve(key_of(3), PAGE, busy={key_of(2)})
+        assert set(index.reserve(key_of(3), PAGE, busy=set()).victims) == {key_of(2)}
+    assert set(index.reserve(key_of(4), PAGE, busy=set()).victims) == {key_of(1)}
+
+
+def test_what_a_record_continues_is_not_evicted_for_it() -> None:
+    index = DiskIndex(2 * PAGE)
+    index.load([Found(key_of(1), PAGE, 2), Found(key_of(2), PAGE, 1)])
+    index.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
+
+    with pytest.raises(TierFullError):
+        index.reserve(key_of(3), PAGE, busy=set())
+    assert len(index) == 2
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 3))
+def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts: list[int], minutes: int) -> None:
+    clock = Clock()
+    index = DiskIndex(1000 * PAGE, clock_ns=clock)
+    prompt = [key_of(number) for number in range(sum(parts))]
+    index.touch(prompt, gapless=False)
+    for chunk, key in enumerate(prompt):
+        index.commit(index.reserve(key, PAGE, busy=set()))
+        clock.now += minutes * STAMP_AGE_NS * (chunk % 2)
+    clock.now += STAMP_AGE_NS
+    index.restamp(prompt[len(prompt) // 2 :])
+
+    stamps = [entry.stamp for key in prompt if (entry := index.entry(key)) is not None]
+    assert stamps == sorted(stamps, reverse=True)
+    assert len(set(stamps)) == len(stamps)
+    assert stamps[0] == clock.now  # what the chunks read continue is in use as well
+
+
+def test_stamps_change_at_most_once_in_a_while() -> None:
+    clock = Clock()
+    index = DiskIndex(10 * PAGE, clock_ns=clock)
+    index.commit(index.reserve(key_of(1), PAGE, busy=set()))
+    assert index.restamp([key_of(1), key_of(2)]) == []
+    clock.now += STAMP_AGE_NS
+
+    assert index.restamp([key_of(1), key_of(2)]) == [(key_of(1), clock.now)]
+    assert index.restamp([key_of(1), key_of(2)]) == []
