@@ -1,0 +1,124 @@
+"""Hits in host memory, compared with a vLLM without connector: greedy tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
+from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines) -> Iterator[Engine]:
+    engine = engines.start(connector())
+    yield engine
+    engine.kill()
+
+
+def test_vllm_alone_is_as_exact_as_we_ask_for(reference: Reference) -> None:
+    question = Question(tokens("alone", 700))
+
+    hit = reference.own_hit(question)
+
+    assert hit.cached_tokens == 672
+    assert difference(hit, reference(question)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("place", [0, 300, 600])
+def test_the_answers_depend_on_every_part_of_the_prompt(reference: Reference, place: int) -> None:
+    prompt = list(tokens("alone", 700))
+    prompt[place] = 3 + prompt[place] % 500
+
+    assert difference(reference(Question(tuple(prompt))), reference(Question(tokens("alone", 700)))) > 0.1
+
+
+@pytest.mark.parametrize("length", [64, 640, 700, 1000, 1200], ids=lambda length: f"{length} tokens")
+def test_a_hit_has_all_whole_blocks_and_the_same_answer(
+    engine: Engine, reference: Reference, length: int
+) -> None:
+    question = Question(tokens(f"hit {length}", length))
+
+    cold = engine.ask(question)
+    engine.settle()
+    warm = engine.ask(question)
+
+    assert cold.cached_tokens == 0
+    # Also all of a prompt of whole blocks; vLLM then computes its last token again.
+    assert warm.cached_tokens == length - length % BLOCK
+    assert warm.tiers == {"cpu": length - length % BLOCK}
+    assert_same(cold, reference(question))
+    assert_same(warm, reference(question))
+
+
+@pytest.mark.parametrize("shared", [CHUNK, 5 * CHUNK, 5 * CHUNK + BLOCK])
+def test_a_prompt_that_begins_like_another_loads_the_shared_chunks(
+    engine: Engine, reference: Reference, shared: int
+) -> None:
+    first = Question(tokens(f"first {shared}", 600))
+    second = Question(first.prompt[:shared] + tokens(f"second {shared}", 280))
+    engine.ask(first)
+    engine.settle()
+
+    answer = engine.ask(second)
+
+    assert answer.cached_tokens == shared - shared % CHUNK
+    assert_same(answer, reference(second))
+
+
+def test_what_vllm_has_itself_is_continued_from_the_middle_of_a_chunk(
+    engine: Engine, reference: Reference
+) -> None:
+    question = Question(tokens("continued", 850))
+    engine.ask(question)
+    engine.settle()
+    local = 3 * CHUNK + BLOCK
+    engine.ask(Question(question.prompt[: local + 1], max_tokens=1))  # now in vLLM's own cache
+
+    answer = engine.ask(question)
+
+    assert answer.cached_tokens == 832
+    assert f"retrieved {832 - 3 * CHUNK}/" in answer.log  # from the chunk's start; its first block is skipped
+    assert_same(answer, reference(question))
+
+
+def test_requests_of_one_moment_share_a_prefix(engine: Engine, reference: Reference) -> None:
+    prefix = tokens("shared", 400)
+    questions = [Question(prefix + tokens(f"shared {i}", 60 + 90 * i)) for i in range(6)]
+
+    cold = engine.ask_all(questions)
+    settled = engine.settle()
+    warm = engine.ask_all(questions)
+
+    for question, one, other in zip(questions, cold, warm, strict=True):
+        whole = len(question.prompt) - len(question.prompt) % BLOCK
+        assert other.cached_tokens == whole
+        assert_same(one, reference(question))
+        assert_same(other, reference(question))
+    assert engine.settle()["chunks"] == settled["chunks"]  # and nothing was stored again
+
+
+def test_a_prompt_is_stored_while_it_is_still_computed(engine: Engine, reference: Reference) -> None:
+    """Its first chunks are there for others before its own prefill has ended."""
+    long = Question(tokens("long", 1500))
+    other = Question(long.prompt[: 4 * CHUNK] + tokens("other", 50))
+    position = engine.log_size
+
+    name = engine.add(long)
+    engine.step_until("RUNNING", name)
+    for _ in engine.until("stores nothing while the prefill runs"):
+        assert engine.call("state", name=name) == "RUNNING"
+        if "stored" in engine.log(position):
+            break
+        engine.call("step")
+    stored = engine.log(position)
+    engine.call("run")
+
+    assert engine.call("take", names=[name])
+    engine.settle()
+    assert_same(engine.ask(other), reference(other))
+    assert_same(engine.ask(long), reference(long))
+    assert stored

@@ -1,0 +1,179 @@
+"""vLLM engines in processes of their own, each told what to do by JSON lines on a socket.
+
+To import vLLM takes three times as long as to start an engine of a tiny model. So one process imports it,
+and each engine is a fork of that one. Whatever vLLM prints goes to the engine's log.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from tests.integration import vllm_worker_calls
+
+_IMPORTS = (
+    "vllm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "lmcache_async.engine.engine",
+)
+
+
+class Child:
+    """Each public method is an operation; what it returns is the answer."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = options.pop("kv_transfer_config", None)
+        if transfer is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self._llm = LLM(enable_prefix_caching=True, disable_log_stats=False, seed=0, **options)
+        self._engine: Any = self._llm.llm_engine
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def add(self, requests: list[dict[str, Any]]) -> None:
+        """Give requests to vLLM."""
+        from vllm import SamplingParams
+
+        for request in requests:
+            prompt = {"prompt_token_ids": request["prompt"]}
+            if request["cache_salt"]:
+                prompt["cache_salt"] = request["cache_salt"]
+            params = request["params"]
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=True,
+                logprobs=5,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params} if params else None,
+            )
+            self._engine.add_request(request["name"], prompt, sampling)
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._answers[output.request_id] = _answer(output)
+
+    def run(self) -> None:
+        """Step until no request is left."""
+        while self._engine.has_unfinished_requests():
+            self.step()
+
+    def take(self, names: list[str]) -> list[dict[str, Any]]:
+        """Answers of requests that have ended."""
+        return [self._answers.pop(name) for name in names]
+
+    def abort(self, names: list[str]) -> None:
+        self._engine.abort_request(names)
+
+    def reset(self, connector: bool) -> bool:
+        """Empty vLLM's own prefix cache, with `connector` ours too; False while a block of it is held."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=connector))
+
+    def counters(self) -> dict[str, float]:
+        """What vLLM counts."""
+        metrics = self._llm.get_metrics()
+        return {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
+
+    def call(self, name: str) -> Any:
+        """Run a function of `vllm_worker_calls` in the worker."""
+        return self._llm.collective_rpc(getattr(vllm_worker_calls, name))[0]
+
+    # With the scheduler in this process only.
+
+    def free_blocks(self) -> tuple[int, int]:
+        """Blocks of vLLM's pool that nobody holds, and how many there are."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM keeps one for itself
+
+    def state(self, name: str) -> str:
+        """Where vLLM has the request; empty if it does not know it any more."""
+        for request in self._scheduler.requests.values():
+            if request.request_id.startswith(name):
+                return str(request.status.name)
+        return ""
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "cached_tokens": output.num_cached_tokens or 0,
+        "finish_reason": completion.finish_reason,
+        "tokens": list(completion.token_ids),
+        "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in completion.logprobs or []],
+    }
+
+
+def serve(channel: socket.socket) -> None:
+    """Until `exit` or the end of the input. The first line carries the engine's options."""
+    with channel.makefile("rw", encoding="utf-8") as stream:
+
+        def answer(value: Any) -> None:
+            stream.write(json.dumps(value) + "\n")
+            stream.flush()
+
+        child = Child(json.loads(stream.readline()))
+        answer(None)
+        for line in stream:
+            request = json.loads(line)
+            operation = request.pop("do")
+            if operation == "exit":
+                break
+            answer(getattr(child, operation)(**request))
+
+
+def engine_process(channel: socket.socket, log: int, environment: dict[str, str]) -> NoReturn:
+    """The life of a forked process."""
+    os.setsid()  # its children end with it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    try:
+        serve(channel)
+    except BaseException:  # noqa: BLE001 - the end of the process
+        traceback.print_exc()
+        channel.close()
+        sys.stderr.flush()
+        os._exit(1)
+    channel.close()
+    sys.exit(0)  # as any user's process: what vLLM and we have to do at the end is done
+
+
+def main() -> None:
+    """Fork an engine for each message, which carries the engine's channel and its log."""
+    calls = socket.socket(fileno=int(sys.argv[1]))
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
+    gc.freeze()
+    calls.sendall(b".")
+    while True:
+        message, (*files,), _, _ = socket.recv_fds(calls, 1 << 16, 2)
+        if not message:
+            return
+        pid = os.fork()
+        if not pid:
+            calls.close()
+            engine_process(socket.socket(fileno=files[0]), files[1], json.loads(message))
+        for file in files:
+            os.close(file)
+        calls.sendall(pid.to_bytes(4, "little"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""The tests' end of vLLM engines: start one, ask it, end it, compare its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.integration.vllm_answers import Answer, Question
+from tests.integration.vllm_model import KV_BYTES, make_model
+
+CHUNK, BLOCK = 64, 32
+DEADLINE_S = 300.0
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for seconds
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to call functions in the worker
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_ROOT = Path(__file__).parents[2]
+_names = itertools.count(1)
+
+
+def connector(
+    *, disk: Path | None = None, arena_chunks: int = 400, role: str = "kv_both", **extra: Any
+) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine, with nothing set that vLLM has a default for."""
+    tiers: list[Any] = ["cpu"]
+    if disk is not None:
+        tiers.append({"name": "disk", "path": str(disk), "max_bytes": "1GiB"})
+    settings = {
+        "chunk_size": CHUNK,
+        "arena.max_bytes": arena_chunks * (CHUNK * KV_BYTES + 4096),
+        "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests are about hits
+        "tiers": tiers,
+    }
+    return {
+        "kv_connector": "LMCacheAsyncConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": settings | extra,
+    }
+
+
+class EngineError(RuntimeError):
+    """The engine process ended or gave no answer in time."""
+
+
+class Engine:
+    """A vLLM engine. Every call waits for its end, so no two engines compute at a time."""
+
+    def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
+        self.log_file = log
+        self._pid = pid
+        self._process = os.pidfd_open(pid)
+        self._channel = channel
+        self._stream = channel.makefile("rw", encoding="utf-8")
+        self._ended = False
+
+    def start(self, options: Mapping[str, Any]) -> None:
+        self._send(options)
+        self._receive()
+
+    def ask(self, question: Question) -> Answer:
+        return self.ask_all([question])[0]
+
+    def ask_all(self, questions: Sequence[Question]) -> list[Answer]:
+        """All of them at the same moment."""
+        position = self.log_size
+        names = [self.add(question) for question in questions]
+        self.call("run")
+        return [Answer(**fields, log=self.log(position)) for fields in self.call("take", names=names)]
+
+    def add(self, question: Question) -> str:
+        """Give vLLM a request; the name that it has here and in the log."""
+        name = f"q{next(_names)}"
+        request = {
+            "name": name,
+            "prompt": question.prompt,
+            "max_tokens": question.max_tokens,
+            "cache_salt": question.cache_salt,
+            "params": question.params,
+        }
+        self.call("add", requests=[request])
+        return name
+
+    def step_until(self, wanted: str, name: str) -> None:
+        """Step the engine until the request is in that state."""
+        for _ in self._until(f"request {name} is not {wanted}"):
+            if self.call("state", name=name) == wanted:
+                return
+            self.call("step")
+
+    def settle(self) -> dict[str, Any]:
+        """Step until all loads and stores have ended, disk writes too, and empty vLLM's own prefix cache.
+
+        From then on no block of vLLM's is held, and no host memory but for what the tier `cpu` has.
+
+        Returns:
+            The cache engine's statistics.
+        """
+        for _ in self._until("holds blocks or leases"):
+            found: dict[str, Any] = self.call("call", name="statistics")
+            idle = not found["running"] and not found["pinned_chunks"]
+            if idle and found["leased_slabs"] == found["chunks"]["cpu"] and self.call("reset", connector=False):
+                return found
+            self.call("step")
+        raise AssertionError
+
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache and with it what the connector is configured to."""
+        self.settle()
+        assert self.call("reset", connector=True)
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """An operation of `vllm_child.Child`."""
+        self._send({"do": operation, **arguments})
+        return self._receive()
+
+    @property
+    def log_size(self) -> int:
+        return self.log_file.stat().st_size
+
+    def log(self, position: int = 0) -> str:
+        with self.log_file.open("rb") as log:
+            log.seek(position)
+            return log.read().decode(errors="replace")
+
+    def close(self) -> str:
+        """End the process as its user would; what it logged in doing so."""
+        position = self.log_size
+        self._send({"do": "exit"})
+        if not select.select([self._process], [], [], DEADLINE_S)[0]:
+            raise self._failure("did not end")
+        self.kill()
+        return self.log(position)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine; returns when the first one has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        select.select([self._process], [], [])
+        os.close(self._process)
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.close()
+        self._channel.close()
+
+    def _until(self, failure: str) -> Iterator[None]:
+        deadline = time.monotonic() + 60.0
+        while time.monotonic() < deadline:
+            yield
+        raise self._failure(failure)
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        try:
+            self._stream.write(json.dumps(request) + "\n")
+            self._stream.flush()
+        except BrokenPipeError as error:
+            raise self._failure("ended") from error
+
+    def _receive(self) -> Any:
+        if not select.select([self._channel, self._process], [], [], DEADLINE_S)[0]:
+            raise self._failure(f"gave no answer in {DEADLINE_S:.0f} s")
+        line = self._stream.readline() if select.select([self._channel], [], [], 0)[0] else ""
+        if not line:
+            raise self._failure("ended")
+        return json.loads(line)
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(f"the engine {what}; the end of its log:\n" + self.log()[-4000:])
+
+
+class Engines:
+    """Starts engines; a context manager that ends them all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._model = make_model(directory / "model")
+        self._calls, theirs = socket.socketpair()
+        self._numbers = itertools.count()
+        self._started: list[Engine] = []
+        command = [sys.executable, "-m", "tests.integration.vllm_child", str(theirs.fileno())]
+        environment = os.environ | _ENVIRONMENT | {"TMPDIR": str(directory)}  # vLLM leaves sockets there
+        with (directory / "nursery.log").open("wb") as log:
+            self._nursery = subprocess.Popen(
+                command, env=environment, cwd=_ROOT, pass_fds=[theirs.fileno()], stdout=log, stderr=log
+            )
+        theirs.close()
+        if self._calls.recv(1) != b".":
+            raise EngineError((directory / "nursery.log").read_text())
+
+    def start(
+        self, transfer: Mapping[str, Any] | None = None, *, processes: bool = False, **options: Any
+    ) -> Engine:
+        """An engine that answers.
+
+        Args:
+            transfer: Its `kv_transfer_config`.
+            processes: Scheduler and worker are processes of their own, as vLLM has it by default; without,
+                all is in one, each step is the test's, and it starts in seconds.
+        """
+        engine = self._fork({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))})
+        settings = {
+            "model": str(self._model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 256,  # most prompts are longer: prefills are chunked
+            "num_gpu_blocks_override": 256,
+        }
+        if transfer is not None:
+            settings["kv_transfer_config"] = transfer
+        engine.start(settings | options)
+        return engine
+
+    def close(self) -> None:
+        for engine in self._started:
+            engine.kill()
+        self._calls.close()
+        self._nursery.wait(60)
+
+    def _fork(self, environment: Mapping[str, str]) -> Engine:
+        path = self._directory / f"engine-{next(self._numbers)}.log"
+        ours, theirs = socket.socketpair()
+        with path.open("ab") as log, theirs:
+            message = json.dumps(environment).encode()
+            socket.send_fds(self._calls, [message], [theirs.fileno(), log.fileno()])
+            pid = int.from_bytes(self._calls.recv(4), "little")
+        engine = Engine(pid, ours, path)
+        self._started.append(engine)
+        return engine
+
+
+class Reference:
+    """Answers of a vLLM without connector; each question is computed once, from an empty cache."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], int], Answer] = {}
+
+    def __call__(self, question: Question) -> Answer:
+        key = (question.prompt, question.max_tokens)
+        if key not in self._known:
+            assert self._engine.call("reset", connector=False)
+            self._known[key] = self._engine.ask(Question(*key))
+        return self._known[key]
+
+    def own_hit(self, question: Question) -> Answer:
+        """The same from vLLM's own prefix cache."""
+        assert self._engine.call("reset", connector=False)
+        self._engine.ask(question)
+        return self._engine.ask(question)

@@ -1,0 +1,45 @@
+"""What the tests ask of the cache engine itself. Run in vLLM's worker, on its main thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_holds: list[threading.Event] = []
+
+
+def statistics(worker: Any) -> dict[str, Any]:
+    """What the engine has under way and what it holds."""
+    del worker
+    found = _engine().statistics()
+    return {
+        "running": found.running,
+        "pinned_chunks": found.pinned_chunks,
+        "leased_slabs": found.arena.leased_slabs,
+        "chunks": {name: tier.chunks for name, tier in found.tiers.items()},
+        "counts": dict(found.counts),
+    }
+
+
+def hold_copies(worker: Any) -> None:
+    """From now on nothing is copied to or from vLLM's KV cache, until `let_copies_go`."""
+    del worker
+    copier = _engine().copier
+    gate = threading.Event()
+    _holds.append(gate)
+    for _ in range(copier._threads):
+        copier._executor.submit(gate.wait)
+
+
+def let_copies_go(worker: Any) -> None:
+    del worker
+    for gate in _holds:
+        gate.set()
+    _holds.clear()
+
+
+def _engine() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half: Any = get_kv_transfer_group()
+    return half._worker._transfers._engine
