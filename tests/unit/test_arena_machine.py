@@ -175,17 +175,17 @@ class ArenaMachine(RuleBasedStateMachine):
         target=leases,
         number=st.integers(0, 9),
         held=consumes(leases),
-        order=st.sampled_from(["cancel first", "release first", "grant between"]),
+        order=st.sampled_from(["cancel first", "release first", "grant between", "serve after both"]),
     )
     def cancel_and_release_in_one_turn(self, number: int, held: Held, order: str) -> Any:
         call = self.line[number % len(self.line)]
         if order == "grant between":
             call = self.line[0]  # else others may be served before it goes, and this model knows no halves
         self.line.remove(call)
-        if order == "cancel first":
+        if order in {"cancel first", "serve after both"}:
             call.task.cancel()
         self.end(held)
-        if order == "grant between":
+        if order in {"grant between", "serve after both"}:
             self.arena._serve()
         call.task.cancel()
         result = self.settle()

@@ -85,6 +85,13 @@ def test_any_changed_byte_of_the_fields_is_caught_by_the_header_alone(position: 
         read_header(memoryview(data)[: FORMAT.header_bytes])
 
 
+def test_nothing_of_the_slabs_last_user_stays_in_the_header() -> None:
+    data = sealed()
+    fields_end = record._PREFIX.size + int.from_bytes(data[14:18], "little")
+
+    assert not any(data[fields_end : FORMAT.header_bytes])
+
+
 def test_any_changed_byte_of_the_padding_is_caught() -> None:
     data = sealed()
     data[FORMAT.header_bytes - 1] = 1
