@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -187,6 +188,7 @@ class Demo:
 
 def main() -> int:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the engines are ended
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         return 0 if Demo(options, console).run() else 1
