@@ -138,12 +138,16 @@ async def wait_all(
             cancelled = cancellation
             if on_cancel is not None:
                 on_cancel()
-    errors = [future.exception() for future in futures if not future.cancelled()]
-    if cancelled is not None:
-        raise cancelled
-    for error in errors:
-        if error is not None:
-            raise error
+    failures = [failure for f in futures if not f.cancelled() and (failure := f.exception()) is not None]
+    try:
+        if cancelled is not None:
+            raise cancelled
+        if failures:
+            raise failures[0]
+    finally:
+        # An exception that knows this frame, known by it, would keep the payloads until a garbage collection.
+        cancelled = None
+        failures.clear()
 
 
 def _check(layout: KVLayout, index: int, job: CopyJob, writes_payload: bool) -> CheckedJob:

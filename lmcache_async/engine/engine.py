@@ -15,16 +15,14 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger
 from lmcache_async.engine.pins import Pins
 from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
+from lmcache_async.engine.runners import open_runners
 from lmcache_async.engine.tokens import TokenVerbs
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import Namespace
-from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.observability.instrument import Instrument, LogInstrument
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
-from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
-from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import Registry
 from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
@@ -58,32 +56,7 @@ class CacheEngine(TokenVerbs):
             max_buffers=int(parts.arena.num_slabs * config.vllm.max_pinned_fraction),
             ttl_s=config.vllm.lookup_pin_ttl_s,
         )
-        slab = parts.arena.slab_bytes
-        store, retrieve = config.store, config.retrieve
-        self._store: Runner[BatchStored] = Runner(
-            parts.store,
-            batch_chunks=max(1, store.batch_bytes // slab),
-            chunk_bytes=slab,
-            budget=ByteBudget(store.max_in_flight_bytes),
-            failed=_store_failed,
-        )
-        in_flight = ByteBudget(retrieve.max_in_flight_bytes)
-        self._retrieve: Runner[RetrieveReport] = Runner(
-            parts.retrieve,
-            batch_chunks=max(1, retrieve.batch_bytes // slab),
-            chunk_bytes=slab,
-            budget=in_flight,
-            failed=lambda _, cause: RetrieveReport(cause=cause),
-            ends=lambda report: bool(report.cause),
-        )
-        self._prefetch: Runner[Any] = Runner(
-            Chain(parts.retrieve.stages[:-1]),
-            batch_chunks=max(1, retrieve.batch_bytes // slab),
-            chunk_bytes=slab,
-            budget=in_flight,
-            failed=lambda batch, cause: batch.part(0, 0),
-            ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
-        )
+        self._runners = open_runners(config, parts, max_pinned=self._pins.max_buffers)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -172,7 +145,7 @@ class CacheEngine(TokenVerbs):
 
         async def do() -> int:
             try:
-                batches: list[Batch] = await self._prefetch.run(
+                batches: list[Batch] = await self._runners.prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
                 )
             except BudgetExceededError:
@@ -217,13 +190,14 @@ class CacheEngine(TokenVerbs):
             counts=dict(stack.counts),
             pinned_chunks=self._pins.count,
             running=len(self._running),
+            late_calls=stack.late_calls,
         )
 
     async def _do_store(self, request: StoreRequest, copied: _Once) -> StoreReport:
         start = time.perf_counter()
         timeout_s = self.config.store.timeout_s
         try:
-            batches = await self._store.run(request, timeout_s=timeout_s, on_copied=copied)
+            batches = await self._runners.store.run(request, timeout_s=timeout_s, on_copied=copied)
         except (BudgetExceededError, TierError) as error:
             batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
         waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
@@ -236,7 +210,7 @@ class CacheEngine(TokenVerbs):
     async def _do_retrieve(self, request: RetrieveRequest) -> RetrieveReport:
         start = time.perf_counter()
         try:
-            batches = await self._retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
+            batches = await self._runners.retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
         except (BudgetExceededError, TierError) as error:
             batches = [RetrieveReport(cause=type(error).__name__)]
         asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
@@ -302,10 +276,6 @@ class _Once:
             self.time = time.perf_counter()
             if self._callback is not None:
                 self._callback()
-
-
-def _store_failed(batch: Batch, cause: str) -> BatchStored:
-    return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
 
 
 def _free(parts: Parts) -> None:

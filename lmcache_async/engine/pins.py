@@ -17,7 +17,7 @@ class Pins:
     """
 
     def __init__(self, *, max_buffers: int, ttl_s: float) -> None:
-        self._max_buffers = max_buffers
+        self.max_buffers = max_buffers
         self._ttl_s = ttl_s
         self._held: dict[str, tuple[list[Buffer], asyncio.TimerHandle]] = {}
         self._closed = False
@@ -25,7 +25,7 @@ class Pins:
 
     @property
     def room(self) -> int:
-        return max(0, self._max_buffers - self.count)
+        return max(0, self.max_buffers - self.count)
 
     def hold(self, lookup_id: str, buffers: Sequence[Buffer]) -> None:
         """Take over the leases, and give back those there is no room for; a former pin of the same id ends."""

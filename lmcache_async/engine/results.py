@@ -38,6 +38,8 @@ class EngineStatistics:
         counts: Events since the engine was opened, by "<tier id>.<event>".
         pinned_chunks: Chunks that lookups hold.
         running: Stores and retrieves under way.
+        late_calls: Calls to tiers that their callers gave up and that have not ended yet; until they
+            have, they hold the leases they work on.
     """
 
     arena: ArenaStatistics
@@ -46,6 +48,7 @@ class EngineStatistics:
     counts: Mapping[str, int]
     pinned_chunks: int
     running: int
+    late_calls: int
 
 
 def merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:

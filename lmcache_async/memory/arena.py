@@ -53,9 +53,8 @@ class _Waiter:
 class Arena:
     """One region of host memory, carved into slabs that are leased in O(1).
 
-    Used on one event loop's thread. Calls are served in the order they came; the first in line
-    collects slabs as they come free, nobody else does, so that two calls never hold half of what
-    each needs. Who holds and waits stops at its deadline.
+    Used on one event loop's thread. Calls are served in the order they came; only the first in line
+    collects slabs, so that two calls never hold half of what each needs, and until its deadline.
 
     Args:
         max_bytes: Bytes of the region.
@@ -96,8 +95,9 @@ class Arena:
             huge_pages=huge_pages,
             prefault=prefault,
         )
-        # A stack: the slab used last is the likeliest to be in the processor's cache.
-        self._free = [Slab(self._region, i, self.slab_bytes, self) for i in reversed(range(self.num_slabs))]
+        # Held here: one that only its own weak reference's callback knows would be garbage, and lost.
+        self._slabs = [Slab(self._region, i, self.slab_bytes, self) for i in range(self.num_slabs)]
+        self._free = self._slabs[::-1]  # a stack: the slab used last is likely in a cache
         self._idle: deque[Slab] = deque()  # free as well, put here by any thread
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._reclaimers: list[Callable[[int], int]] = []
@@ -225,7 +225,7 @@ class Arena:
         """Up to `wanted` slabs. Cancelled, it gives them all back."""
         self._loop = asyncio.get_running_loop()
         waiter = _Waiter(wanted, self._loop.create_future())
-        # First in line, then served: a slab that another thread frees in between is seen by one of the two.
+        # First in line, then served: one of the two sees a slab that another thread frees in between.
         self._waiters[waiter] = None
         self._serve()
         if waiter not in self._waiters:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from lmcache_async.errors import TierError
+from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.buffer import Buffer
 
 
 def when_all(
@@ -36,3 +37,13 @@ def when_all(
         tell()
     for future in futures:
         future.add_done_callback(one_done)
+
+
+async def no_room(nbytes: int) -> Buffer:
+    raise BudgetExceededError(f"no copy is made here, so {nbytes} bytes are not leased")
+
+
+def release_all(buffers: Sequence[Buffer | None]) -> None:
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.release()

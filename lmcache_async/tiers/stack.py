@@ -13,7 +13,8 @@ from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.outcome import when_all
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.outcome import no_room, release_all, when_all
 from lmcache_async.tiers.plan import Cover, runs
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
@@ -62,6 +63,11 @@ class TierStack:
         self.counts: Counter[str] = Counter()
         self._write_timeout_s = write_timeout_s
         self._exit = AsyncExitStack()
+
+    @property
+    def late_calls(self) -> int:
+        """Calls that were given up and have not ended yet."""
+        return sum(s.tier.late_calls for s in self.tiers if isinstance(s.tier, GuardLayer))
 
     async def open(self, arena: Arena) -> Self:
         """Open every tier; when one fails those already open are closed again."""
@@ -160,10 +166,10 @@ class TierStack:
                     cause = "vanished"
                     break
         except BaseException:
-            _release(got)
+            release_all(got)
             raise
         count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))
-        _release(got[count:])
+        release_all(got[count:])
         self.counts.update(f"{self.tiers[tier].id}.hits" for tier in sources[:count])
         buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
         return Fetched(buffers, tuple(sources[:count]), cause)
@@ -214,13 +220,13 @@ class TierStack:
                 if not stacked.tier.capabilities.in_arena:
                     continue
                 try:
-                    got = await stacked.tier.get_many(keys[start:stop], _no_room)
+                    got = await stacked.tier.get_many(keys[start:stop], no_room)
                 except (TierError, BudgetExceededError) as error:
                     self._count(stacked, "errors", error)
                     continue
                 leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
         except BaseException:
-            _release(leases)
+            release_all(leases)
             raise
         return leases
 
@@ -286,13 +292,3 @@ class TierStack:
 
     def _count(self, stacked: StackedTier, what: str, error: Exception) -> None:
         self.counts[f"{stacked.id}.{what}.{type(error).__name__}"] += 1
-
-
-async def _no_room(nbytes: int) -> Buffer:
-    raise BudgetExceededError(f"no copy is made here, so {nbytes} bytes are not leased")
-
-
-def _release(buffers: Sequence[Buffer | None]) -> None:
-    for buffer in buffers:
-        if buffer is not None:
-            buffer.release()

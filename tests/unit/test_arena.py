@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -296,4 +297,17 @@ async def test_close_sends_everybody_home() -> None:
     assert arena.lease_nowait(1) is None
     with pytest.raises(BudgetExceededError, match="closed"):
         await arena.lease(1, timeout_s=FOREVER)
+    release(buffers)
+
+
+def test_a_slab_that_only_a_view_knows_survives_the_garbage_collector(arena: Arena) -> None:
+    buffers = all_slabs(arena)
+    views = [buffer.array for buffer in buffers]
+    release(buffers)
+    gc.collect()
+
+    assert arena.statistics().lingering_slabs == SLABS
+    del views
+    buffers = all_slabs(arena)
+    assert len(buffers) == SLABS
     release(buffers)

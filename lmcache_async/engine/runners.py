@@ -1,0 +1,73 @@
+"""An engine's chains ready to run, with what bounds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.engine.builder import Parts
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.pipeline.batch import Batch
+from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.runner import Runner
+from lmcache_async.types import RetrieveReport
+
+
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """Attributes: store; retrieve; prefetch, which is a retrieve without its last stage."""
+
+    store: Runner[BatchStored]
+    retrieve: Runner[RetrieveReport]
+    prefetch: Runner[Any]
+
+
+def open_runners(config: EngineConfig, parts: Parts, *, max_pinned: int) -> Runners:
+    """Args: max_pinned: Slabs of the arena that lookups may hold."""
+    slab_bytes = parts.arena.slab_bytes
+    in_flight, batch_chunks = _retrieve_bounds(config, parts.arena, max_pinned)
+    return Runners(
+        store=Runner(
+            parts.store,
+            batch_chunks=max(1, config.store.batch_bytes // slab_bytes),
+            chunk_bytes=slab_bytes,
+            budget=ByteBudget(config.store.max_in_flight_bytes),
+            failed=_store_failed,
+        ),
+        retrieve=Runner(
+            parts.retrieve,
+            batch_chunks=batch_chunks,
+            chunk_bytes=slab_bytes,
+            budget=in_flight,
+            failed=lambda _, cause: RetrieveReport(cause=cause),
+            ends=lambda report: bool(report.cause),
+        ),
+        prefetch=Runner(
+            Chain(parts.retrieve.stages[:-1]),
+            batch_chunks=batch_chunks,
+            chunk_bytes=slab_bytes,
+            budget=in_flight,
+            failed=lambda batch, _: batch.part(0, 0),
+            ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
+        ),
+    )
+
+
+def _retrieve_bounds(config: EngineConfig, arena: Arena, max_pinned: int) -> tuple[ByteBudget, int]:
+    """Bytes that retrieves may have in flight, and chunks of a batch.
+
+    Batches in flight wait for those before them and hold their leases meanwhile. So that a later one
+    never holds what an earlier one needs, all in flight fit into the arena, beside all that is pinned.
+    """
+    slabs = max(1, arena.num_slabs - max_pinned)
+    max_bytes = max(arena.slab_bytes, min(config.retrieve.max_in_flight_bytes, slabs * arena.slab_bytes))
+    batch_bytes = min(config.retrieve.batch_bytes, max_bytes)
+    return ByteBudget(max_bytes), max(1, batch_bytes // arena.slab_bytes)
+
+
+def _store_failed(batch: Batch, cause: str) -> BatchStored:
+    return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
