@@ -92,9 +92,14 @@ class Link:
                 group.create_task(self._greet())
                 while True:
                     self._deliver(await receive(reader))
-        except* (EOFError, OSError, ValueError) as lost:
+        except* (EOFError, ConnectionError) as lost:  # also when vLLM stops: workers go first
+            cause = "lost " + str(self._path)
+            logger.log(
+                logging.INFO, cause, "connection to rank %d has ended: %s", self._rank, lost.exceptions[0]
+            )
+        except* (OSError, ValueError) as bad:
             logger.report(
-                "lost " + str(self._path), "connection to rank %d lost: %s", self._rank, lost.exceptions[0]
+                "bad " + str(self._path), "rank %d cannot be asked: %s", self._rank, bad.exceptions[0]
             )
         finally:
             served = self.identity is not None

@@ -64,18 +64,19 @@ class LookupServer:
         if self._server is None:
             return
         self._server.close()
-        connections = list(self._connections)
+        connections = list(self._connections)  # each is a task of ours, so that it can be cancelled
         for connection in connections:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
         await self._server.wait_closed()
         self._path.unlink(missing_ok=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a connection is served by a task")
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._converse(reader, writer))
         self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -86,7 +87,6 @@ class LookupServer:
         except* Exception as error:  # noqa: BLE001 - a border: a bad message ends its connection alone
             logger.report("connection", "lookup server: connection closed: %s", error.exceptions[0])
         finally:
-            self._connections.discard(task)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

@@ -29,6 +29,8 @@ logger = LimitedLogger(logging.getLogger(__name__))
 _MISS_AGE_S = 2.0
 """After so long a request that was not a full hit asks again: another one may have stored its prefix."""
 
+_MAX_REPEATS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -69,6 +71,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[Job] = []
         self._loads: dict[str, ActiveLoad] = {}
+        self._repeats_left = _MAX_REPEATS
         self.counts = SchedulerCounts()
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -134,6 +137,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepMetadata:
         """For build_connector_meta, at the end of every scheduling step."""
+        self._repeats_left = _MAX_REPEATS
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.may_store:
@@ -217,21 +221,25 @@ class SchedulerHalf:
         """The last lookup, or a new one where that is spent, outdated or of another incarnation."""
         lookup, request = state.lookup, state.request
         if lookup is not None and lookup.preemptions == request.num_preemptions:
-            if state.load_failed or not (lookup.released or self._outdated(lookup)):
+            if state.load_failed or not (lookup.released or self._to_repeat(lookup)):
                 return lookup
             self._client.release(lookup)
         state.load_failed = state.adopted = False
         state.lookup = self._client.ask(state.chain, request.num_tokens, request.num_preemptions)
         return state.lookup
 
-    def _outdated(self, lookup: Lookup) -> bool:
+    def _to_repeat(self, lookup: Lookup) -> bool:
+        """Whether its answer is too old. A step repeats a few only: a long queue ages all at once."""
         if lookup.epoch != self._client.epoch:
             return True
-        if lookup.answer is None:
+        if lookup.answer is None or not self._repeats_left:
             return False
         age = self._client.now() - lookup.asked_at
         complete = self._hit_tokens(lookup) > lookup.num_tokens - self._block_size
-        return age > (self._config.vllm.lookup_pin_ttl_s / 2 if complete else _MISS_AGE_S)
+        if age <= (self._config.vllm.lookup_pin_ttl_s / 2 if complete else _MISS_AGE_S):
+            return False
+        self._repeats_left -= 1
+        return True
 
     def _hit_tokens(self, lookup: Lookup) -> int:
         answer = lookup.answer

@@ -1,0 +1,294 @@
+"""The client's thread against real servers on real sockets; the engine behind them is a set of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lmcache_async.engine.loop import LoopThread
+from lmcache_async.engine.results import LookupResult
+from lmcache_async.hashing import ChunkHasher, RequestNamespace
+from lmcache_async.integration.vllm.chains import RequestChain
+from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, socket_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from lmcache_async.integration.vllm.lookups import Answer
+
+CHUNK, BLOCK = 8, 2
+
+
+@dataclass
+class KeySet:
+    """An engine that has exactly these keys."""
+
+    keys: set[bytes] = field(default_factory=set)
+    pins: Counter[str] = field(default_factory=Counter)
+    gate: threading.Event | None = None
+    broken: bool = False
+    cleared: list[tuple[int, bool]] = field(default_factory=list)
+
+    async def lookup_keys(self, keys, *, lookup_id=None):
+        if self.gate is not None:
+            await asyncio.to_thread(self.gate.wait)
+        if self.broken:
+            raise OSError("the disk is gone")
+        count = next((at for at, key in enumerate(keys) if key not in self.keys), len(keys))
+        self.pins[lookup_id] += 1
+        return LookupResult(count=count, by_tier={"cpu": count})
+
+    async def first_present(self, keys):
+        return next((at for at, key in enumerate(keys) if key in self.keys), None)
+
+    def unpin(self, lookup_id):
+        self.pins[lookup_id] -= 1
+
+    async def clear(self, epoch, memory_only):
+        if self.gate is not None:
+            await asyncio.to_thread(self.gate.wait)
+        self.cleared.append((epoch, memory_only))
+        self.keys.clear()
+        return 0
+
+
+class Ranks:
+    """Two ranks with a server each, and one client."""
+
+    def __init__(self, directory: Path, until: Callable[[Callable[[], bool]], None]) -> None:
+        self.until = until
+        self.engines = [KeySet(), KeySet()]
+        self.roots = [b"0" * 16, b"1" * 16]
+        self.paths = [socket_path(directory, "engine", rank) for rank in (0, 1)]
+        self.loop = LoopThread("servers")
+        self.identities = [Identity(PROTOCOL, root, "xxh3_128", CHUNK, BLOCK) for root in self.roots]
+        self.servers: list[LookupServer] = []
+        self.client = LookupClient(self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0)
+
+    def serve(self, rank: int) -> None:
+        engine = self.engines[rank]
+        server = LookupServer(engine, self.identities[rank], self.paths[rank], clear=engine.clear)
+        self.loop.submit(server.start()).result()
+        self.servers.append(server)
+
+    def serve_all(self) -> None:
+        for rank in (0, 1):
+            self.serve(rank)
+        self.until(lambda: self.client.ready)
+
+    def close(self) -> None:
+        self.client.close(5.0)
+        for server in self.servers:
+            self.loop.submit(server.aclose()).result()
+        self.loop.close()
+
+    def ask(self, tokens: list[int], **options: object) -> Answer:
+        chain = RequestChain("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
+        lookup = self.client.ask(chain, len(tokens), 0)
+        self.until(lambda: lookup.answer is not None)
+        assert lookup.answer is not None
+        return lookup.answer
+
+    def hold(self, rank: int, tokens: list[int], namespace: RequestNamespace | None = None) -> None:
+        """This rank has all chunks of these tokens, the partial one at the end too."""
+        root = (namespace or RequestNamespace()).root(self.roots[rank])
+        hasher = ChunkHasher(root, chunk_size=CHUNK)
+        self.engines[rank].keys.update(hasher.extend_keys(tokens))
+        self.engines[rank].keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
+
+
+@pytest.fixture
+def ranks(socket_dir: Path, until) -> Iterator[Ranks]:
+    made = Ranks(socket_dir, until)
+    yield made
+    made.close()
+
+
+PROMPT = list(range(30))
+
+
+def test_a_hit_is_what_every_rank_has(ranks: Ranks):
+    ranks.serve_all()
+    ranks.hold(0, PROMPT)
+    ranks.hold(1, PROMPT[:16])
+
+    answer = ranks.ask(PROMPT)
+
+    assert (answer.chunks, answer.partial_tokens) == (2, 0)
+    assert answer.pinned
+
+
+def test_a_full_hit_takes_the_partial_chunk_at_the_end_too(ranks: Ranks):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+
+    answer = ranks.ask(PROMPT)
+
+    assert (answer.chunks, answer.partial_tokens) == (3, 6)
+    assert answer.partial_keys[0] != answer.partial_keys[1]
+    assert answer.tiers == {"cpu": 3}
+
+
+def test_the_end_of_a_shorter_prompt_fills_part_of_a_longer_one_s_hole(ranks: Ranks):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT[:12])
+
+    answer = ranks.ask(PROMPT)
+
+    assert (answer.chunks, answer.partial_tokens) == (1, 4)
+
+
+def test_a_partial_chunk_that_one_rank_lacks_is_no_hit(ranks: Ranks):
+    ranks.serve_all()
+    ranks.hold(0, PROMPT[:12])
+    ranks.hold(1, PROMPT[:10])
+
+    assert ranks.ask(PROMPT).partial_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [
+        RequestNamespace(cache_salt="tenant"),
+        RequestNamespace(tags=(("team", "a"),)),
+        RequestNamespace(cache_salt="tenant", tags=(("team", "a"),)),
+    ],
+)
+def test_a_request_finds_only_what_its_own_namespace_stored(ranks: Ranks, namespace: RequestNamespace):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT, namespace)
+
+    assert ranks.ask(PROMPT).chunks == 0
+    assert ranks.ask(PROMPT, cache_salt=namespace.cache_salt, tags=namespace.tags).chunks == 3
+
+
+def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
+    ranks.serve(0)
+    ranks.hold(0, PROMPT)
+    chain = RequestChain("r", PROMPT, len(PROMPT))
+
+    assert ranks.client.ask(chain, len(PROMPT), 0).answer is not None
+    assert not ranks.client.connected
+
+
+def test_ranks_that_disagree_on_chunks_are_not_asked(ranks: Ranks, until):
+    ranks.identities[1] = replace(ranks.identities[1], chunk_size=16)
+    for rank in (0, 1):
+        ranks.serve(rank)
+    until(lambda: all(link.identity is not None for link in ranks.client._links))
+
+    assert not ranks.client.connected
+
+
+def test_a_late_answer_is_a_miss_and_leaves_no_pins(socket_dir: Path, until):
+    ranks = Ranks(socket_dir, until)
+    ranks.client.close(5.0)
+    ranks.client = LookupClient(ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=0.01)
+    ranks.serve_all()
+    ranks.hold(0, PROMPT)
+    ranks.engines[0].gate = threading.Event()
+
+    assert ranks.ask(PROMPT).chunks == 0
+    ranks.engines[0].gate.set()
+    until(lambda: 1 in ranks.engines[0].pins.values() or len(ranks.engines[0].pins) > 0)
+    until(lambda: not +ranks.engines[0].pins)
+    ranks.close()
+
+
+def test_a_lookup_given_up_before_its_answer_leaves_no_pins(ranks: Ranks, until):
+    ranks.serve_all()
+    ranks.hold(0, PROMPT)
+    ranks.engines[0].gate = threading.Event()
+    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+
+    ranks.client.release(lookup)
+    ranks.engines[0].gate.set()
+
+    until(lambda: lookup.answer is not None)
+    until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
+
+
+def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
+    ranks.serve_all()
+    ranks.hold(0, PROMPT)
+    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+    until(lambda: lookup.answer is not None)
+
+    ranks.client.release(lookup)
+    ranks.client.release(lookup)
+    ranks.ask(PROMPT)  # an answer that comes after the unpin was served
+
+    until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
+
+
+def test_an_engine_that_fails_is_a_miss(ranks: Ranks):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    ranks.engines[1].broken = True
+
+    assert ranks.ask(PROMPT).chunks == 0
+    ranks.engines[1].broken = False
+    assert ranks.ask(PROMPT).chunks == 3
+
+
+def test_a_lost_connection_is_found_again(ranks: Ranks, until):
+    ranks.serve_all()
+    ranks.hold(0, PROMPT)
+    ranks.hold(1, PROMPT)
+    ranks.loop.submit(ranks.servers.pop().aclose()).result()
+    until(lambda: not ranks.client.connected)
+    ranks.serve(1)
+    until(lambda: ranks.client.connected)
+
+    assert ranks.ask(PROMPT).chunks == 3
+
+
+def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    ranks.engines[1].gate = threading.Event()
+
+    ranks.client.reset(memory_only=True)
+    until(lambda: ranks.engines[0].cleared == [(1, True)])
+
+    assert not ranks.client.ready
+    assert ranks.ask(PROMPT).chunks == 0
+    ranks.engines[1].gate.set()
+    until(lambda: ranks.client.ready)
+    assert ranks.engines[1].cleared == [(1, True)]
+
+
+def test_tokens_that_are_none_give_no_keys_and_harm_nobody(ranks: Ranks):
+    ranks.serve_all()
+    chain = RequestChain("bad", [1, -5, 2**40], 3)
+    lookup = ranks.client.ask(chain, 3, 0)
+    ranks.until(lambda: lookup.answer is not None)
+
+    assert chain.failed
+    assert ranks.ask(PROMPT).chunks == 0
+
+
+def test_growing_requests_are_hashed_on(ranks: Ranks, until):
+    ranks.serve_all()
+    tokens = list(range(20))
+    chain = RequestChain("r", tokens, 20)
+    ranks.client.ask(chain, 20, 0)
+    tokens.extend(range(20, 40))
+
+    ranks.client.hash(chain, 40)
+    until(lambda: chain.num_hashed == 40)
+
+    assert chain.key(1, 4) == ChunkHasher(ranks.roots[1], chunk_size=CHUNK).extend_keys(tokens)[4]

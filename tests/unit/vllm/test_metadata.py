@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pickle
+from array import array
+
+import numpy as np
+import pytest
+
+from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata, WorkerReport
+
+
+def job(num_tokens: int = 10, *, blocks: tuple[int, ...] = (5, SKIP, 7, 8, 9)) -> Job:
+    return Job(
+        job_id=1,
+        request_id="r",
+        request_namespace="tenant",
+        epoch=0,
+        start=8,
+        tokens=array("i", range(num_tokens)).tobytes(),
+        keys=(b"a" * 16 + b"b" * 16 + b"c" * 16, b"x" * 48),
+        texts=((1, "image"),),
+        block_ids=array("q", blocks).tobytes(),
+    )
+
+
+def test_a_job_splits_into_its_rank_s_chunks_with_their_blocks():
+    parts = list(job().chunks(0, chunk_size=4, block_size=2))
+
+    assert [chunk.key for chunk, _ in parts] == [b"a" * 16, b"b" * 16, b"c" * 16]
+    assert [(chunk.start, chunk.stop) for chunk, _ in parts] == [(8, 12), (12, 16), (16, 18)]
+    assert [chunk.extra for chunk, _ in parts] == ["", "image", ""]
+    assert [rows.tolist() for _, rows in parts] == [[5, SKIP], [7, 8], [9]]
+    assert np.concatenate([chunk.tokens for chunk, _ in parts]).tolist() == list(range(10))
+
+
+def test_each_rank_has_keys_of_its_own():
+    first, _ = next(job().chunks(1, chunk_size=4, block_size=2))
+
+    assert first.key == b"x" * 16
+
+
+def test_skipped_blocks_are_no_touched_blocks():
+    assert job().touched_blocks() == [5, 7, 8, 9]
+
+
+def test_metadata_travels_by_pickle_and_is_small():
+    data = pickle.dumps(StepMetadata(loads=(job(),), stores=(job(),)))
+
+    assert pickle.loads(data) == StepMetadata(loads=(job(),), stores=(job(),))
+    assert len(data) < 1000
+
+
+def test_reports_of_ranks_add_up():
+    merged = WorkerReport({1: 1, 2: 1}).aggregate(WorkerReport({2: 1, 3: 1}))
+
+    assert merged.copied == {1: 1, 2: 2, 3: 1}
+
+
+def test_a_report_is_truthy_or_vllm_would_drop_it():
+    assert WorkerReport({1: 1})
+
+
+def test_metadata_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        job().start = 0  # type: ignore[misc]

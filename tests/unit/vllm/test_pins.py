@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+from lmcache_async.integration.vllm.pins import Pins
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(num_gpu_blocks=20, enable_caching=True, hash_block_size=16)
+
+
+@pytest.fixture
+def pins(pool: BlockPool) -> Pins:
+    made = Pins(0.5)
+    made.bind(pool)
+    return made
+
+
+def test_a_held_block_outlives_its_request(pool: BlockPool, pins: Pins):
+    blocks = pool.get_new_blocks(3)
+    pins.hold(1, [block.block_id for block in blocks])
+    pool.free_blocks(blocks)
+
+    assert pool.get_num_free_blocks() == 16
+    pins.let_go(1)
+    assert pool.get_num_free_blocks() == 19
+
+
+def test_room_counts_blocks_once(pool: BlockPool, pins: Pins):
+    ids = [block.block_id for block in pool.get_new_blocks(4)]
+    pins.hold(1, ids)
+    pins.hold(2, ids[:2])
+
+    assert (pins.room, pins.held_blocks) == (6, 4)
+    pins.let_go(1)
+    assert (pins.room, pins.held_blocks) == (8, 2)
+    pins.let_go(2)
+    assert not pins
+
+
+def test_only_blocks_that_nobody_else_uses_would_become_free(pool: BlockPool, pins: Pins):
+    blocks = pool.get_new_blocks(2)
+    pins.hold(1, [block.block_id for block in blocks])
+    pins.hold(2, [blocks[0].block_id])
+
+    assert not pins.would_free()
+    pool.free_blocks(blocks)
+    assert pins.would_free()
+
+
+def test_the_end_of_a_prefix_is_given_back_to_be_evicted_first(pool: BlockPool, pins: Pins):
+    blocks = pool.get_new_blocks(19)
+    ids = [block.block_id for block in blocks]
+    pins.hold(1, ids[:3])
+    pool.free_blocks(blocks[:3])
+    pins.let_go(1)
+
+    assert [block.block_id for block in pool.get_new_blocks(3)] == ids[2::-1]
