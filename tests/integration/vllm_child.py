@@ -69,9 +69,9 @@ class Child:
         while self._engine.has_unfinished_requests():
             self.step()
 
-    def take(self, names: list[str]) -> list[dict[str, Any]]:
-        """Answers of requests that have ended."""
-        return [self._answers.pop(name) for name in names]
+    def take(self, name: str) -> dict[str, Any]:
+        """The answer of a request that has ended."""
+        return self._answers.pop(name)
 
     def abort(self, names: list[str]) -> None:
         self._engine.abort_request(names)
@@ -103,6 +103,12 @@ class Child:
                 return str(request.status.name)
         return ""
 
+    # The end.
+
+    def shut_down(self) -> None:
+        """What vLLM does at the end of its process."""
+        self._engine.engine_core.shutdown()
+
     @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
@@ -119,7 +125,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def serve(channel: socket.socket) -> None:
-    """Until `exit` or the end of the input. The first line carries the engine's options."""
+    """Until the end of the input. The first line carries the engine's options."""
     with channel.makefile("rw", encoding="utf-8") as stream:
 
         def answer(value: Any) -> None:
@@ -131,8 +137,6 @@ def serve(channel: socket.socket) -> None:
         for line in stream:
             request = json.loads(line)
             operation = request.pop("do")
-            if operation == "exit":
-                break
             answer(getattr(child, operation)(**request))
 
 
@@ -150,8 +154,8 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
         channel.close()
         sys.stderr.flush()
         os._exit(1)
-    channel.close()
-    sys.exit(0)  # as any user's process: what vLLM and we have to do at the end is done
+    sys.stderr.flush()
+    os._exit(0)  # to take down the interpreter with all of vLLM in it takes seconds
 
 
 def main() -> None:

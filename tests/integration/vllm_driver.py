@@ -56,6 +56,12 @@ def connector(
     }
 
 
+def complaints(log: str) -> list[str]:
+    """Lines that should not be there at a normal end. vLLM's own are about signals."""
+    lines = [line for line in log.splitlines() if "[shutdown]" not in line]
+    return [line for line in lines if any(word in line for word in ("WARNING", "ERROR", "Traceback"))]
+
+
 class EngineError(RuntimeError):
     """The engine process ended or gave no answer in time."""
 
@@ -83,7 +89,7 @@ class Engine:
         position = self.log_size
         names = [self.add(question) for question in questions]
         self.call("run")
-        return [Answer(**fields, log=self.log(position)) for fields in self.call("take", names=names)]
+        return [self.take(name, position) for name in names]
 
     def add(self, question: Question) -> str:
         """Give vLLM a request; the name that it has here and in the log."""
@@ -98,9 +104,13 @@ class Engine:
         self.call("add", requests=[request])
         return name
 
+    def take(self, name: str, position: int = 0) -> Answer:
+        """The answer of a request that has ended, with the log from `position` on."""
+        return Answer(**self.call("take", name=name), log=self.log(position))
+
     def step_until(self, wanted: str, name: str) -> None:
         """Step the engine until the request is in that state."""
-        for _ in self._until(f"request {name} is not {wanted}"):
+        for _ in self.until(f"request {name} is not {wanted}"):
             if self.call("state", name=name) == wanted:
                 return
             self.call("step")
@@ -113,10 +123,14 @@ class Engine:
         Returns:
             The cache engine's statistics.
         """
-        for _ in self._until("holds blocks or leases"):
+        for _ in self.until("holds blocks or leases"):
             found: dict[str, Any] = self.call("call", name="statistics")
             idle = not found["running"] and not found["pinned_chunks"]
-            if idle and found["leased_slabs"] == found["chunks"]["cpu"] and self.call("reset", connector=False):
+            if (
+                idle
+                and found["leased_slabs"] == found["chunks"]["cpu"]
+                and self.call("reset", connector=False)
+            ):
                 return found
             self.call("step")
         raise AssertionError
@@ -141,11 +155,9 @@ class Engine:
             return log.read().decode(errors="replace")
 
     def close(self) -> str:
-        """End the process as its user would; what it logged in doing so."""
+        """End vLLM as it ends by itself; what it logged in doing so."""
         position = self.log_size
-        self._send({"do": "exit"})
-        if not select.select([self._process], [], [], DEADLINE_S)[0]:
-            raise self._failure("did not end")
+        self.call("shut_down")
         self.kill()
         return self.log(position)
 
@@ -162,7 +174,8 @@ class Engine:
             self._stream.close()
         self._channel.close()
 
-    def _until(self, failure: str) -> Iterator[None]:
+    def until(self, failure: str) -> Iterator[None]:
+        """Repeat what is between, for as long as it may take; the test fails if that was too long."""
         deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             yield
@@ -232,6 +245,15 @@ class Engines:
             settings["kv_transfer_config"] = transfer
         engine.start(settings | options)
         return engine
+
+    @contextlib.contextmanager
+    def started(self, transfer: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+        """An engine that is ended in the end."""
+        engine = self.start(transfer, **options)
+        try:
+            yield engine
+        finally:
+            engine.kill()
 
     def close(self) -> None:
         for engine in self._started:

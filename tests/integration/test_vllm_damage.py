@@ -1,0 +1,107 @@
+"""Records that are not what they were: the load fails, and the answer is right. Defaults throughout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.vllm_answers import Question, assert_same, difference, tokens
+from tests.integration.vllm_driver import CHUNK, Engine, Engines, Reference, connector
+from tests.integration.vllm_records import change_one_byte, record_of
+
+pytestmark = pytest.mark.vllm
+
+MEMORY_ONLY = {"vllm.reset_cache": "memory"}  # so that a reset leaves the disk as the only tier that has it
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damage") / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines, disk: Path) -> Iterator[Engine]:
+    with engines.started(connector(disk=disk, **MEMORY_ONLY)) as engine:
+        yield engine
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:8192])
+
+
+@pytest.mark.parametrize(
+    ("damage", "counted"),
+    [(change_one_byte, "disk.corrupt.checksum"), (truncate, "disk.corrupt."), (Path.unlink, "")],
+    ids=["one byte changed", "truncated", "removed"],
+)
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_damaged_record_is_never_used(
+    engine: Engine,
+    reference: Reference,
+    disk: Path,
+    damage: Callable[[Path], None],
+    counted: str,
+    chunk: int,
+) -> None:
+    question = Question(tokens(f"damage {damage.__name__} {chunk}", 800))
+    engine.ask(question)
+    before = engine.settle()["counts"]
+    engine.forget()
+    damage(record_of(disk, question.prompt, chunk * CHUNK))
+
+    answer = engine.ask(question)
+    after = engine.settle()["counts"]
+    engine.forget()
+    again = engine.ask(question)
+
+    assert_same(answer, reference(question))
+    assert answer.tiers.get("disk", 0) == chunk * CHUNK
+    assert {name for name in after if after[name] != before.get(name, 0) and name.startswith(counted)}
+    assert again.tiers == {"disk": 800}  # what was recomputed is stored again
+    assert_same(again, reference(question))
+
+
+def test_the_directory_may_vanish_while_the_engine_runs(
+    engine: Engine, reference: Reference, disk: Path
+) -> None:
+    question = Question(tokens("vanish", 700))
+    engine.ask(question)
+    engine.settle()
+    engine.forget()
+    shutil.rmtree(disk)
+
+    answer = engine.ask(question)
+    engine.settle()
+    engine.forget()
+    again = engine.ask(question)
+
+    assert answer.tiers == {}
+    assert_same(answer, reference(question))
+    assert again.tiers == {"disk": 672 + 0}
+    assert_same(again, reference(question))
+
+
+def test_without_verification_one_byte_changes_the_answer(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    """The control: the comparison finds a single wrong byte in one of thirteen chunks."""
+    question = Question(tokens("control", 800))
+    unverified = connector(disk=tmp_path / "kv", **MEMORY_ONLY, **{"retrieve.verify": False})
+    with engines.started(unverified) as engine:
+        engine.ask(question)
+        engine.settle()
+        engine.forget()
+        unharmed = engine.ask(question)
+        engine.settle()
+        engine.forget()
+        change_one_byte(record_of(tmp_path / "kv", question.prompt, 0))
+
+        answer = engine.ask(question)
+
+    assert unharmed.tiers == answer.tiers == {"disk": 800}
+    assert_same(unharmed, reference(question))
+    assert answer.finish_reason == "length"
+    assert difference(answer, reference(question)) > 0.1

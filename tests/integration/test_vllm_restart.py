@@ -1,0 +1,67 @@
+"""Hits on disk after the process has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.vllm_answers import Question, assert_same, tokens
+from tests.integration.vllm_driver import CHUNK, Engines, Reference, complaints, connector
+
+pytestmark = pytest.mark.vllm
+
+
+def stored_and_ended(engines: Engines, disk: Path, *questions: Question) -> None:
+    """One engine's life: it is asked, and ended as its user would end it."""
+    engine = engines.start(connector(disk=disk))
+    engine.ask_all(questions)
+    engine.settle()
+    engine.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def test_a_new_process_loads_what_the_last_one_stored(
+    engines: Engines, reference: Reference, disk: Path
+) -> None:
+    question = Question(tokens("restart", 730))
+    stored_and_ended(engines, disk, question)
+
+    with engines.started(connector(disk=disk)) as engine:
+        answer = engine.ask(question)
+        engine.settle()
+        again = engine.ask(question)  # promoted
+
+    assert answer.tiers == {"disk": 704}
+    assert again.tiers == {"cpu": 704}
+    for one in (answer, again):
+        assert one.cached_tokens == 704
+        assert_same(one, reference(question))
+
+
+def test_one_prompt_comes_from_memory_and_disk(engines: Engines, reference: Reference, disk: Path) -> None:
+    question = Question(tokens("mixed", 900))
+    start = Question(question.prompt[: 5 * CHUNK + 1])
+    stored_and_ended(engines, disk, question)
+
+    with engines.started(connector(disk=disk)) as engine:
+        promoted = engine.ask(start)
+        engine.settle()
+        answer = engine.ask(question)
+
+    assert promoted.tiers == {"disk": 5 * CHUNK}
+    assert answer.tiers == {"cpu": 5 * CHUNK, "disk": 896 - 5 * CHUNK}
+    assert answer.cached_tokens == 896
+    assert_same(promoted, reference(start))
+    assert_same(answer, reference(question))
+
+
+def test_a_normal_end_is_silent(engines: Engines, disk: Path) -> None:
+    engine = engines.start(connector(disk=disk))
+    engine.ask(Question(tokens("silent", 300)))
+
+    assert complaints(engine.close()) == []

@@ -1,0 +1,28 @@
+"""Records on disk, found and damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from lmcache_async.memory.record import read_header
+
+
+def record_of(disk: Path, prompt: tuple[int, ...], start: int) -> Path:
+    """The file of the prompt's chunk that starts there."""
+    for path in disk.glob("??/*"):
+        header = read_header(memoryview(path.read_bytes()))
+        if tuple(header.tokens.tolist()) == prompt[start : start + len(header.tokens)]:
+            return path
+    raise FileNotFoundError(f"no record of the tokens from {start} on")
+
+
+def change_one_byte(path: Path) -> None:
+    """Make one element of the first layer's keys 256 times as large."""
+    content = bytearray(path.read_bytes())
+    start = read_header(memoryview(content)).header_bytes
+    numbers = np.frombuffer(content, np.float32, count=2048, offset=start)  # one block's keys of one head
+    place = int(np.flatnonzero((abs(numbers) >= 2) & (abs(numbers) < 8))[0])
+    content[start + 4 * place + 3] ^= 0x04  # of the exponent
+    path.write_bytes(content)
