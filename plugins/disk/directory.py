@@ -15,8 +15,7 @@ import itertools
 import os
 import re
 import stat
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.buffer import PAGE
@@ -31,9 +30,8 @@ _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _TEMPORARY = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A record file as it lies there.
+class Found(NamedTuple):
+    """A record file as it lies there; of a hundred thousand, so it is a tuple.
 
     Attributes:
         nbytes: Its size.
@@ -122,9 +120,11 @@ class RecordDirectory:
             for entry in _entries(shard.path, _RECORD):
                 if not entry.name.startswith(shard.name):
                     continue
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    yield Found(ChunkKey(bytes.fromhex(entry.name)), status.st_size, status.st_mtime_ns)
+                except FileNotFoundError:
+                    continue
+                yield Found(ChunkKey(bytes.fromhex(entry.name)), status.st_size, status.st_mtime_ns)
 
 
 def _entries(

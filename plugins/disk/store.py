@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import errno
 from typing import TYPE_CHECKING
@@ -121,13 +122,13 @@ class RecordStore:
             TierUnavailableError: Some could not be deleted; those are still in the index.
         """
         deleted = 0
-        left = list(keys)
+        left = collections.deque(keys)
         while left:
-            batch = [key for key in left if key not in self._changing][:_DELETE_BATCH]
+            batch: list[ChunkKey] = []
+            while left and len(batch) < _DELETE_BATCH and left[0] not in self._changing:
+                batch.append(left.popleft())
             if batch:
                 deleted += await self._delete(batch)
-                done = set(batch)
-                left = [key for key in left if key not in done]
             else:
                 await asyncio.wait([self._changing[left[0]]])
         return deleted

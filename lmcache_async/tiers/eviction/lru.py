@@ -57,9 +57,10 @@ class LRUPolicy(EvictionPolicy):
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool = True) -> None:
         queue, sizes, parents = self._queue, self._sizes, self._parents
         for key in reversed(keys):
-            if key in sizes:
-                queue[key] = None
+            if key in queue:
                 queue.move_to_end(key)
+            elif key in sizes:
+                queue[key] = None
         seen: set[ChunkKey] | None = None
         for parent, child in pairwise(keys):
             held = child in sizes
