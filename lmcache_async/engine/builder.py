@@ -71,6 +71,7 @@ def build(
         config.arena.max_bytes,
         record_format.record_bytes(payload),
         pin=layout.device.type == "cuda",
+        pin_device=layout.device.index,
         huge_pages=config.arena.huge_pages,
         prefault=config.arena.prefault,
     )
