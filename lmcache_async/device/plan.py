@@ -111,19 +111,10 @@ def cut(
 def runs(where: Int64s) -> tuple[Int64s, Int64s]:
     """Maximal runs of entries that follow each other in the cache: their first indices and their lengths.
 
-    Entries at -1 belong to no run.
+    No entry may be at -1.
     """
-    if not len(where):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    breaks = np.flatnonzero(np.diff(where) != 1) + 1
-    first = np.concatenate(([0], breaks))
-    lengths = np.diff(np.append(first, len(where)))
-    present = where[first] >= 0
-    # A run that starts at -1 is that entry alone, or goes on with row 0 right behind it.
-    after = ~present & (lengths > 1)
-    first, lengths = first + after, lengths - after
-    keep = present | after
-    return first[keep], lengths[keep]
+    first = np.concatenate(([0], np.flatnonzero(np.diff(where) != 1) + 1))
+    return first, np.diff(np.append(first, len(where)))
 
 
 def coarsen(where: Int64s) -> tuple[Int64s, int, int]:

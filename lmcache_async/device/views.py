@@ -141,7 +141,7 @@ def pieces_of(view: TensorView) -> Pieces:
     inner: list[Axis] = []
     outer: list[Axis] = []
     for axis in sorted(view.content, key=lambda axis: axis.stride):
-        if not outer and axis.stride == nbytes and nbytes * axis.size <= view.rows.pitch:
+        if axis.stride == nbytes and nbytes * axis.size <= view.rows.pitch:
             nbytes *= axis.size
             inner.append(axis)
         else:
