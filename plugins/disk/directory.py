@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import stat
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_async.errors import TierUnavailableError
@@ -54,6 +55,7 @@ class RecordDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock = -1
+        self._preparing = threading.Lock()
         self._numbers = itertools.count()
 
     def record_path(self, key: ChunkKey) -> Path:
@@ -77,10 +79,11 @@ class RecordDirectory:
 
     def prepare(self) -> None:
         """Make what is missing and hold the lock; also when the directory vanished meanwhile."""
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        self.root.mkdir(mode=0o700, exist_ok=True)
-        self._take_lock()
-        (self.root / "tmp").mkdir(mode=0o700, exist_ok=True)
+        with self._preparing:  # two threads may miss it at once, and a lock file is ours or another's
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            self._take_lock()
+            (self.root / "tmp").mkdir(mode=0o700, exist_ok=True)
 
     def make_shard(self, key: ChunkKey) -> None:
         self.record_path(key).parent.mkdir(mode=0o700, exist_ok=True)

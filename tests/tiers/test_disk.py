@@ -25,6 +25,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import io as disk_io
+from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.tiers.base import Allocate
 from tests.tiers.contract import MakeTier, TierContract
 from tests.tiers.records import FORMAT, SLAB_BYTES, check_record, key_of, record
@@ -257,6 +258,29 @@ async def test_a_vanished_directory_is_made_again(
         assert tier.statistics().bytes == bytes_in(config.root)
         with pytest.raises(TierUnavailableError, match="in use"):
             await DiskTier(config).__aenter__()
+
+
+async def test_writes_side_by_side_make_a_vanished_directory_again_once(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = threading.Barrier(2)
+    prepare = RecordDirectory.prepare
+
+    def prepare_together(directory: RecordDirectory) -> None:
+        met.wait(20)
+        prepare(directory)
+
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        shutil.rmtree(config.root)
+        monkeypatch.setattr(RecordDirectory, "prepare", prepare_together)
+
+        records = [(key_of(number), record(arena, number)) for number in (1, 2)]
+        results = await tier.put_many(records)
+        for _, buffer in records:
+            buffer.release()
+
+    assert results == [None, None]
 
 
 async def test_foreign_files_are_neither_counted_nor_deleted(
