@@ -40,6 +40,7 @@ class Link:
         self._waiting: dict[int, asyncio.Future[Message | None]] = {}
         self._next_id = 0
         self._root: bytes | None = None
+        self._ended = False  # the rank said goodbye and has not come back
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -48,12 +49,13 @@ class Link:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._path)
             except OSError as error:
-                logger.report(
-                    "connect " + str(self._path),
-                    "rank %d cannot be asked yet (%s); all are misses",
-                    self._rank,
-                    error,
-                )
+                if not self._ended:
+                    logger.report(
+                        "connect " + str(self._path),
+                        "rank %d cannot be asked yet (%s); all are misses",
+                        self._rank,
+                        error,
+                    )
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
                 continue
@@ -92,11 +94,12 @@ class Link:
                 group.create_task(self._greet())
                 while True:
                     self._deliver(await receive(reader))
-        except* (EOFError, ConnectionError) as lost:  # also when vLLM stops: workers go first
-            cause = "lost " + str(self._path)
-            logger.log(
-                logging.INFO, cause, "connection to rank %d has ended: %s", self._rank, lost.exceptions[0]
-            )
+        except* (EOFError, ConnectionError) as lost:
+            if not self._ended:
+                cause = "lost " + str(self._path)
+                logger.log(
+                    logging.INFO, cause, "connection to rank %d is lost: %s", self._rank, lost.exceptions[0]
+                )
         except* (OSError, ValueError) as bad:
             logger.report(
                 "bad " + str(self._path), "rank %d cannot be asked: %s", self._rank, bad.exceptions[0]
@@ -115,6 +118,8 @@ class Link:
         return served
 
     def _deliver(self, message: Message) -> None:
+        if message.get("op") == "goodbye":
+            self._ended = True
         future = self._waiting.get(message.get("id", -1))
         if future is not None and not future.done():
             future.set_result(None if "error" in message else message)
@@ -130,4 +135,5 @@ class Link:
             raise ValueError("the rank came back with another namespace")
         self._root = identity.root
         self.identity = identity
+        self._ended = False
         self._changed()

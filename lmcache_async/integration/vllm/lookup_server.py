@@ -52,7 +52,7 @@ class LookupServer:
         self._path = path
         self._clear = clear
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running: set[str] = set()  # lookups that may still pin
         self._unwanted: set[str] = set()  # of these, those whose pins nobody wants any more
 
@@ -64,6 +64,7 @@ class LookupServer:
         if self._server is None:
             return
         self._server.close()
+        self._say_goodbye()
         connections = list(self._connections)  # each is a task of ours, so that it can be cancelled
         for connection in connections:
             connection.cancel()
@@ -73,8 +74,14 @@ class LookupServer:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._converse(reader, writer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
+
+    def _say_goodbye(self) -> None:
+        """The other ends need not wonder where we went: workers end before the scheduler does."""
+        for writer in self._connections.values():
+            if not writer.is_closing():
+                writer.write(encode({"op": "goodbye"}))
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,7 +1,8 @@
 """The messages between the scheduler half and a worker half's lookup server, and where they meet.
 
 A message is a 4-byte little-endian length and a msgpack map. The scheduler half asks, each request with
-an `id`; the server answers with the same `id`, in any order. `unpin` has no answer.
+an `id`; the server answers with the same `id`, in any order. `unpin` has no answer. Before it ends by
+itself, the server says `goodbye`.
 """
 
 from __future__ import annotations

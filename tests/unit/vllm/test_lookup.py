@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,12 @@ import pytest
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.engine.results import LookupResult
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
+from lmcache_async.integration.vllm import link
 from lmcache_async.integration.vllm.chains import RequestChain
 from lmcache_async.integration.vllm.lookup_client import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, socket_path
+from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -253,6 +256,36 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     until(lambda: ranks.client.connected)
 
     assert ranks.ask(PROMPT).chunks == 3
+
+
+@pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "lost"])
+def test_a_connection_that_was_ended_is_nothing_to_tell_of(
+    ranks: Ranks,
+    until,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    goodbye: bool,
+):
+    ranks.serve_all()
+    attempts = threading.Semaphore(0)
+    connect = asyncio.open_unix_connection
+
+    async def connect_again(path: Path):
+        attempts.release()
+        return await connect(path)
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", connect_again)
+    monkeypatch.setattr(link, "logger", LimitedLogger(logging.getLogger(link.__name__)))
+    caplog.set_level(logging.INFO)
+    if not goodbye:
+        monkeypatch.setattr(LookupServer, "_say_goodbye", lambda server: None)
+    caplog.clear()
+    ranks.loop.submit(ranks.servers.pop().aclose()).result()
+    for _ in range(2):  # at the second attempt the first one has been told of
+        assert attempts.acquire(timeout=20)
+
+    told = [record.levelname for record in caplog.records if record.name == link.__name__]
+    assert told == ([] if goodbye else ["INFO", "WARNING"])
 
 
 def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
