@@ -139,6 +139,9 @@ class Engine:
         """Empty vLLM's prefix cache and with it what the connector is configured to."""
         self.settle()
         assert self.call("reset", connector=True)
+        for _ in self.until("does not end its reset"):
+            if self.call("asks"):
+                return
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """An operation of `vllm_child.Child`."""

@@ -17,6 +17,7 @@ def statistics(worker: Any) -> dict[str, Any]:
         "pinned_chunks": found.pinned_chunks,
         "leased_slabs": found.arena.leased_slabs,
         "chunks": {name: tier.chunks for name, tier in found.tiers.items()},
+        "corrupt": found.tiers["disk"].corrupt if "disk" in found.tiers else 0,
         "counts": dict(found.counts),
     }
 
