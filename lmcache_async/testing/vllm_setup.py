@@ -16,6 +16,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.plugins import load_general_plugins
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Setup:
 
     folder: Path
     options: Mapping[str, Any] | None
-    num_blocks: int = 64
+    num_blocks: int = 256
     block_size: int = 16
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 8
@@ -62,6 +63,7 @@ class Setup:
 
 
 def vllm_config(setup: Setup) -> VllmConfig:
+    load_general_plugins()  # makes the connector known by name
     setup.folder.mkdir(parents=True, exist_ok=True)
     (setup.folder / "config.json").write_text(json.dumps(_MODEL))
     model = ModelConfig(model=str(setup.folder), skip_tokenizer_init=True, dtype="float32", seed=0)

@@ -18,7 +18,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -118,7 +117,6 @@ class SimulatedVLLM:
     """
 
     def __init__(self, setup: Setup) -> None:
-        load_general_plugins()
         self.setup = setup
         self.config = vllm_config(setup)
         cache_config = kv_cache_config(setup)

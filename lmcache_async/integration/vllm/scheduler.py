@@ -220,8 +220,9 @@ class SchedulerHalf:
     def _current_lookup(self, state: RequestState) -> Lookup:
         """The last lookup, or a new one where that is spent, outdated or of another incarnation."""
         lookup, request = state.lookup, state.request
-        if lookup is not None and lookup.preemptions == request.num_preemptions:
-            if state.load_failed or not (lookup.released or self._to_repeat(lookup)):
+        if lookup is not None:
+            same = lookup.preemptions == request.num_preemptions
+            if same and (state.load_failed or not (lookup.released or self._to_repeat(lookup))):
                 return lookup
             self._client.release(lookup)
         state.load_failed = state.adopted = False
@@ -246,6 +247,7 @@ class SchedulerHalf:
         return 0 if answer is None else answer.chunks * self._policy.chunk_size + answer.partial_tokens
 
     def _start_load(self, state: RequestState, job: Job) -> None:
+        self._adopt(state)
         self._new_loads.append(job)
         self._loads[job.request_id] = ActiveLoad(state, state.lookup, job)
         state.loading = True

@@ -1,0 +1,267 @@
+"""The border to vLLM: what vLLM's code does with us, and that nothing of ours reaches it as an exception."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+    supports_hma,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.integration.vllm import connector as module
+from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
+from lmcache_async.integration.vllm.hits import hit_sources
+from lmcache_async.integration.vllm.metadata import StepMetadata
+from lmcache_async.integration.vllm.plugin import NAME, register
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.testing.vllm_setup import Setup, kv_cache_config, vllm_config
+
+
+@pytest.fixture
+def setup(tmp_path, socket_dir) -> Setup:
+    return Setup(folder=tmp_path / "model", options={"vllm.socket_dir": str(socket_dir)})
+
+
+def made(setup: Setup, role: KVConnectorRole = KVConnectorRole.SCHEDULER, **kv: Any) -> LMCacheAsyncConnector:
+    return LMCacheAsyncConnector(vllm_config(setup), role, kv_cache_config(setup))
+
+
+class Broken:
+    """A half in which everything fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: Any) -> Any:
+            raise RuntimeError(f"{name} is broken")
+
+        return fail
+
+    @property
+    def would_free_blocks(self) -> bool:
+        raise RuntimeError("broken")
+
+    def take_loads(self) -> tuple[()]:
+        return ()
+
+
+@pytest.fixture
+def broken(setup: Setup) -> LMCacheAsyncConnector:
+    connector = made(setup)
+    connector.shutdown()
+    connector._scheduler = Broken()  # type: ignore[assignment]
+    return connector
+
+
+def test_no_failure_of_the_scheduler_half_reaches_vllm(broken: LMCacheAsyncConnector):
+    request, blocks = SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],))
+
+    broken.on_new_request(request)
+    assert broken.get_num_new_matched_tokens(request, 0) == (0, False)
+    broken.update_state_after_alloc(request, blocks, 16)
+    assert broken.get_external_cache_hit_sources(request, 16) == {}
+    assert broken.build_connector_meta(SimpleNamespace()) == StepMetadata()
+    broken.update_connector_output(KVConnectorOutput())
+    assert broken.request_finished_all_groups(request, ([],)) == (False, None)
+    assert broken.request_finished(request, []) == (False, None)
+    assert broken.has_pending_block_frees() is False
+    assert broken.reset_cache() is True
+    broken.shutdown()
+
+
+def test_a_failure_is_logged_once_for_each_cause(broken: LMCacheAsyncConnector, monkeypatch, caplog):
+    monkeypatch.setattr(module, "logger", LimitedLogger(logging.getLogger("test.border")))
+    with caplog.at_level(logging.ERROR, logger="test.border"):
+        for _ in range(5):
+            broken.on_new_request(SimpleNamespace())
+        broken.update_connector_output(KVConnectorOutput())
+
+    assert [record.message for record in caplog.records] == [
+        "LMCacheAsyncConnector: RuntimeError: on_new_request is broken",
+        "LMCacheAsyncConnector: RuntimeError: update is broken",
+    ]
+
+
+def test_loads_reach_the_workers_even_if_stores_cannot_be_planned(broken: LMCacheAsyncConnector, monkeypatch):
+    loads = (object(),)
+    monkeypatch.setattr(broken._scheduler, "take_loads", lambda: loads, raising=False)
+
+    assert broken.build_connector_meta(SimpleNamespace()).loads == loads
+
+
+def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
+    broken: LMCacheAsyncConnector, monkeypatch
+):
+    lost: list[Any] = []
+    monkeypatch.setattr(broken._scheduler, "lose_load", lambda *call: lost.append(call), raising=False)
+
+    broken.update_state_after_alloc("request", "blocks", 0)
+    assert lost == []
+    broken.update_state_after_alloc("request", "blocks", 16)
+    assert lost == [("request", "blocks")]
+
+
+def test_a_step_of_the_worker_that_breaks_is_abandoned_so_that_its_jobs_are_reported(broken, monkeypatch):
+    abandoned: list[int] = []
+    broken._worker = Broken()
+    monkeypatch.setattr(broken._worker, "abandon_step", lambda: abandoned.append(1), raising=False)
+
+    broken.bind_connector_metadata(StepMetadata())
+    broken.start_load_kv(None)
+    broken.wait_for_save()
+
+    assert abandoned == [1, 1, 1]
+
+
+def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup):
+    config = vllm_config(setup)
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+    LMCacheAsyncConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(setup)).shutdown()
+
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_vllms_scheduler_reads_the_policy_after_it_has_made_the_connector():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+
+    assert 0 < source.index("create_connector(") < source.index("kv_transfer_config.kv_load_failure_policy")
+    assert "kv_transfer_config = self.vllm_config.kv_transfer_config" in source
+
+
+def test_vllm_knows_the_name_from_its_plugins_and_registering_again_is_harmless():
+    register()
+    register()
+
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is LMCacheAsyncConnector
+
+
+def test_the_entry_point_of_the_distribution_is_the_register_function():
+    from importlib.metadata import entry_points
+
+    (entry,) = entry_points(group="vllm.general_plugins", name="lmcache_async")
+    assert entry.load() is register
+
+
+def test_vllms_contract_is_met():
+    assert issubclass(LMCacheAsyncConnector, KVConnectorBase_V1)
+    assert issubclass(LMCacheAsyncConnector, SupportsHMA)
+    assert supports_hma(LMCacheAsyncConnector)
+    assert not LMCacheAsyncConnector.__abstractmethods__
+    assert list(inspect.signature(LMCacheAsyncConnector).parameters) == [
+        "vllm_config",
+        "role",
+        "kv_cache_config",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(LMCacheAsyncConnector) if not name.startswith("_")])
+def test_every_method_is_one_that_vllm_calls(name: str):
+    theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+
+    assert theirs is not None
+    if inspect.isfunction(theirs):
+        ours = list(inspect.signature(getattr(LMCacheAsyncConnector, name)).parameters)
+        assert ours == list(inspect.signature(theirs).parameters)
+
+
+def test_delivery_is_not_required_since_a_lost_store_is_a_later_miss(setup: Setup):
+    connector = made(setup)
+    connector.shutdown()
+
+    assert connector.requires_kv_delivery is False
+
+
+def test_a_wrong_key_stops_the_start_and_is_named(setup: Setup):
+    config = vllm_config(setup)
+    config.kv_transfer_config.kv_connector_extra_config["chunk_sise"] = 64
+
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="chunk_sise"):
+            LMCacheAsyncConnector(config, role, kv_cache_config(setup))
+
+
+def test_what_is_not_supported_turns_the_connector_off_with_the_reason(setup: Setup, caplog, monkeypatch):
+    monkeypatch.setattr(module, "logger", LimitedLogger(logging.getLogger("test.off")))
+    cache = kv_cache_config(setup)
+    cache.kv_cache_groups.append(cache.kv_cache_groups[0])
+    with caplog.at_level(logging.WARNING, logger="test.off"):
+        scheduler = LMCacheAsyncConnector(vllm_config(setup), KVConnectorRole.SCHEDULER, cache)
+        worker = LMCacheAsyncConnector(vllm_config(setup), KVConnectorRole.WORKER, cache)
+
+    (line,) = [record.message for record in caplog.records if record.name == "test.off"]
+    assert "2 KV cache groups" in line
+    request = SimpleNamespace(request_id="r")
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, None, 0)
+    assert scheduler.build_connector_meta(None) == StepMetadata()
+    scheduler.update_connector_output(KVConnectorOutput())
+    assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+    assert not scheduler.has_pending_push_work()
+    assert not scheduler.has_pending_block_frees()
+    assert scheduler.reset_cache() is True
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(StepMetadata())
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    for connector in (scheduler, worker):
+        connector.shutdown()
+
+
+def test_an_engine_that_cannot_be_opened_turns_the_worker_off(setup: Setup, caplog):
+    worker = made(setup, KVConnectorRole.WORKER)
+    with caplog.at_level(logging.ERROR):
+        logging.getLogger("lmcache_async").propagate = True
+        worker.register_kv_caches({})
+
+    assert worker._worker is None
+    worker.bind_connector_metadata(StepMetadata())
+    worker.shutdown()
+
+
+def test_our_lines_go_where_vllms_go(setup: Setup):
+    logging.getLogger("lmcache_async").handlers = []
+    made(setup).shutdown()
+
+    assert logging.getLogger("lmcache_async").handlers == logging.getLogger("vllm").handlers
+
+
+def test_importing_the_connector_starts_no_thread_and_no_device():
+    code = (
+        "import threading, sys\n"
+        "import vllm.distributed.kv_transfer.kv_connector.v1.base, torch\n"
+        "before = set(threading.enumerate())\n"
+        "import lmcache_async.integration.vllm.connector\n"
+        "assert set(threading.enumerate()) == before\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'lmcache_async.integration.vllm.worker' not in sys.modules\n"
+        "assert 'lmcache_async.integration.vllm.scheduler' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_hits_are_split_by_their_tiers_and_add_up():
+    assert hit_sources({"cpu": 2, "disk": 1, "s3": 1}, 1001) == {
+        CacheHitSource.HOST: 500,
+        CacheHitSource.DISK: 250,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 251,
+    }
+    assert hit_sources({}, 5) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
+    assert hit_sources({"cpu": 1}, 0) == {}

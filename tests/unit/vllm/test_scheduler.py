@@ -1,0 +1,676 @@
+"""The scheduler half alone: its client answers when the test says so, its blocks are vLLM's own pool's."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from lmcache_async.config import load_config
+from lmcache_async.integration.vllm.chains import RequestChain
+from lmcache_async.integration.vllm.lookups import MISS, Answer, Lookup
+from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.scheduler import Roles, SchedulerHalf
+from lmcache_async.integration.vllm.stores import MAX_JOB_CHUNKS
+from lmcache_async.integration.vllm.wire import Identity
+
+CHUNK, BLOCK, RANKS = 8, 2, 2
+IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
+
+
+class Client:
+    """The lookup client without its thread: hashes at once unless told not to, answers when told to."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.epoch = 0
+        self.ready = self.connected = True
+        self.hashes = True
+        self.asked: list[Lookup] = []
+        self.released: list[Lookup] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def ask(self, chain: RequestChain, num_tokens: int, preemptions: int) -> Lookup:
+        lookup = Lookup(f"{len(self.asked)}", num_tokens, self.epoch, self.time, preemptions)
+        if not self.ready:
+            lookup.answer = MISS
+        self.asked.append(lookup)
+        self.hash(chain, num_tokens)
+        return lookup
+
+    def hash(self, chain: RequestChain, num_tokens: int) -> None:
+        if not self.hashes:
+            return
+        if not chain.opened:
+            chain.open((b"0" * 16, b"1" * 16), IDENTITY, "")
+        chain.extend(num_tokens, lambda: None)
+
+    def release(self, lookup: Lookup) -> None:
+        if not lookup.released:
+            lookup.released = True
+            self.released.append(lookup)
+
+    def reset(self, *, memory_only: bool) -> None:
+        self.epoch += 1
+        self.ready = False
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class Bench:
+    """A scheduler half, and the little of vLLM's scheduler that calls it."""
+
+    def __init__(self, *, num_blocks: int = 1001, roles: Roles | None = None, **options: Any) -> None:
+        self.client = Client()
+        self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
+        config = load_config(env={}, extra={"chunk_size": CHUNK, **options})
+        self.half = SchedulerHalf(
+            config, block_size=BLOCK, world_size=RANKS, roles=roles or Roles(), client=self.client
+        )
+        self.half.bind_block_pool(self.pool)
+        self.blocks: dict[str, list[Any]] = {}
+        self.names = itertools.count()
+
+    def request(self, num_tokens: int, **options: Any) -> Request:
+        params = options.pop("params", None)
+        sampling = SamplingParams(
+            max_tokens=100, extra_args={"kv_transfer_params": params} if params else None, **options
+        )
+        tokens = [next(self.names)] + [1] * (num_tokens - 1)
+        request = Request(f"r{tokens[0]}", tokens, sampling, None)
+        self.half.on_new_request(request)
+        return request
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        self.client.asked[-1].answer = answer
+
+    def blocks_of(self, request: Request, num_tokens: int) -> list[Any]:
+        mine = self.blocks.setdefault(request.request_id, [])
+        missing = -(-num_tokens // BLOCK) - len(mine)
+        mine.extend(self.pool.get_new_blocks(missing) if missing > 0 else [])
+        return mine
+
+    def allocate(self, request: Request, external: int, num_tokens: int) -> None:
+        blocks = SimpleNamespace(blocks=(self.blocks_of(request, num_tokens),))
+        self.half.allocated(request, blocks, external)
+
+    def step(self, *scheduled: tuple[Request, int]) -> StepMetadata:
+        for request, count in scheduled:
+            self.blocks_of(request, request.num_computed_tokens + count)
+        ids = {
+            request.request_id: [block.block_id for block in self.blocks[request.request_id]]
+            for request, _ in scheduled
+        }
+        output = SimpleNamespace(
+            num_scheduled_tokens={request.request_id: count for request, count in scheduled},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids[name],)),
+        )
+        metadata = self.half.plan_step(output)
+        for request, count in scheduled:
+            request.num_computed_tokens += count
+        return metadata
+
+    def idle(self) -> StepMetadata:
+        return self.step()
+
+    def report(
+        self,
+        *,
+        copied: dict[int, int] | None = None,
+        finished: set[str] | None = None,
+        bad: set[int] = frozenset(),
+    ) -> None:
+        self.half.update(
+            SimpleNamespace(
+                invalid_block_ids=set(bad),
+                finished_recving=finished,
+                kv_connector_worker_meta=WorkerReport(copied) if copied else None,
+            )
+        )
+
+    def finish(self, request: Request) -> None:
+        blocks = self.blocks.pop(request.request_id, [])
+        self.half.finished(request, [block.block_id for block in blocks])
+        self.pool.free_blocks(reversed(blocks))
+
+    def complete(self, jobs: tuple[Job, ...]) -> None:
+        for job in jobs:
+            self.report(copied={job.job_id: RANKS})
+
+
+def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
+    return [(job.start, job.start + len(job.tokens) // 4) for job in jobs]
+
+
+def hit(chunks: int, partial: int = 0) -> Answer:
+    return Answer(
+        chunks, partial, (b"p" * 16, b"q" * 16) if partial else (), "", {"cpu": chunks}, pinned=True
+    )
+
+
+# Lookups
+
+
+def test_a_request_is_looked_up_before_it_is_queued():
+    bench = Bench()
+    bench.request(20)
+
+    assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
+
+
+def test_while_the_answer_is_out_vllm_is_told_to_ask_again():
+    bench = Bench()
+    request = bench.request(20)
+
+    assert [bench.half.match(request, 0) for _ in range(3)] == [(None, False)] * 3
+    assert len(bench.client.asked) == 1
+
+
+def test_an_answer_that_is_late_is_a_miss_and_counted_once():
+    bench = Bench()
+    request = bench.request(20)
+    bench.client.time = 0.2
+
+    assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
+    assert bench.half.counts.lookup_timeouts == 1
+
+
+def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():
+    bench = Bench()
+    request = bench.request(20)
+    bench.client.time = 0.2
+    bench.half.match(request, 0)
+    bench.answer(request, hit(2))
+
+    assert bench.half.match(request, 0) == (16, True)
+
+
+@given(chunks=st.integers(0, 4), partial=st.integers(0, 3), local=st.integers(0, 17))
+def test_only_what_lies_beyond_vllms_own_hit_is_offered_and_always_to_be_loaded_asynchronously(
+    chunks, partial, local
+):
+    bench = Bench()
+    request = bench.request(40)
+    bench.answer(request, hit(chunks, partial * BLOCK))
+
+    external, is_async = bench.half.match(request, local * BLOCK)
+
+    assert external == max(0, chunks * CHUNK + partial * BLOCK - local * BLOCK)
+    assert is_async == (external > 0)
+
+
+def test_a_full_hit_offers_every_token():
+    bench = Bench()
+    request = bench.request(16)
+    bench.answer(request, hit(2))
+
+    assert bench.half.match(request, 0) == (16, True)
+
+
+@pytest.mark.parametrize("params", [{"skip_load": True}, {"lmcache.skip_load": 1}], ids=["ours", "lmcache"])
+def test_a_request_may_ask_not_to_be_loaded(params):
+    bench = Bench()
+    request = bench.request(20, params=params)
+
+    assert bench.half.match(request, 0) == (0, False)
+    assert not bench.client.asked
+    assert spans(bench.step((request, 20)).stores) == [(0, 16), (16, 20)]
+
+
+def test_a_request_that_must_not_read_caches_is_not_looked_up():
+    bench = Bench()
+    request = bench.request(20, skip_reading_prefix_cache=True)
+
+    assert bench.half.match(request, 0) == (0, False)
+    assert not bench.client.asked
+
+
+def test_a_producer_never_loads_and_a_consumer_never_stores():
+    producer, consumer = Bench(roles=Roles(loads=False)), Bench(roles=Roles(stores=False))
+    first, second = producer.request(20), consumer.request(20)
+
+    assert producer.half.match(first, 0) == (0, False)
+    assert spans(producer.step((first, 20)).stores) == [(0, 16), (16, 20)]
+    assert consumer.half.match(second, 0) == (None, False)
+    assert consumer.step((second, 20)).stores == ()
+
+
+def test_prompts_given_as_embeddings_and_streaming_sessions_are_left_alone():
+    bench = Bench()
+    request = bench.request(20)
+    request.resumable = True
+    other = Request("other", [1] * 20, SamplingParams(max_tokens=1), None, resumable=True)
+
+    bench.half.on_new_request(other)
+
+    assert bench.half.match(other, 0) == (0, False)
+    assert len(bench.client.asked) == 1
+
+
+def test_tags_of_both_spellings_name_one_namespace():
+    bench = Bench()
+    bench.request(20, params={"tags": {"team": "a"}, "lmcache.tag.user": 7})
+
+    (state,) = bench.half._requests.values()
+    assert state.chain.tags == (("team", "a"), ("user", "7"))
+
+
+def test_a_preempted_request_is_looked_up_again_with_what_it_has_generated():
+    bench = Bench()
+    request = bench.request(20)
+    bench.answer(request, MISS)
+    bench.half.match(request, 0)
+    request.append_output_token_ids([5, 6, 7, 8])
+    request.num_preemptions += 1
+
+    assert bench.half.match(request, 0) == (None, False)
+    assert bench.client.asked[-1].num_tokens == 24
+    assert bench.client.released == bench.client.asked[:1]
+
+
+def test_a_miss_that_waited_long_in_the_queue_asks_again_but_few_do_in_one_step():
+    bench = Bench()
+    requests = [bench.request(20) for _ in range(20)]
+    for lookup in bench.client.asked:
+        lookup.answer = MISS
+    bench.client.time = 3.0
+
+    results = [bench.half.match(request, 0) for request in requests]
+
+    assert results.count((None, False)) == 8
+    bench.idle()
+    assert bench.half.match(requests[-1], 0) == (None, False)
+
+
+# Loads
+
+
+def load(bench: Bench, answer: Answer, *, num_tokens: int, local: int) -> tuple[Request, Job]:
+    request = bench.request(num_tokens)
+    bench.answer(request, answer)
+    external, _ = bench.half.match(request, local)
+    assert external is not None
+    bench.allocate(request, external, local + external)
+    request.num_computed_tokens = local + external
+    (job,) = bench.idle().loads
+    return request, job
+
+
+@given(chunks=st.integers(0, 5), partial=st.integers(0, 3), local=st.integers(0, 20))
+def test_a_load_is_of_the_chunks_that_overlap_and_skips_the_blocks_that_vllm_has(chunks, partial, local):
+    total, local_tokens = chunks * CHUNK + partial * BLOCK, local * BLOCK
+    if total <= local_tokens:
+        return
+    bench = Bench()
+    request, job = load(bench, hit(chunks, partial * BLOCK), num_tokens=60, local=local_tokens)
+    ids = [block.block_id for block in bench.blocks[request.request_id]]
+
+    assert job.start == local_tokens // CHUNK * CHUNK
+    assert job.start + len(job.tokens) // 4 == total
+    expected = [ids[block] if block >= local else SKIP for block in range(job.start // BLOCK, total // BLOCK)]
+    assert job.rows().tolist() == expected
+    assert array("i", job.tokens).tolist() == list(request.all_token_ids[job.start : total])
+    assert {len(keys) for keys in job.keys} == {16 * -(-len(job.tokens) // 4 // CHUNK)}
+    parts = list(job.chunks(1, CHUNK, BLOCK))
+    if partial:
+        assert parts[-1][0].key == b"q" * 16
+    assert sum(len(rows) for _, rows in parts) == len(expected)
+
+
+def test_a_load_is_sent_once():
+    bench = Bench()
+    load(bench, hit(2), num_tokens=30, local=0)
+
+    assert bench.idle().loads == ()
+
+
+def test_pins_of_a_lookup_last_until_the_load_has_ended():
+    bench = Bench()
+    request, _ = load(bench, hit(2), num_tokens=30, local=0)
+    bench.allocate(request, 0, 16)
+
+    assert not bench.client.released
+    bench.report(finished={request.request_id})
+    assert len(bench.client.released) == 1
+
+
+def test_pins_are_given_back_when_vllm_loads_nothing():
+    bench = Bench()
+    request = bench.request(30)
+    bench.answer(request, hit(2))
+    bench.half.match(request, 24)
+    bench.allocate(request, 0, 30)
+
+    assert len(bench.client.released) == 1
+
+
+def test_a_request_aborted_in_the_middle_of_its_load_stores_nothing_and_gives_its_pins_back_at_the_end():
+    bench = Bench()
+    request, _ = load(bench, hit(2), num_tokens=30, local=0)
+    bench.finish(request)
+
+    assert bench.idle().stores == ()
+    assert not bench.client.released
+    bench.report(finished={request.request_id})
+    assert len(bench.client.released) == 1
+
+
+def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again():
+    bench = Bench()
+    request, job = load(bench, hit(4, 4), num_tokens=37, local=0)
+    bad = job.touched_blocks()[5:]  # of the second chunk on
+
+    bench.report(bad=set(bad), finished={request.request_id})
+    request.num_computed_tokens = 10
+    stores = bench.step((request, 27)).stores
+
+    assert bench.half.counts.failed_loads == 1
+    assert spans(stores) == [(8, 32), (32, 36)]
+
+
+def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
+    bench = Bench()
+    request, job = load(bench, hit(3), num_tokens=37, local=0)
+    bench.report(bad=set(job.touched_blocks()), finished={request.request_id})
+    request.num_computed_tokens = 0
+
+    assert bench.half.match(request, 0) == (0, False)
+    assert len(bench.client.asked) == 1
+
+
+def test_a_failure_of_one_load_says_nothing_about_another():
+    bench = Bench()
+    _, bad = load(bench, hit(3), num_tokens=37, local=0)
+    good, _ = load(bench, hit(3), num_tokens=37, local=0)
+    bench.report(bad=set(bad.touched_blocks()))
+
+    assert not bench.half._requests[good.request_id].load_failed
+
+
+def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
+    bench = Bench()
+    request = bench.request(30)
+    bench.answer(request, hit(2))
+    bench.half.match(request, 4)
+    blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
+
+    bench.half.lose_load(request, blocks)
+
+    (job,) = bench.half.take_loads()
+    assert job.keys == ()
+    assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
+
+
+# Stores
+
+
+def test_chunks_are_stored_in_the_step_that_completes_them():
+    bench = Bench()
+    request = bench.request(37)
+    bench.answer(request, MISS)
+
+    stored = [spans(bench.step((request, count)).stores) for count in (7, 1, 20, 8, 1)]
+
+    assert stored == [[], [(0, 8)], [(8, 24)], [(24, 32), (32, 36)][:1], [(32, 36)]]
+
+
+def test_a_job_reads_exactly_the_blocks_of_its_tokens():
+    bench = Bench()
+    request = bench.request(37)
+    jobs = bench.step((request, 37)).stores
+    ids = [block.block_id for block in bench.blocks[request.request_id]]
+
+    assert [job.rows().tolist() for job in jobs] == [ids[:16], ids[16:18]]
+
+
+def test_what_the_lookup_found_is_not_stored_again():
+    bench = Bench()
+    request, _ = load(bench, hit(2), num_tokens=36, local=0)
+    bench.report(finished={request.request_id})
+
+    assert spans(bench.step((request, 20)).stores) == [(16, 32), (32, 36)]
+
+
+def test_a_prompt_that_is_there_to_its_partial_end_is_not_stored_at_all():
+    bench = Bench()
+    request, _ = load(bench, hit(4, 4), num_tokens=37, local=0)
+    bench.report(finished={request.request_id})
+
+    assert bench.step((request, 1)).stores == ()
+
+
+def test_nothing_is_stored_while_a_load_is_under_way():
+    bench = Bench()
+    request, _ = load(bench, hit(2), num_tokens=36, local=0)
+
+    assert bench.step((request, 0)).stores == ()
+
+
+def test_generated_tokens_are_stored_chunk_by_chunk():
+    bench = Bench()
+    request = bench.request(8)
+    bench.step((request, 8))
+    for token in range(9):
+        request.append_output_token_ids(token)
+        jobs = bench.step((request, 1)).stores
+
+    assert spans(jobs) == [] or request.num_computed_tokens == 17
+    assert bench.half._requests[request.request_id].next_chunk == 2
+
+
+def test_generated_tokens_stay_out_if_so_configured():
+    bench = Bench(**{"store.generated_tokens": False})
+    request = bench.request(8)
+    bench.step((request, 8))
+    for token in range(9):
+        request.append_output_token_ids(token)
+        assert bench.step((request, 1)).stores == ()
+
+
+def test_partial_chunks_stay_out_if_so_configured():
+    bench = Bench(**{"store.partial_chunks": False})
+    request = bench.request(12)
+
+    assert spans(bench.step((request, 12)).stores) == [(0, 8)]
+
+
+def test_drafted_tokens_that_may_be_rejected_are_not_stored():
+    bench = Bench()
+    request = bench.request(15)
+    bench.step((request, 15))
+    request.append_output_token_ids(3)
+
+    assert spans(bench.step((request, 9)).stores) == [(8, 16)]  # one known token and eight guesses
+    request.num_computed_tokens = 16
+    assert bench.half._requests[request.request_id].next_chunk == 2
+
+
+@pytest.mark.parametrize("name", ["skip_save", "force_skip_save", "lmcache.skip_save"])
+def test_a_request_may_ask_not_to_be_stored(name: str):
+    bench = Bench()
+    request = bench.request(20, params={name: True})
+
+    assert bench.step((request, 20)).stores == ()
+    bench.finish(request)
+    assert not bench.half.has_work
+
+
+def test_two_requests_with_one_prefix_store_it_once():
+    bench = Bench()
+    first = bench.request(37)
+    second = Request("twin", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
+    bench.half.on_new_request(second)
+
+    jobs = bench.step((first, 32), (second, 32)).stores
+
+    assert spans(jobs) == [(0, 32)]
+    bench.complete(jobs)
+    third = Request("later", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
+    bench.half.on_new_request(third)
+    assert spans(bench.step((third, 32)).stores) == [(0, 32)]  # ended: the engine knows better than we
+
+
+def test_source_blocks_are_held_until_every_rank_has_copied_them():
+    bench = Bench()
+    request = bench.request(16)
+    (job,) = bench.step((request, 16)).stores
+    bench.finish(request)
+
+    assert bench.pool.get_num_free_blocks() == 1000 - 8
+    assert bench.half.has_work
+    assert bench.half.would_free_blocks
+    bench.report(copied={job.job_id: 1})
+    assert bench.half.has_work
+    bench.report(copied={job.job_id: 1})
+    assert not bench.half.has_work
+    assert bench.pool.get_num_free_blocks() == 1000
+
+
+def test_blocks_of_a_running_request_would_not_become_free():
+    bench = Bench()
+    request = bench.request(16)
+    bench.step((request, 16))
+
+    assert not bench.half.would_free_blocks
+
+
+def test_beyond_the_cap_chunks_wait_for_a_later_step():
+    bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
+    request = bench.request(32)
+    first = bench.step((request, 32)).stores
+    nothing = bench.step((request, 0)).stores
+    bench.complete(first)
+    second = bench.step((request, 0)).stores
+
+    assert (spans(first), nothing, spans(second)) == ([(0, 16)], (), [(16, 32)])
+
+
+def test_what_does_not_fit_under_the_cap_at_the_end_is_dropped_and_counted():
+    bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
+    request = bench.request(38)
+    bench.step((request, 38))
+    bench.finish(request)
+
+    assert bench.idle().stores == ()
+    assert bench.half._stores.counts.dropped_chunks == 3
+
+
+def test_a_long_prefill_is_several_jobs():
+    bench = Bench(num_blocks=4001)
+    request = bench.request(CHUNK * (2 * MAX_JOB_CHUNKS + 1))
+    jobs = bench.step((request, request.num_tokens)).stores
+
+    assert [len(job.tokens) // 4 // CHUNK for job in jobs] == [MAX_JOB_CHUNKS, MAX_JOB_CHUNKS, 1]
+
+
+def test_chunks_without_keys_wait_for_them():
+    bench = Bench()
+    bench.client.hashes = False
+    request = bench.request(16)
+
+    assert bench.step((request, 16)).stores == ()
+    bench.client.hashes = True
+    bench.client.hash(bench.half._requests[request.request_id].chain, 16)
+    assert spans(bench.step((request, 0)).stores) == [(0, 16)]
+
+
+def test_the_last_chunks_of_a_finished_request_wait_for_their_keys_with_their_blocks_held():
+    bench = Bench()
+    bench.client.hashes = False
+    request = bench.request(20)
+    bench.step((request, 20))
+    chain = bench.half._requests[request.request_id].chain
+    bench.finish(request)
+
+    assert bench.idle().stores == ()
+    assert bench.half.has_work
+    bench.client.hashes = True
+    bench.client.hash(chain, 20)
+    jobs = bench.idle().stores
+    assert spans(jobs) == [(0, 16), (16, 20)]
+    bench.complete(jobs)
+    assert bench.pool.get_num_free_blocks() == 1000
+
+
+def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back():
+    bench = Bench()
+    bench.client.hashes = False
+    request = bench.request(20)
+    bench.step((request, 20))
+    bench.finish(request)
+    bench.client.time = 100.0
+
+    assert bench.idle().stores == ()
+    assert not bench.half.has_work
+    assert bench.pool.get_num_free_blocks() == 1000
+    assert bench.half._stores.counts.dropped_chunks == 3
+
+
+# Reset
+
+
+def test_after_a_reset_all_is_a_miss_until_it_is_done_and_then_asked_anew():
+    bench = Bench()
+    request = bench.request(20)
+    bench.answer(request, hit(2))
+    bench.half.reset()
+
+    assert bench.half.match(request, 0) == (0, False)
+    bench.client.ready = True
+    bench.client.time = 3.0
+    assert bench.half.match(request, 0) == (None, False)
+
+
+def test_kv_computed_before_a_reset_is_not_stored_after_it():
+    bench = Bench()
+    running, waiting = bench.request(20), bench.request(20)
+    bench.step((running, 8))
+    bench.half.reset()
+
+    jobs = bench.step((running, 12), (waiting, 20)).stores
+
+    assert {job.request_id for job in jobs} == {waiting.request_id}
+    assert {job.epoch for job in jobs} == {1}
+
+
+@given(data=st.data())
+def test_whatever_happens_every_block_comes_back_and_only_computed_ones_are_read(data):
+    bench = Bench(num_blocks=201, **{"vllm.max_pinned_fraction": 0.2})
+    live: list[Request] = []
+    flying: list[Job] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "finish", "copied", "grow"]))
+        if action == "add" and len(live) < 3:
+            live.append(bench.request(data.draw(st.integers(1, 40))))
+            bench.answer(live[-1], hit(0))
+        elif action == "step" and live:
+            request = data.draw(st.sampled_from(live))
+            left = request.num_tokens - request.num_computed_tokens
+            jobs = bench.step((request, data.draw(st.integers(0, left)))).stores
+            assert all(job.start + len(job.tokens) // 4 <= request.num_computed_tokens for job in jobs)
+            flying.extend(jobs)
+        elif action == "grow" and live:
+            data.draw(st.sampled_from(live)).append_output_token_ids([1] * data.draw(st.integers(1, 9)))
+        elif action == "finish" and live:
+            bench.finish(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        elif action == "copied" and flying:
+            bench.complete((flying.pop(),))
+        assert bench.half._pins.held_blocks <= 40
+    for request in live:
+        bench.finish(request)
+    flying.extend(bench.idle().stores)
+    bench.complete(tuple(flying))
+
+    assert not bench.half.has_work
+    assert bench.pool.get_num_free_blocks() == 200

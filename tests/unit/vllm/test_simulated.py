@@ -1,0 +1,399 @@
+"""Both halves under vLLM's real scheduler, with the real engine, over a KV cache whose values are known.
+
+The simulator fails a test by itself when a request would read KV that is not the KV of its tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM, next_token, value_after
+from lmcache_async.types import RetrieveReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Until = Callable[[Callable[[], bool]], None]
+
+OPTIONS = {
+    "chunk_size": 64,
+    "arena.max_bytes": "8MiB",
+    "arena.prefault": False,
+    "vllm.lookup_timeout_s": 20.0,  # the machine may be slow; a test of the deadline sets its own
+}
+
+
+@dataclass
+class Simulators:
+    """Makes simulators and closes them."""
+
+    tmp_path: Path
+    socket_dir: Path
+    until: Until
+    made: list[SimulatedVLLM] = field(default_factory=list)
+
+    def __call__(self, options: dict[str, Any] | None = None, **setup: Any) -> SimulatedVLLM:
+        given = {**OPTIONS, "vllm.socket_dir": str(self.socket_dir), **(options or {})}
+        sim = SimulatedVLLM(Setup(folder=self.tmp_path / "model", options=given, **setup))
+        self.made.append(sim)
+        self.until(lambda: scheduler_half(sim)._client.ready)
+        return sim
+
+    def settle(self, sim: SimulatedVLLM) -> None:
+        """All that was computed is stored, and vLLM's own cache is empty."""
+        sim.run()
+        self.until(lambda: all(engine_of(rank).statistics().running == 0 for rank in sim.ranks))
+        assert sim.scheduler.reset_prefix_cache()
+
+
+@pytest.fixture
+def simulators(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Simulators]:
+    made = Simulators(tmp_path, socket_dir, until)
+    yield made
+    for sim in made.made:
+        sim.close()
+
+
+def scheduler_half(sim: SimulatedVLLM) -> Any:
+    return sim.connector._scheduler
+
+
+def engine_of(rank: Any) -> Any:
+    return rank.connector._worker._transfers._engine
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+def expected(tokens: list[int], max_tokens: int) -> list[int]:
+    value = 0
+    for token in tokens:
+        value = value_after(value, token)
+    result = []
+    for _ in range(max_tokens):
+        result.append(next_token(value))
+        value = value_after(value, result[-1])
+    return result
+
+
+def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
+    half = scheduler_half(sim)
+    assert (half.has_work, half._requests, half._loads) == (False, {}, {})
+    assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_computed_once_is_loaded_back(simulators: Simulators, overlapped: bool, num_ranks: int):
+    sim = simulators(overlapped=overlapped, ranks=num_ranks)
+    tokens = prompt(500)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.outputs["cold"] == sim.outputs["warm"] == expected(tokens, 4)
+    assert sim.cached_tokens["warm"] == (0, 496)
+    assert_nothing_is_held(sim)
+
+
+def test_a_full_prompt_hit_computes_one_token(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(512)
+    sim.add("cold", tokens, max_tokens=1)
+    simulators.settle(sim)
+    before = sim.computed_tokens
+    sim.add("warm", tokens, max_tokens=1)
+    sim.run()
+
+    assert sim.cached_tokens["warm"] == (0, 512)
+    assert sim.computed_tokens - before == 1
+    assert sim.outputs["warm"] == expected(tokens, 1)
+
+
+def test_a_hit_continues_vllms_own_hit_in_the_middle_of_a_chunk(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("short", tokens[:100], max_tokens=1, params={"skip_load": True})
+    sim.run()
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.cached_tokens["warm"] == (96, 288 - 96)
+    assert sim.outputs["warm"] == expected(tokens, 4)
+
+
+def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(100)
+    sim.add("first", tokens, max_tokens=100)
+    simulators.settle(sim)
+    turn = tokens + sim.outputs["first"] + prompt(30, seed=1)
+    sim.add("second", turn)
+    sim.run()
+
+    assert sim.cached_tokens["second"] == (0, 192)
+    assert sim.outputs["second"] == expected(turn, 4)
+
+
+def test_prompts_that_part_in_the_middle_share_what_they_share(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(200)
+    sim.add("cold", tokens[:150])
+    simulators.settle(sim)
+    other = tokens[:150] + prompt(100, seed=2)
+    sim.add("other", other)
+    sim.run()
+
+    assert sim.cached_tokens["other"] == (0, 144)  # two chunks of 64, and of the third a block
+    assert sim.outputs["other"] == expected(other, 4)
+
+
+def test_tenants_share_nothing(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(200)
+    sim.add("mine", tokens, cache_salt="a", params={"tags": {"team": "x"}})
+    simulators.settle(sim)
+    sim.add("other salt", tokens, cache_salt="b", params={"tags": {"team": "x"}})
+    sim.add("other tag", tokens, cache_salt="a")
+    simulators.settle(sim)
+    sim.add("mine again", tokens, cache_salt="a", params={"tags": {"team": "x"}})
+    sim.run()
+
+    assert sim.cached_tokens["other salt"][1] == sim.cached_tokens["other tag"][1] == 0
+    assert sim.cached_tokens["mine again"] == (0, 192)
+
+
+def test_chunks_live_on_disk_through_a_restart(simulators: Simulators, tmp_path: Path):
+    options = {
+        "tiers": [
+            {"name": "cpu"},
+            {"name": "disk", "path": f"file://{tmp_path / 'kv'}", "max_bytes": "64MiB"},
+        ]
+    }
+    tokens = prompt(300)
+    first = simulators(options, ranks=2)
+    first.add("cold", tokens)
+    simulators.settle(first)
+    first.close()
+    simulators.made.clear()
+    second = simulators(options, ranks=2)
+    second.add("warm", tokens)
+    second.run()
+
+    assert second.cached_tokens["warm"] == (0, 288)
+    assert second.outputs["warm"] == expected(tokens, 4)
+
+
+def test_requests_with_one_prefix_at_the_same_moment(simulators: Simulators):
+    sim = simulators(num_blocks=200)
+    shared = prompt(200)
+    prompts = {f"r{index}": shared + prompt(40, seed=index + 1) for index in range(6)}
+    for round_ in ("cold", "warm"):
+        for name, tokens in prompts.items():
+            sim.add(f"{round_} {name}", tokens)
+        simulators.settle(sim)
+
+    for name, tokens in prompts.items():
+        assert sim.outputs[f"cold {name}"] == sim.outputs[f"warm {name}"] == expected(tokens, 4)
+        assert sum(sim.cached_tokens[f"warm {name}"]) == 240
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: bool):
+    sim = simulators(num_blocks=24, overlapped=overlapped, max_num_seqs=4)
+    prompts = {f"r{index}": prompt(60, seed=index) for index in range(4)}
+    for name, tokens in prompts.items():
+        sim.add(name, tokens, max_tokens=70)
+    sim.run()
+
+    assert sim.preemptions > 0
+    for name, tokens in prompts.items():
+        assert sim.outputs[name] == expected(tokens, 70)
+    assert_nothing_is_held(sim)
+
+
+def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing_behind(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    while not scheduler_half(sim)._loads:
+        sim.step()
+    sim.abort("warm")
+    sim.run()
+    sim.add("again", tokens)
+    sim.run()
+
+    assert sim.outputs["again"] == expected(tokens, 4)
+    assert_nothing_is_held(sim)
+
+
+def test_a_request_aborted_in_the_middle_of_its_prefill_leaves_what_was_computed(simulators: Simulators):
+    sim = simulators()
+    tokens = prompt(500)
+    sim.add("cold", tokens)
+    while sim.computed_tokens < 256:
+        sim.step()
+    sim.abort("cold")
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.cached_tokens["warm"] == (0, 256)
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("hit_chunks", [0, 1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
+    simulators: Simulators, hit_chunks: int, num_ranks: int
+):
+    sim = simulators(ranks=num_ranks)
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    engine = engine_of(sim.ranks[-1])
+    retrieve = engine.retrieve_chunks
+
+    async def some(request: Any) -> Any:
+        engine.retrieve_chunks = retrieve  # once
+        if not hit_chunks:
+            return RetrieveReport()
+        return await retrieve(
+            replace(request, chunks=request.chunks[:hit_chunks], rows=request.rows[:hit_chunks])
+        )
+
+    engine.retrieve_chunks = some
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert "length" in sim.finish_reasons["warm"]
+    assert scheduler_half(sim).counts.failed_loads == 1
+    assert_nothing_is_held(sim)
+
+
+def test_a_lookup_that_is_late_is_a_miss_and_never_a_delay(simulators: Simulators):
+    sim = simulators({"vllm.lookup_timeout_s": 1e-6})
+    tokens = prompt(300)
+    for name in ("cold", "warm"):
+        sim.add(name, tokens)
+        simulators.settle(sim)
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert scheduler_half(sim).counts.lookup_timeouts + sim.cached_tokens["warm"][1] > 0
+    assert_nothing_is_held(sim)
+
+
+def test_a_prompt_larger_than_the_arena_stores_what_fits(simulators: Simulators):
+    sim = simulators({"arena.max_bytes": "128KiB"}, num_blocks=200)
+    tokens = prompt(2000)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert_nothing_is_held(sim)
+
+
+def test_after_reset_cache_nothing_is_found_and_then_it_works_again(simulators: Simulators, until: Until):
+    sim = simulators()
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    assert sim.scheduler.reset_prefix_cache(reset_connector=True)
+    until(lambda: scheduler_half(sim)._client.ready)
+    for name in ("after", "warm"):
+        sim.add(name, tokens)
+        simulators.settle(sim)
+
+    assert sim.cached_tokens["after"] == (0, 0)
+    assert sim.cached_tokens["warm"] == (0, 288)
+
+
+@pytest.mark.parametrize(("role", "hits"), [("kv_producer", 0), ("kv_consumer", 0), ("kv_both", 288)])
+def test_a_producer_never_loads_and_a_consumer_never_stores(simulators: Simulators, role: str, hits: int):
+    sim = simulators(kv_role=role)
+    tokens = prompt(300)
+    for name in ("cold", "warm"):
+        sim.add(name, tokens)
+        simulators.settle(sim)
+
+    assert sim.cached_tokens["warm"] == (0, hits)
+    stored = engine_of(sim.ranks[0]).statistics().tiers["cpu"].chunks
+    assert (stored > 0) == (role != "kv_consumer")
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed: int):
+    chosen = random.Random(seed)
+    sim = simulators(
+        {
+            "chunk_size": chosen.choice([16, 32, 64]),
+            "arena.max_bytes": chosen.choice(["256KiB", "1MiB"]),
+            "vllm.lookup_timeout_s": chosen.choice([1e-4, 0.1, 20.0]),
+        },
+        num_blocks=chosen.choice([24, 40, 200]),
+        ranks=chosen.choice([1, 2]),
+        overlapped=chosen.random() < 0.5,
+        max_num_batched_tokens=chosen.choice([64, 256]),
+        max_num_seqs=chosen.choice([2, 8]),
+        prefix_caching=chosen.random() < 0.5,
+    )
+    fail_some_loads(sim, chosen)
+    roots = [prompt(280, seed=1000 + index) for index in range(2)]
+    prompts = {
+        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, 280)]
+        + prompt(chosen.choice([0, 1, 20]), index)
+        for index in range(16)
+    }
+    waiting, lengths = list(prompts), {name: chosen.choice([1, 3, 40]) for name in prompts}
+    while waiting or sim.busy:
+        if waiting and chosen.random() < 0.3:
+            name = waiting.pop()
+            sim.add(name, prompts[name], max_tokens=lengths[name])
+        if chosen.random() < 0.02:
+            running = [name for name in sim.outputs if name not in sim.finish_reasons]
+            for name in running[:1]:
+                sim.abort(name)
+        if chosen.random() < 0.02:
+            sim.scheduler.reset_prefix_cache(reset_connector=chosen.random() < 0.3)
+        sim.step()
+    sim.run()
+
+    for name, tokens in prompts.items():
+        if sim.finish_reasons[name] != "abort":
+            assert "length" in sim.finish_reasons[name]
+            assert sim.outputs[name] == expected(tokens, lengths[name])
+    assert_nothing_is_held(sim)
+
+
+def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
+    for rank in sim.ranks:
+        engine = engine_of(rank)
+
+        async def some(request: Any, retrieve: Any = engine.retrieve_chunks) -> Any:
+            if chosen.random() < 0.1:
+                raise RuntimeError("a bug of ours")
+            keep = (
+                chosen.randrange(1, len(request.chunks) + 1) if chosen.random() < 0.3 else len(request.chunks)
+            )
+            return await retrieve(replace(request, chunks=request.chunks[:keep], rows=request.rows[:keep]))
+
+        engine.retrieve_chunks = some

@@ -1,0 +1,289 @@
+"""The worker half over an engine that the test drives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_async.config import load_config
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import Namespace
+from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata
+from lmcache_async.integration.vllm.wire import encode, receive, socket_path
+from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.types import RetrieveReport, StoreReport
+
+CHUNK, BLOCK = 4, 2
+
+
+class Engine:
+    """Does to each request what the test put into `retrieve` and `store`."""
+
+    def __init__(self) -> None:
+        self.copier = self
+        self.fences = 0
+        self.retrieved: list[Any] = []
+        self.stored: list[Any] = []
+        self.cleared: list[bool] = []
+        self.hit_chunks = 99
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fence(self) -> int:
+        self.fences += 1
+        return self.fences
+
+    async def retrieve_chunks(self, request: Any) -> RetrieveReport:
+        self.retrieved.append(request)
+        await asyncio.to_thread(self.gate.wait)
+        if self.error:
+            raise self.error
+        return RetrieveReport(hit_chunks=min(self.hit_chunks, len(request.chunks)))
+
+    async def store_chunks(self, request: Any) -> StoreReport:
+        self.stored.append(request)
+        await asyncio.to_thread(self.gate.wait)
+        if self.error:
+            raise self.error
+        request.on_copied()
+        return StoreReport()
+
+    async def clear(self, *, memory_only: bool = False) -> int:
+        self.cleared.append(memory_only)
+        return 3
+
+
+def job(job_id: int = 1, *, blocks: tuple[int, ...] = (10, 11, 12, 13, 14), epoch: int = 0) -> Job:
+    num_tokens = len(blocks) * BLOCK
+    return Job(
+        job_id=job_id,
+        request_id=f"r{job_id}",
+        request_namespace="tenant",
+        epoch=epoch,
+        start=0,
+        tokens=array("i", range(num_tokens)).tobytes(),
+        keys=(b"0" * 16 * 3, b"1" * 16 * 3),
+        texts=(),
+        block_ids=array("q", blocks).tobytes(),
+    )
+
+
+class Worker(WorkerHalf):
+    """A worker half with a test's engine."""
+
+    def __init__(self, engine: Engine, socket_dir: Path) -> None:
+        self.engine = engine
+        self.closed = False
+
+        @contextlib.asynccontextmanager
+        async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
+            yield engine
+            self.closed = True
+
+        super().__init__(
+            load_config(env={}, extra={"chunk_size": CHUNK}),
+            rank=1,
+            block_size=BLOCK,
+            socket=socket_path(socket_dir, "engine", 1),
+            open_engine=open_engine,
+        )
+
+
+NAMESPACE = Namespace(model="m", weights="w", dtype="float32", layout="l")
+
+
+@pytest.fixture
+def layout() -> KVLayout:
+    return KVLayout.from_block_views([torch.zeros(20, 1, BLOCK, 4)], num_blocks=20, block_size=BLOCK)
+
+
+@pytest.fixture
+def worker(socket_dir: Path, layout: KVLayout) -> Iterator[Worker]:
+    half = Worker(Engine(), socket_dir)
+    half.open(layout, NAMESPACE)
+    yield half
+    half.engine.gate.set()
+    half.close()
+
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+def finished(worker: Worker, until: Until, count: int = 1) -> tuple[list[str], set[int]]:
+    names: list[str] = []
+
+    def more() -> bool:
+        names.extend(worker.take_finished())
+        return len(names) >= count
+
+    until(more)
+    return names, worker.take_failed_blocks()
+
+
+def copied(worker: Worker, until: Until, count: int = 1) -> dict[int, int]:
+    found: dict[int, int] = {}
+
+    def more() -> bool:
+        report = worker.take_report()
+        found.update(report.copied if report else {})
+        return len(found) >= count
+
+    until(more)
+    return found
+
+
+def test_a_load_gives_the_engine_its_ranks_chunks_and_ends_once(worker: Worker, until: Until):
+    worker.begin_step(StepMetadata(loads=(job(),)))
+
+    assert finished(worker, until) == (["r1"], set())
+    (request,) = worker.engine.retrieved
+    assert [chunk.key for chunk in request.chunks] == [b"1" * 16] * 3
+    assert [rows.tolist() for rows in request.rows] == [[10, 11], [12, 13], [14]]
+    assert request.request_namespace == "tenant"
+    assert worker.take_finished() == set()
+
+
+def test_on_a_cpu_a_load_begins_with_the_step_and_not_again_after_the_forward(worker: Worker, until: Until):
+    worker.begin_step(StepMetadata(loads=(job(),)))
+    worker.start_loads()
+    finished(worker, until)
+
+    assert len(worker.engine.retrieved) == 1
+
+
+def test_blocks_beyond_the_hit_are_reported_no_later_than_the_end(worker: Worker, until: Until):
+    worker.engine.hit_chunks = 1
+    worker.begin_step(StepMetadata(loads=(job(blocks=(SKIP, 11, SKIP, 13, 14)),)))
+
+    assert finished(worker, until) == (["r1"], {13, 14})
+
+
+def test_an_engine_that_raises_is_a_load_with_every_block_failed(worker: Worker, until: Until):
+    worker.engine.error = RuntimeError("a bug")
+    worker.begin_step(StepMetadata(loads=(job(blocks=(SKIP, 11, 12)),)))
+
+    assert finished(worker, until) == (["r1"], {11, 12})
+
+
+def test_one_broken_load_harms_no_other(worker: Worker, until: Until):
+    broken = Job(2, "r2", "", 0, 0, b"\0" * 16, (), (), array("q", [3, 4]).tobytes())
+    worker.begin_step(StepMetadata(loads=(broken, job())))
+
+    names, failed = finished(worker, until, 2)
+    assert (sorted(names), failed) == (["r1", "r2"], {3, 4})
+
+
+def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Until):
+    worker.begin_step(StepMetadata(stores=(job(7),)))
+    assert not worker.engine.stored
+    worker.start_stores()
+
+    assert copied(worker, until) == {7: 1}
+    assert worker.engine.stored[0].fence == 1
+    assert worker.take_report() is None
+
+
+def test_a_store_that_fails_gives_its_blocks_back(worker: Worker, until: Until):
+    worker.engine.error = RuntimeError("a bug")
+    worker.begin_step(StepMetadata(stores=(job(7),)))
+    worker.start_stores()
+
+    assert copied(worker, until) == {7: 1}
+
+
+def test_the_models_thread_waits_for_no_engine(worker: Worker, until: Until):
+    worker.engine.gate.clear()
+    worker.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    worker.start_stores()
+
+    assert worker.take_finished() == set()
+    assert worker.take_report() is None
+    worker.engine.gate.set()
+    assert finished(worker, until)[0] == ["r1"]
+    assert copied(worker, until) == {2: 1}
+
+
+def test_a_step_that_breaks_reports_all_of_its_jobs(worker: Worker, until: Until):
+    worker.begin_step(StepMetadata(stores=(job(7),)))
+    worker.abandon_step()
+    worker.start_stores()
+
+    assert copied(worker, until) == {7: 1}
+    assert not worker.engine.stored
+
+
+def test_without_a_fence_nothing_is_copied_and_all_is_reported(worker: Worker, until: Until, monkeypatch):
+    monkeypatch.setattr(worker.engine, "fence", lambda: 1 / 0)
+    worker.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    worker.start_stores()
+
+    assert finished(worker, until) == (["r1"], {10, 11, 12, 13, 14})
+    assert copied(worker, until) == {2: 1}
+
+
+async def ask(path: Path, message: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(encode({"id": 1, **message}))
+    try:
+        return await receive(reader)
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_stranger_to_the_protocol_gets_an_error_and_the_server_lives(worker: Worker):
+    assert "error" in await ask(worker._socket, {"op": "nonsense"})
+    assert (await ask(worker._socket, {"op": "hello"}))["root"] == NAMESPACE.root()
+
+
+async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker, until: Until):
+    await ask(worker._socket, {"op": "clear", "epoch": 1, "memory_only": True})
+    worker.begin_step(StepMetadata(stores=(job(1, epoch=0), job(2, epoch=1))))
+    worker.start_stores()
+
+    assert copied(worker, until, 2) == {1: 1, 2: 1}
+    assert [request.request_id for request in worker.engine.stored] == ["r2"]
+    assert worker.engine.cleared == [True]
+
+
+def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout: KVLayout):
+    half = Worker(Engine(), socket_dir)
+    half.open(layout, NAMESPACE)
+    half.close()
+    half.close()
+
+    assert half.closed
+    assert not half._socket.exists()
+
+
+def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVLayout):
+    half = Worker(Engine(), socket_dir)
+    half.open(layout, NAMESPACE)
+    half.close()
+    half.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    half.start_stores()
+
+    assert half.take_finished() == {"r1"}
+    assert half.take_failed_blocks() == {10, 11, 12, 13, 14}
+    assert half.take_report() is not None
+
+
+def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):
+    half = WorkerHalf(
+        load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
+        rank=0,
+        block_size=BLOCK,
+        socket=socket_path(socket_dir, "engine", 0),
+    )
+    with pytest.raises(ConfigError, match="nonsense"):
+        half.open(layout, NAMESPACE)
