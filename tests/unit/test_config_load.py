@@ -127,7 +127,7 @@ def test_the_defaults_alone_are_a_config():
     assert config == EngineConfig()
     assert [tier.name for tier in config.tiers] == ["cpu"]
     assert config.arena.max_bytes == 4 * 2**30
-    assert (config.retrieve.timeout_s, config.vllm.lookup_timeout_s) == (10, 0.1)
+    assert (config.retrieve.timeout_s, config.vllm.lookup_timeout_s) == (10, 0.5)
 
 
 def test_pending_writes_are_half_of_the_arena_unless_configured():
