@@ -77,13 +77,14 @@ class Link:
 
     async def _ask(self, message: Message) -> Message | None:
         self._next_id += 1
+        message_id = self._next_id
         future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
-        self._waiting[self._next_id] = future
-        self.post({"id": self._next_id, **message})
+        self._waiting[message_id] = future
+        self.post({"id": message_id, **message})
         try:
             return await future
         finally:
-            self._waiting.pop(self._next_id, None)
+            del self._waiting[message_id]
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Until the connection is lost; whether it ever served."""

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,7 +37,7 @@ class KeySet:
 
     keys: set[bytes] = field(default_factory=set)
     pins: Counter[str] = field(default_factory=Counter)
-    gate: threading.Event | None = None
+    gate: threading.Event | SimpleNamespace | None = None
     broken: bool = False
     cleared: list[tuple[int, bool]] = field(default_factory=list)
 
@@ -256,6 +257,23 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     until(lambda: ranks.client.connected)
 
     assert ranks.ask(PROMPT).chunks == 3
+
+
+def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
+    """Each answer finds its own lookup, though others are asked and answered meanwhile."""
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    turn = threading.Semaphore(0)
+    ranks.engines[0].gate = SimpleNamespace(wait=turn.acquire)
+    chains = [RequestChain(f"r{number}", PROMPT[: 8 * number], 8 * number) for number in (1, 2, 3)]
+
+    lookups = [ranks.client.ask(chain, len(chain.source), 0) for chain in chains]
+    for count in (1, 2, 3):
+        turn.release()
+        until(lambda: sum(lookup.answer is not None for lookup in lookups) == count)  # noqa: B023
+
+    assert [lookup.answer.chunks for lookup in lookups if lookup.answer] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "lost"])
