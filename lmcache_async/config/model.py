@@ -203,7 +203,7 @@ class VLLMConfig(Section):
     """What only the vLLM connector uses."""
 
     lookup_timeout_s: Seconds = Field(
-        default=0.1,
+        default=0.5,
         description="How long a request waits for its lookup before it counts as a miss, in seconds.",
     )
     lookup_pin_ttl_s: Seconds = Field(
