@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 def test_hits_across_processes_and_a_kill(engines: Engines, reference: Reference, tmp_path: Path) -> None:
     prefix = tokens("processes", 500)
-    questions = [Question(prefix + tokens(f"processes {i}", 70 * i)) for i in range(4)]
+    questions = [Question(prefix + tokens(f"processes {i}", 60 * i)) for i in range(8)]
 
     with engines.started(connector(disk=tmp_path), processes=True) as engine:
         cold = engine.ask_all(questions)
