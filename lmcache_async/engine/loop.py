@@ -27,9 +27,8 @@ class LoopThread:
     def __init__(self, name: str = "lmcache-async-loop") -> None:
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self._lock = (
-            threading.Lock()
-        )  # nothing is put on the loop behind the closing, where it would never run
+        # Held to put anything on the loop: behind the closing it would never run.
+        self._lock = threading.Lock()
         self._closed = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -34,10 +34,8 @@ class LimitedLogger:
         now = self._clock()
         last, held_back = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < self._interval_s:
-            self._causes[cause] = (
-                last,
-                held_back + 1,
-            )  # at the end: who was silent longest is forgotten first
+            # At the end again: the cause that was silent longest is forgotten first.
+            self._causes[cause] = (last, held_back + 1)
             return
         if len(self._causes) >= self._MAX_CAUSES:
             del self._causes[next(iter(self._causes))]

@@ -164,10 +164,11 @@ def test_a_store_is_one_line():
     hooks, lines = instrument()
     hooks.stored("r1", STORED)
 
-    assert lines.texts == [
+    (text,) = lines.texts
+    assert text == (
         "stored 16 tokens in 2 chunks (1 present, dropped: no_room=3), 4.0 MB:"
-        + " copied in 4.0 ms, 1.00 GB/s; with the tiers in 10.0 ms [r1]"
-    ]
+        " copied in 4.0 ms, 1.00 GB/s; with the tiers in 10.0 ms [r1]"
+    )
 
 
 def test_a_retrieve_is_one_line_that_names_the_tiers_and_the_cause():
