@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,8 @@ def build(
     """Make the parts; nothing is opened yet but the arena's memory and the copier.
 
     Raises:
-        ConfigError: A name, an option or a chain is wrong.
+        ConfigError: A name or an option is wrong.
+        ChainError: The stages of a chain do not fit.
     """
     if config.chunk_size % layout.tokens_per_row:
         raise ConfigError(
@@ -67,37 +69,36 @@ def build(
         namespace=namespace.text, layout=layout.text, dtype=layout.dtype, chunk_size=config.chunk_size
     )
     payload = layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
-    arena = Arena(
-        config.arena.max_bytes,
-        record_format.record_bytes(payload),
-        pin=layout.device.type == "cuda",
-        pin_device=layout.device.index,
-        huge_pages=config.arena.huge_pages,
-        prefault=config.arena.prefault,
-    )
-    copier = open_copier(layout, threads=config.copy_threads)
-    workers = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="lmcache-async-work")
-    resources: dict[str, Any] = {
-        "arena": arena,
-        "config": config,
-        "copier": copier,
-        "layout": layout,
-        "logger": logger,
-        "namespace": namespace,
-        "record_format": record_format,
-        "stack": stack,
-        "workers": workers,
-    }
-    try:
+    with contextlib.ExitStack() as undo:
+        arena = Arena(
+            config.arena.max_bytes,
+            record_format.record_bytes(payload),
+            pin=layout.device.type == "cuda",
+            pin_device=layout.device.index,
+            huge_pages=config.arena.huge_pages,
+            prefault=config.arena.prefault,
+        )
+        undo.callback(arena.close)
+        copier = open_copier(layout, threads=config.copy_threads)
+        undo.callback(copier.close)
+        workers = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="lmcache-async-work")
+        undo.callback(workers.shutdown)
+        resources: dict[str, Any] = {
+            "arena": arena,
+            "config": config,
+            "copier": copier,
+            "layout": layout,
+            "logger": logger,
+            "namespace": namespace,
+            "record_format": record_format,
+            "stack": stack,
+            "workers": workers,
+        }
         store = _chain(registry, config.store.stages, resources, third_party=config.plugins.third_party)
         store.check_ends(StoreRequest, BatchStored)
         retrieve = _chain(registry, config.retrieve.stages, resources, third_party=config.plugins.third_party)
         retrieve.check_ends(RetrieveRequest, RetrieveReport)
-    except BaseException:
-        workers.shutdown(wait=False)
-        copier.close()
-        arena.close()
-        raise
+        undo.pop_all()
     return Parts(arena, copier, stack, workers, record_format, store, retrieve, resources)
 
 
@@ -126,7 +127,13 @@ def _stacked(
     tier: Tier = tier_class(validate_options(tier_class.config_type, options, spec.where))
     if tier.capabilities.in_arena:
         return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
-    guarded = GuardLayer(tier, name=spec.id, timeout_s=spec.timeout_s, logger=logger)
+    guarded = GuardLayer(
+        tier,
+        name=spec.id,
+        timeout_s=spec.timeout_s,
+        close_timeout_s=config.shutdown_timeout_s,
+        logger=logger,
+    )
     return StackedTier(
         spec.id, guarded, TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
     )

@@ -15,7 +15,7 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger
 from lmcache_async.engine.pins import Pins
 from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
-from lmcache_async.engine.runners import open_runners
+from lmcache_async.engine.runners import Once, open_runners
 from lmcache_async.engine.tokens import TokenVerbs
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import Namespace
@@ -76,16 +76,17 @@ class CacheEngine(TokenVerbs):
         have still to write, then frees everything. What persistent tiers hold stays.
 
         Raises:
-            ConfigError: A name, an option or a chain is wrong, or a tier cannot be opened.
+            ConfigError: A name or an option is wrong, or a tier cannot be opened.
+            ChainError: The stages of a chain do not fit.
         """
         logger = logger or default_logger()
         parts = build(config, layout, namespace, logger, registry or Registry())
         try:
+            engine = cls(config, parts, namespace, layout, instrument or LogInstrument(logger.logger))
             await parts.stack.open(parts.arena)
         except BaseException:
             _free(parts)
             raise
-        engine = cls(config, parts, namespace, layout, instrument or LogInstrument(logger.logger))
         try:
             yield engine
         finally:
@@ -130,11 +131,8 @@ class CacheEngine(TokenVerbs):
 
         Ends when the slowest tier has taken or refused them, or at the deadline.
         """
-        copied = _Once(request.on_copied)
-        try:
-            return await self._track(self._do_store(request, copied))
-        finally:
-            copied()
+        copied = Once(request.on_copied)
+        return await self._track(self._do_store(request, copied), ended=copied)
 
     async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
         """Bring the longest prefix of the request's chunks to its rows."""
@@ -148,7 +146,7 @@ class CacheEngine(TokenVerbs):
                 batches: list[Batch] = await self._runners.prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
                 )
-            except BudgetExceededError:
+            except (BudgetExceededError, TierError):
                 return 0
             return sum(len(chunk.tokens) for batch in batches for chunk in batch.chunks)
 
@@ -160,7 +158,7 @@ class CacheEngine(TokenVerbs):
         Stores under way end first, so that nothing old arrives behind the clearing.
 
         Raises:
-            TierError: They did not end in time, or a tier could not be cleared.
+            TierError: They did not end in time; or a tier could not be cleared, while the others were.
         """
         self._check_open()
         timeout_s = self.config.store.timeout_s
@@ -172,9 +170,15 @@ class CacheEngine(TokenVerbs):
         if not await self._parts.stack.flush(timeout_s=timeout_s):
             raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
         removed = 0
+        failure: TierError | None = None
         for stacked in self._parts.stack.tiers:
-            if not (memory_only and stacked.tier.capabilities.persistent):
-                removed += await stacked.tier.clear()
+            try:
+                if not (memory_only and stacked.tier.capabilities.persistent):
+                    removed += await stacked.tier.clear()
+            except TierError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
         return removed
 
     async def flush(self, *, timeout_s: float) -> bool:
@@ -193,7 +197,7 @@ class CacheEngine(TokenVerbs):
             late_calls=stack.late_calls,
         )
 
-    async def _do_store(self, request: StoreRequest, copied: _Once) -> StoreReport:
+    async def _do_store(self, request: StoreRequest, copied: Once) -> StoreReport:
         start = time.perf_counter()
         timeout_s = self.config.store.timeout_s
         try:
@@ -226,59 +230,70 @@ class CacheEngine(TokenVerbs):
         leases = await stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
         self._pins.hold(lookup_id, leases)
 
-    async def _track(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run as a task of the engine's own, so that closing can end it."""
+    async def _track(
+        self, coroutine: Coroutine[Any, Any, T], *, ended: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run as a task of the engine's own, so that closing can end it.
+
+        Args:
+            ended: Called when the task has really ended: a caller cancelled twice is gone before that.
+        """
         try:
             self._check_open()
         except EngineClosedError:
             coroutine.close()
+            ended()
             raise
         task = asyncio.ensure_future(coroutine)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: ended())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            if self._closed and task.cancelled() and not _caller_is_cancelled():
+                raise EngineClosedError("the engine was closed during the call") from None
             task.cancel()
             await asyncio.wait({task})
             raise
+        finally:
+            del task  # its traceback holds views of slabs: not for as long as somebody keeps ours
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
 
     async def _aclose(self) -> None:
+        """Cancelled, it waits no longer for writes, but frees everything all the same."""
         self._closed = True
         timeout_s = self.config.shutdown_timeout_s
         deadline = time.monotonic() + timeout_s
-        if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s)
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s)
-        self._pins.close()
+        stack = self._parts.stack
         try:
-            await self._parts.stack.aclose(timeout_s=max(0.0, deadline - time.monotonic()))
+            if self._running:
+                await asyncio.wait(self._running, timeout=timeout_s)
+        except asyncio.CancelledError:
+            deadline = 0.0
+            raise
         finally:
-            _free(self._parts)
+            async with contextlib.AsyncExitStack() as steps:  # each is taken, whatever becomes of the others
+                steps.callback(_free, self._parts)
+                steps.push_async_callback(
+                    lambda: stack.aclose(timeout_s=max(0.0, deadline - time.monotonic()))
+                )
+                steps.callback(self._pins.close)
+                for task in self._running:
+                    task.cancel()
+                if self._running:
+                    await asyncio.wait(self._running, timeout=timeout_s)
 
 
-class _Once:
-    """Calls back the first time it is called, and notes when that was."""
-
-    def __init__(self, callback: Callable[[], None] | None) -> None:
-        self._callback = callback
-        self.time: float | None = None
-
-    def __call__(self) -> None:
-        if self.time is None:
-            self.time = time.perf_counter()
-            if self._callback is not None:
-                self._callback()
+def _caller_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _free(parts: Parts) -> None:
-    parts.workers.shutdown(wait=False)
+    parts.workers.shutdown()  # what runs there waits for nothing and ends by itself
     parts.copier.close()
     parts.arena.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +73,17 @@ def _retrieve_bounds(config: EngineConfig, arena: Arena, max_pinned: int) -> tup
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:
     return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
+
+
+class Once:
+    """Calls back the first time it is called, and notes when that was."""
+
+    def __init__(self, callback: Callable[[], None] | None) -> None:
+        self._callback = callback
+        self.time: float | None = None
+
+    def __call__(self) -> None:
+        if self.time is None:
+            self.time = time.perf_counter()
+            if self._callback is not None:
+                self._callback()

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from lmcache_async.config import EngineConfig
+from lmcache_async.device.copier import Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.results import LookupResult
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
-from lmcache_async.pipeline.batch import NO_ROWS, RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.types import BlockIds, Chunk, ChunkKey, RetrieveReport, StoreReport, Tokens
 
 NO_NAMESPACE = RequestNamespace()
@@ -63,6 +64,7 @@ class TokenVerbs(ABC):
         mask: torch.Tensor | None = None,
         namespace: RequestNamespace = NO_NAMESPACE,
         request_id: str = "",
+        fence: Fence | None = None,
     ) -> StoreReport:
         """Store the KV of `tokens` that lies in `rows` of the device's KV cache.
 
@@ -72,6 +74,11 @@ class TokenVerbs(ABC):
             mask: Bool of shape (len(tokens),); leading False tokens are not stored.
             namespace: What else the request's KV depends on.
             request_id: For log lines.
+            fence: What the copy waits for, taken on the model's thread; by default it is taken here.
+
+        Raises:
+            TypeError: A token or a row is no integer.
+            ValueError: A token or a row is out of bounds, rows are missing, or the mask has another form.
         """
         ids = as_tokens(tokens)
         return await self.store_chunks(
@@ -81,7 +88,7 @@ class TokenVerbs(ABC):
                 row_ids=self._rows(rows, len(ids), _leading_false(mask, len(ids))),
                 root=self._root(namespace),
                 request_namespace=namespace.label,
-                fence=self.copier.fence(),
+                fence=self.copier.fence() if fence is None else fence,
             )
         )
 
@@ -93,29 +100,35 @@ class TokenVerbs(ABC):
         mask: torch.Tensor | None = None,
         namespace: RequestNamespace = NO_NAMESPACE,
         request_id: str = "",
+        fence: Fence | None = None,
     ) -> torch.Tensor:
         """Load the longest prefix of `tokens` that is there into `rows`.
 
-        Args: as in `store`; leading False tokens of `mask` are there already and are not written.
+        Args and errors: as in `store`; leading False tokens of `mask`, and those of leading rows of -1,
+        are there already and are not written. A row is written as a whole or not at all.
 
         Returns:
             Bool of shape (len(tokens),) on the CPU: True for the tokens loaded, of the form F* T* F*.
         """
         ids = as_tokens(tokens)
-        skip = _leading_false(mask, len(ids))
+        row_ids = self._rows(rows, len(ids), _leading_false(mask, len(ids)))
         report = await self.retrieve_chunks(
             RetrieveRequest(
                 request_id=request_id,
                 tokens=ids,
-                row_ids=self._rows(rows, len(ids), skip),
+                row_ids=row_ids,
                 root=self._root(namespace),
                 request_namespace=namespace.label,
-                fence=self.copier.fence(),
+                fence=self.copier.fence() if fence is None else fence,
             )
         )
         result = torch.zeros(len(ids), dtype=torch.bool)
-        first = skip - skip % self.config.chunk_size
-        result[skip : first + report.hit_tokens] = True
+        # The hit begins with the chunk of the first row that is wanted.
+        wanted = np.flatnonzero(row_ids >= 0)
+        if len(wanted):
+            skip = int(wanted[0]) * self.layout.tokens_per_row
+            first = skip - skip % self.config.chunk_size
+            result[skip : first + report.hit_tokens] = True
         return result
 
     async def prefetch(self, tokens: TokenIds, *, namespace: RequestNamespace = NO_NAMESPACE) -> int:
@@ -143,14 +156,22 @@ class TokenVerbs(ABC):
         return chunks if tail is None else [*chunks, tail]
 
     def _rows(self, rows: Any, num_tokens: int, skip_tokens: int) -> BlockIds:
-        """The rows as int64, a copy in which those of the first `skip_tokens` are -1."""
+        """The rows of the tokens as int64, a copy in which those of the first `skip_tokens` are -1."""
         unit = self.layout.tokens_per_row
         if isinstance(rows, torch.Tensor):
             rows = rows.detach().cpu().numpy()
-        ids = np.array(rows, dtype=np.int64).reshape(-1) if len(rows) else NO_ROWS
+        given = np.asarray(rows).reshape(-1)
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"rows are an array of {given.dtype}; rows are integers")
         wanted = num_tokens // unit
-        if len(ids) < wanted:
-            raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(ids)} are given")
+        if len(given) < wanted:
+            raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} are given")
+        ids = given[:wanted].astype(np.int64)
+        if (bad := ids[(ids < -1) | (ids >= self.layout.num_rows)]).size:
+            raise ValueError(
+                f"row {bad[0]} is out of bounds: the KV cache has rows 0 to {self.layout.num_rows - 1}, "
+                f"and -1 for a row to be passed over"
+            )
         ids[: -(-skip_tokens // unit)] = -1
         return ids
 

@@ -28,11 +28,21 @@ class GuardLayer(TierLayer):
         inner: The tier.
         name: What messages call it.
         timeout_s: Seconds that a call may take.
+        close_timeout_s: Seconds that closing waits for calls given up; None is `timeout_s`.
         logger: Where unexpected errors of the tier go, once per cause.
     """
 
-    def __init__(self, inner: Tier, *, name: str, timeout_s: float, logger: LimitedLogger) -> None:
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        name: str,
+        timeout_s: float,
+        logger: LimitedLogger,
+        close_timeout_s: float | None = None,
+    ) -> None:
         super().__init__(inner)
+        self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
         self._name = name
         self._timeout_s = timeout_s
         self._logger = logger
@@ -85,9 +95,11 @@ class GuardLayer(TierLayer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._late:
-            await asyncio.wait(self._late, timeout=self._timeout_s)
-        await self.inner.__aexit__(kind, error, trace)
+        try:
+            if self._late:
+                await asyncio.wait(self._late, timeout=self._close_timeout_s)
+        finally:
+            await self.inner.__aexit__(kind, error, trace)
 
     async def _call(
         self,

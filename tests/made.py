@@ -1,0 +1,109 @@
+"""Tiers that an engine makes by itself from its config, in the hands of the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.layers.base import TierLayer
+
+
+class Made:
+    """Offers the tier `dict`: a DictTier over `records`, which outlive it, wrapped as the test says.
+
+    Attributes:
+        tiers: Every one made, in order.
+        records: What they hold.
+    """
+
+    def __init__(self, wrap=lambda tier: tier):
+        self.tiers = []
+        self.records = {}
+        made = self
+
+        class Persistent(DictTier):
+            @property
+            def capabilities(self):
+                return Capabilities(persistent=True, removes=True, lists=True, local_index=True)
+
+        class Kept(DictTier):
+            def __new__(cls, *arguments):
+                inner = Persistent(*arguments)
+                inner.records = made.records
+                made.tiers.append(wrap(inner))
+                return made.tiers[-1]
+
+        self.tier_class = Kept
+
+    @property
+    def tier(self):
+        return self.tiers[-1]
+
+    @property
+    def registry(self):
+        return FakeRegistry(tiers={"dict": self.tier_class})
+
+
+class ParkingTier(TierLayer):
+    """Parks the calls of one verb until the test opens the gate; the others pass.
+
+    Attributes:
+        verb: Which verb; "" parks none.
+        parked: Set once a call is parked.
+        stubborn: A parked call ignores cancellation, as a thread in the middle of a write does.
+    """
+
+    def __init__(self, inner, verb="", *, stubborn=False):
+        super().__init__(inner)
+        self.verb = verb
+        self.stubborn = stubborn
+        self.parked = asyncio.Event()
+        self._gate = asyncio.Event()
+
+    def close_gate(self, verb):
+        self.verb = verb
+        self.parked, self._gate = asyncio.Event(), asyncio.Event()
+
+    def open_gate(self):
+        self.verb = ""
+        self._gate.set()
+
+    async def contains_many(self, keys):
+        await self._park("contains")
+        return await super().contains_many(keys)
+
+    async def get_many(self, keys, allocate):
+        await self._park("get")
+        results = await super().get_many(keys, allocate)
+        try:
+            await self._park("got")
+        except asyncio.CancelledError:
+            for buffer in results:
+                if buffer is not None:
+                    buffer.release()
+            raise
+        return results
+
+    async def put_many(self, items):
+        await self._park("put")
+        results = await super().put_many(items)
+        await self._park("have put")
+        return results
+
+    async def clear(self):
+        await self._park("clear")
+        return await super().clear()
+
+    async def _park(self, verb):
+        if verb != self.verb:
+            return
+        self.parked.set()
+        gate = self._gate
+        while not gate.is_set():
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                if not self.stubborn:
+                    raise

@@ -1,0 +1,105 @@
+"""The verbs by tokens: whatever the mask and the rows, the answer is what was really loaded."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.config import load_config
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.hashing import Namespace
+
+BLOCKS, BLOCK_SIZE, CHUNK = 24, 4, 8
+
+
+class BlockCache:
+    """One layer of vLLM's form, [blocks, heads, block size, content]: a row is a block, not a token."""
+
+    def __init__(self):
+        self.tensor = torch.zeros(BLOCKS, 1, BLOCK_SIZE, 2)
+        self.layout = KVLayout.from_block_views([self.tensor], num_blocks=BLOCKS, block_size=BLOCK_SIZE)
+
+    def open(self):
+        config = load_config(
+            env={},
+            extra={
+                "chunk_size": CHUNK,
+                "arena.max_bytes": 1 << 18,
+                "arena.prefault": False,
+                "arena.huge_pages": False,
+            },
+        )
+        namespace = Namespace(
+            model="m", weights="w", dtype=self.layout.dtype, layout=self.layout.text, chunk_size=CHUNK
+        )
+        return CacheEngine.open(config, layout=self.layout, namespace=namespace)
+
+    def tokens_of(self, blocks):
+        return self.tensor[list(blocks)].reshape(-1, 2)
+
+
+@given(
+    num_tokens=st.integers(0, 40),
+    stored=st.integers(0, 40),
+    skip=st.integers(0, 40),
+    absent=st.integers(0, 10),
+)
+def test_the_mask_says_true_for_what_was_written_and_for_nothing_else(num_tokens, stored, skip, absent):
+    skip, tokens = min(skip, num_tokens), np.arange(100, 100 + num_tokens)
+    values = torch.arange(1, BLOCKS * BLOCK_SIZE + 1).float()
+
+    async def check():
+        cache = BlockCache()
+        blocks = np.arange(10)
+        cache.tensor[:10] = values[:40].view(10, 1, BLOCK_SIZE, 1)
+        async with cache.open() as engine:
+            await engine.store(tokens[:stored], blocks[: len(tokens[:stored]) // BLOCK_SIZE])
+            cache.tensor.fill_(-7)
+            rows = np.arange(20, 10, -1)[: num_tokens // BLOCK_SIZE]
+            wanted = np.where(np.arange(len(rows)) < absent, -1, rows)
+            mask = torch.arange(num_tokens) >= skip
+
+            result = await engine.retrieve(tokens, wanted, mask=mask)
+
+            text = "".join("T" if there else "F" for there in result.tolist())
+            assert text.strip("F").strip("T") == "", f"{text} is not of the form F* T* F*"
+            found = cache.tokens_of(rows)
+            written = (found != -7).all(dim=1)
+            whole = len(rows) * BLOCK_SIZE
+            assert result[:whole].tolist() == written.tolist()
+            assert not result[whole:].any()
+            hit = torch.nonzero(result).flatten()
+            assert torch.equal(found[hit, 0], values[hit])
+
+    asyncio.run(check())
+
+
+async def test_rows_are_checked_before_anything_is_copied():
+    cache = BlockCache()
+    async with cache.open() as engine:
+        for rows, error in (
+            ([0, BLOCKS], f"row {BLOCKS} .* 0 to {BLOCKS - 1}"),
+            ([-2, 0], "row -2"),
+            ([0], "8 tokens need 2 rows, but 1 are given"),
+        ):
+            for verb in (engine.store, engine.retrieve):
+                with pytest.raises(ValueError, match=error):
+                    await verb(range(8), rows)
+        for verb in (engine.store, engine.retrieve):
+            with pytest.raises(TypeError, match="float"):
+                await verb(range(8), [0.0, 1.0])
+        assert engine.statistics().tiers["cpu"].chunks == 0
+
+
+async def test_the_callers_rows_are_not_changed():
+    cache = BlockCache()
+    rows = np.arange(5, dtype=np.int64)
+    async with cache.open() as engine:
+        await engine.store(range(20), rows, mask=torch.arange(20) >= 8)
+        await engine.retrieve(range(20), rows, mask=torch.arange(20) >= 8)
+
+    assert rows.tolist() == [0, 1, 2, 3, 4]
