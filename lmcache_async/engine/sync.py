@@ -7,43 +7,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
 from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.device.layout import KVLayout, Layers
+from lmcache_async.device.layout import Layers
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
+from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of, request_namespace
 from lmcache_async.engine.results import EngineStatistics
 from lmcache_async.errors import ConfigError, EngineClosedError
-from lmcache_async.hashing import Namespace, RequestNamespace, TokenIds
+from lmcache_async.hashing import TokenIds
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LMCacheEngineMetadata:
-    """What the KV depends on besides tokens, by the names that LMCache's metadata has.
-
-    Attributes:
-        model_name: Name of the model.
-        world_size: Ranks of the model.
-        worker_id: This rank.
-        weights: Fingerprint of the weights (`lmcache_async.hashing.weights_fingerprint`), or a text that
-            changes whenever they do. Without one, weights replaced under the same name are not noticed.
-        kv_dtype: Element type of the KV cache; None takes it from the tensors.
-    """
-
-    model_name: str = ""
-    world_size: int = 1
-    worker_id: int = 0
-    weights: str = ""
-    kv_dtype: torch.dtype | None = None
+logger = logging.getLogger("lmcache_async")
 
 
 class LMCacheEngine:
@@ -71,6 +54,7 @@ class LMCacheEngine:
         self._exit = contextlib.AsyncExitStack()
         self._lock = threading.Lock()
         self._engine: CacheEngine | None = None
+        self._memory: Memory = []
         self._closed = False
         if kv_caches is not None:
             try:
@@ -96,8 +80,9 @@ class LMCacheEngine:
                 tokens,
                 _slots(kwargs),
                 mask=mask,
-                namespace=_namespace(kwargs),
+                namespace=request_namespace(kwargs),
                 request_id=str(kwargs.get("req_id", "")),
+                fence=engine.copier.fence(),
             )
         )
 
@@ -115,8 +100,9 @@ class LMCacheEngine:
                 tokens,
                 _slots(kwargs),
                 mask=mask,
-                namespace=_namespace(kwargs),
+                namespace=request_namespace(kwargs),
                 request_id=str(kwargs.get("req_id", "")),
+                fence=engine.copier.fence(),
             )
         )
 
@@ -135,7 +121,7 @@ class LMCacheEngine:
         if pin and lookup_id is None:
             raise ValueError("pin=True needs a lookup_id, by which lookup_unpin ends it")
         return self._wait(
-            engine.lookup(tokens, namespace=_namespace(kwargs), lookup_id=lookup_id if pin else None)
+            engine.lookup(tokens, namespace=request_namespace(kwargs), lookup_id=lookup_id if pin else None)
         )
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
@@ -148,7 +134,9 @@ class LMCacheEngine:
     def prefetch(self, tokens: TokenIds, **kwargs: Any) -> int:
         """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there."""
         engine = self._ready(kwargs)
-        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=_namespace(kwargs)))
+        return (
+            0 if engine is None else self._wait(engine.prefetch(tokens, namespace=request_namespace(kwargs)))
+        )
 
     def clear(self, *, memory_only: bool = False) -> int:
         """Forget every chunk of every tier, or of memory alone; how many there were."""
@@ -168,9 +156,23 @@ class LMCacheEngine:
             self._closed = True
             try:
                 self._loop.submit(self._exit.aclose()).result(4 * self.config.shutdown_timeout_s + 1.0)
+            except TimeoutError:
+                logger.warning("the engine's tiers did not close in time; they are left as they are")
             finally:
                 self._engine = None
                 self._loop.close(self.config.shutdown_timeout_s)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def attach(self, kv_caches: Layers) -> None:
+        """Open the engine over these tensors, if no call has done so yet.
+
+        Raises:
+            ValueError: It was opened over others.
+        """
+        self._ready({"kv_caches": kv_caches})
 
     def __enter__(self) -> Self:
         return self
@@ -185,28 +187,21 @@ class LMCacheEngine:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
-            if self._engine is None and kv_caches is not None:
+            if kv_caches is not None and self._engine is None:
                 self._open(kv_caches)
+            elif kv_caches is not None and memory_of(kv_caches) != self._memory:
+                raise ValueError("kv_caches= are other tensors than those the engine was opened with")
             return self._engine
 
     def _open(self, kv_caches: Layers) -> None:
-        layout = KVLayout.from_token_slots(kv_caches)
-        metadata = self.metadata
-        namespace = Namespace(
-            model=metadata.model_name,
-            weights=metadata.weights,
-            dtype=str(metadata.kv_dtype) if metadata.kv_dtype is not None else layout.dtype,
-            layout=layout.text,
-            world_size=metadata.world_size,
-            tp_rank=metadata.worker_id,
-            tp_size=metadata.world_size,
-            chunk_size=self.config.chunk_size,
-            algorithm=self.config.hash_algorithm,
-        )
+        layout = self.metadata.layout_of(kv_caches)
         opened = self._exit.enter_async_context(
-            CacheEngine.open(self.config, layout=layout, namespace=namespace)
+            CacheEngine.open(
+                self.config, layout=layout, namespace=self.metadata.namespace_of(layout, self.config)
+            )
         )
-        self._engine = self._loop.submit(opened).result()
+        self._engine = self._wait(opened)
+        self._memory = memory_of(kv_caches)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._loop.submit(coroutine)
@@ -234,14 +229,15 @@ class LMCacheEngineBuilder:
         *,
         kv_caches: Layers | None = None,
     ) -> LMCacheEngine:
-        """The engine of that id; made if there is none.
+        """The engine of that id; made if there is none, or if it was closed.
 
         Raises:
             ConfigError: There is one with another config or other metadata.
+            ValueError: There is one over another cache.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
-            if engine is None:
+            if engine is None or engine.closed:
                 engine = LMCacheEngine(config or load_config(), metadata, kv_caches=kv_caches)
                 cls._engines[instance_id] = engine
             elif (config or engine.config) != engine.config or (
@@ -251,13 +247,16 @@ class LMCacheEngineBuilder:
                     f"engine {instance_id!r} exists with another config or other metadata; "
                     f"destroy it first, or take another instance id"
                 )
+            elif kv_caches is not None:
+                engine.attach(kv_caches)
             return engine
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """The engine of that id, or None."""
+        """The engine of that id, or None; None also once it was closed."""
         with cls._lock:
-            return cls._engines.get(instance_id)
+            engine = cls._engines.get(instance_id)
+            return None if engine is None or engine.closed else engine
 
     @classmethod
     def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
@@ -267,21 +266,10 @@ class LMCacheEngineBuilder:
         if engine is None:
             return
         try:
-            if clear:
+            if clear and not engine.closed:
                 engine.clear()
         finally:
             engine.close()
-
-
-def _namespace(kwargs: Mapping[str, Any]) -> RequestNamespace:
-    tags = dict(kwargs.get("tags") or {})
-    configs: Mapping[str, Any] = kwargs.get("request_configs") or {}
-    tags.update({name: value for name, value in configs.items() if name.startswith("lmcache.tag.")})
-    return RequestNamespace(
-        lora=str(kwargs.get("lora") or ""),
-        cache_salt=str(kwargs.get("cache_salt") or ""),
-        tags=tuple((str(name), str(value)) for name, value in tags.items()),
-    )
 
 
 def _slots(kwargs: Mapping[str, Any]) -> Any:

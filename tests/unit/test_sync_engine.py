@@ -1,0 +1,664 @@
+"""The facade with LMCache's names: same arguments, same masks, any thread, and nothing left when it is gone."""
+
+import array
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
+from lmcache_async.config import load_config
+from lmcache_async.engine import engine as engine_module
+from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
+from lmcache_async.testing.fakes import FaultyTier, unavailable
+from tests.made import Made, ParkingTier
+
+TOKENS = list(range(100, 140))  # 5 chunks of 8
+LAYERS, BLOCKS, BLOCK_SIZE, WIDTH = 2, 32, 4, 4
+SLOTS = BLOCKS * BLOCK_SIZE
+
+
+def config(**settings):
+    base = {
+        "chunk_size": 8,
+        "arena.max_bytes": 32 * 8192,
+        "arena.prefault": False,
+        "arena.huge_pages": False,
+        "store.allocate_timeout_s": 0.05,
+        "shutdown_timeout_s": 0.5,
+    }
+    return load_config(env={}, extra=base | settings)
+
+
+class Paged:
+    """A paged KV cache as LMCache's users have it: [2, blocks, block size, heads, head size] a layer."""
+
+    def __init__(self):
+        self.tensors = [torch.zeros(2, BLOCKS, BLOCK_SIZE, 1, WIDTH) for _ in range(LAYERS)]
+
+    def slots(self, tensor):
+        return tensor.view(2, SLOTS, WIDTH)
+
+    def fill(self, tokens, slots):
+        for layer, tensor in enumerate(self.tensors):
+            self.slots(tensor)[:, list(slots)] = content(tokens, layer)
+
+    def wipe(self):
+        for tensor in self.tensors:
+            tensor.fill_(-7.0)
+
+    def check(self, tokens, slots, hit):
+        """Those tokens are in their slots, and no other slot was touched."""
+        slots, hit = list(slots), list(hit)
+        used = [slots[i] for i in hit]
+        others = sorted(set(range(SLOTS)) - set(used))
+        for layer, tensor in enumerate(self.tensors):
+            assert torch.equal(self.slots(tensor)[:, used], content(tokens, layer)[:, hit])
+            assert (self.slots(tensor)[:, others] == -7.0).all()
+
+
+def content(tokens, layer):
+    history = np.cumsum(np.asarray(tokens, np.float64) * (1 + np.arange(len(tokens))))
+    base = torch.as_tensor(np.sin(history + 1), dtype=torch.float32)
+    scale = torch.arange(1, 2 * WIDTH + 1, dtype=torch.float32).view(2, 1, WIDTH) + 10 * layer
+    return base.view(1, -1, 1) * scale
+
+
+@pytest.fixture
+def paged():
+    return Paged()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No test leaves a thread of ours, nor an engine in the builder."""
+    before = set(threading.enumerate())
+    yield
+    assert LMCacheEngineBuilder._engines == {}
+    assert our_threads(before) == []
+
+
+def our_threads(before):
+    return [t.name for t in set(threading.enumerate()) - before if t.name.startswith("lmcache-async")]
+
+
+@pytest.fixture
+def engine(paged):
+    with LMCacheEngine(config(), kv_caches=paged.tensors) as engine:
+        yield engine
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A tier `dict` that outlives engines, with a gate."""
+    made = Made(ParkingTier)
+    monkeypatch.setattr(engine_module, "Registry", lambda: made.registry)
+    return made
+
+
+def store(engine, paged, tokens=TOKENS, slots=None, **kwargs):
+    slots = list(range(len(tokens))) if slots is None else slots
+    paged.fill(tokens, slots)
+    engine.store(tokens, slot_mapping=torch.tensor(slots), **kwargs)
+
+
+def check_retrieve(engine, paged, tokens=TOKENS, *, expected, mask=None, **kwargs):
+    paged.wipe()
+    slots = list(range(SLOTS - 1, SLOTS - 1 - len(tokens), -1))
+    result = engine.retrieve(tokens, mask, slot_mapping=torch.tensor(slots), **kwargs)
+
+    assert (result.dtype, result.device.type) == (torch.bool, "cpu")
+    assert result.tolist() == expected
+    paged.check(tokens, slots, [i for i, there in enumerate(expected) if there])
+
+
+def in_thread(function, *arguments, **kwargs):
+    pool = ThreadPoolExecutor(1, thread_name_prefix="test")
+    future = pool.submit(function, *arguments, **kwargs)
+    pool.shutdown(wait=False)
+    return future
+
+
+def wait_parked(engine, tier):
+    engine._loop.submit(tier.parked.wait()).result(5)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TOKENS,
+        tuple(TOKENS),
+        array.array("i", TOKENS),
+        np.array(TOKENS, np.int64),
+        np.array(TOKENS, np.int32)[::1],
+        torch.tensor(TOKENS),
+        torch.tensor(TOKENS, dtype=torch.int32),
+    ],
+    ids=["list", "tuple", "array", "int64", "int32", "tensor", "int32 tensor"],
+)
+def test_tokens_of_any_usual_form_are_the_same_tokens(engine, paged, tokens):
+    slots = torch.arange(40)
+    paged.fill(TOKENS, slots.tolist())
+    engine.store(tokens, slot_mapping=slots)
+
+    assert engine.lookup(TOKENS) == engine.lookup(tokens) == 40
+    check_retrieve(engine, paged, tokens, expected=[True] * 40)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.tensor,
+        lambda s: torch.tensor(s, dtype=torch.int32),
+        list,
+        np.array,
+        lambda s: range(s[0], s[-1] + 1),
+    ],
+    ids=["int64", "int32", "list", "numpy", "range"],
+)
+def test_slots_may_have_any_usual_form(engine, paged, form):
+    slots = list(range(50, 90))
+    paged.fill(TOKENS, slots)
+    engine.store(TOKENS, slot_mapping=form(slots))
+
+    check_retrieve(engine, paged, expected=[True] * 40)
+
+
+@pytest.mark.parametrize("name", ["kv_caches", "kvcaches"])
+def test_the_cache_may_come_with_the_first_store_by_either_name(paged, name):
+    with LMCacheEngine(config()) as engine:
+        store(engine, paged, **{name: paged.tensors})
+
+        check_retrieve(engine, paged, expected=[True] * 40, **{name: paged.tensors})
+
+
+def test_the_cache_may_be_named_layers(paged):
+    layers = {f"layer.{index}": tensor for index, tensor in enumerate(paged.tensors)}
+    with LMCacheEngine(config(), kv_caches=layers) as engine:
+        store(engine, paged)
+
+        check_retrieve(engine, paged, expected=[True] * 40, kvcaches=layers)
+
+
+def test_the_cache_may_be_pairs_of_k_and_v(paged):
+    pairs = [(tensor[0], tensor[1]) for tensor in paged.tensors]
+    metadata = LMCacheEngineMetadata(block_size=BLOCK_SIZE)
+    with LMCacheEngine(config(), metadata, kv_caches=pairs) as engine:
+        store(engine, paged)
+
+        check_retrieve(engine, paged, expected=[True] * 40)
+
+
+def test_the_first_store_or_retrieve_must_bring_the_cache(paged):
+    with LMCacheEngine(config()) as engine:
+        for verb in (engine.store, engine.retrieve):
+            with pytest.raises(ValueError, match="must give kv_caches="):
+                verb(TOKENS, slot_mapping=torch.arange(40))
+
+
+def test_before_the_cache_is_known_nothing_is_there(paged):
+    with LMCacheEngine(config()) as engine:
+        assert engine.lookup(TOKENS) == 0
+        assert engine.lookup(TOKENS, lookup_id="a", pin=True) == 0
+        assert engine.prefetch(TOKENS) == 0
+        assert engine.clear() == 0
+        assert engine.statistics() is None
+        engine.lookup_unpin("a")
+
+
+def test_another_cache_than_the_first_is_refused_and_not_written(engine, paged):
+    store(engine, paged)
+    other = Paged()
+    other.wipe()
+    for verb in (engine.store, engine.retrieve):
+        with pytest.raises(ValueError, match="kv_caches"):
+            verb(TOKENS, slot_mapping=torch.arange(40), kvcaches=other.tensors)
+    other.check(TOKENS, range(40), [])
+
+    views = [tensor.view(tensor.shape) for tensor in paged.tensors]  # the same memory
+    check_retrieve(engine, paged, expected=[True] * 40, kvcaches=views)
+
+
+def test_a_cache_of_no_known_form_is_refused_and_a_right_one_taken_later(paged):
+    with LMCacheEngine(config()) as engine:
+        with pytest.raises(ValueError, match="shape"):
+            engine.store(TOKENS, slot_mapping=torch.arange(40), kvcaches=[torch.zeros(3, 3)])
+        store(engine, paged, kvcaches=paged.tensors)
+
+        assert engine.lookup(TOKENS) == 40
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve"])
+def test_slots_must_be_given(engine, verb):
+    with pytest.raises(ValueError, match="slot_mapping= is missing"):
+        getattr(engine, verb)(TOKENS)
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve"])
+@pytest.mark.parametrize("slot", [SLOTS, -2])
+def test_a_slot_out_of_bounds_is_refused_with_its_number(engine, paged, verb, slot):
+    paged.wipe()
+    slots = torch.arange(40)
+    slots[17] = slot
+    with pytest.raises(ValueError, match=f"{slot}.*{SLOTS - 1}"):
+        getattr(engine, verb)(TOKENS, slot_mapping=slots)
+    paged.check(TOKENS, range(40), [])
+
+
+@pytest.mark.parametrize("slots", [torch.arange(40).float(), torch.ones(40, dtype=torch.bool), [0.5] * 40])
+def test_slots_that_are_no_integers_are_refused(engine, slots):
+    with pytest.raises(TypeError, match="integers"):
+        engine.store(TOKENS, slot_mapping=slots)
+
+
+def test_no_tokens_are_nothing(engine):
+    engine.store([], slot_mapping=torch.arange(0))
+
+    assert engine.lookup([]) == 0
+    assert engine.retrieve([], slot_mapping=torch.arange(0)).tolist() == []
+
+
+# Masks.
+
+
+def test_only_the_prefix_that_is_there_is_loaded(engine, paged):
+    store(engine, paged, TOKENS[:24])
+
+    check_retrieve(engine, paged, expected=[True] * 24 + [False] * 16)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 8, 13, 39, 40])
+def test_leading_false_tokens_of_a_mask_are_not_loaded(engine, paged, skip):
+    store(engine, paged)
+    mask = torch.arange(40) >= skip
+
+    check_retrieve(engine, paged, expected=mask.tolist(), mask=mask)
+
+
+def test_leading_false_tokens_of_a_mask_are_not_stored(engine, paged):
+    store(engine, paged, mask=torch.arange(40) >= 16)
+    assert engine.lookup(TOKENS) == 0
+
+    store(engine, paged, mask=torch.arange(40) < 0)
+    assert engine.lookup(TOKENS) == 0
+    store(engine, paged, TOKENS[:16])
+    check_retrieve(engine, paged, expected=[True] * 40)
+
+
+@pytest.mark.parametrize("skip", [3, 8, 20])
+def test_leading_slots_of_minus_one_are_as_a_mask(engine, paged, skip):
+    store(engine, paged)
+    paged.wipe()
+    slots = torch.arange(40)
+    slots[:skip] = -1
+
+    result = engine.retrieve(TOKENS, slot_mapping=slots)
+
+    assert result.tolist() == [False] * skip + [True] * (40 - skip)
+    paged.check(TOKENS, range(40), range(skip, 40))
+
+
+def test_a_mask_of_another_form_is_refused(engine):
+    with pytest.raises(ValueError, match="mask"):
+        engine.retrieve(TOKENS, torch.arange(40) < 8, slot_mapping=torch.arange(40))
+
+
+# What else the KV depends on.
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"cache_salt": "a"},
+        {"lora": "a"},
+        {"tags": {"user": "a"}},
+        {"request_configs": {"lmcache.tag.user": "a"}},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_other_requests_never_see_what_was_stored_for_one(engine, paged, kwargs):
+    store(engine, paged, **kwargs)
+    other = {name: {"b": 1} if isinstance(value, dict) else "b" for name, value in kwargs.items()}
+    if "request_configs" in kwargs:
+        other = {"request_configs": {"lmcache.tag.user": "b"}}
+
+    assert engine.lookup(TOKENS, **kwargs) == 40
+    assert engine.lookup(TOKENS) == engine.lookup(TOKENS, **other) == 0
+    check_retrieve(engine, paged, expected=[False] * 40)
+    check_retrieve(engine, paged, expected=[True] * 40, **kwargs)
+
+
+def test_settings_of_a_request_that_are_no_tags_change_nothing(engine, paged):
+    store(engine, paged, request_configs={"lmcache.skip": "x"})
+
+    assert engine.lookup(TOKENS) == 40
+
+
+# Looking up, pinning, prefetching, clearing.
+
+
+def test_a_pinned_lookup_keeps_its_chunks_until_it_is_unpinned(paged):
+    settings = {"arena.max_bytes": 5 * 8192, "vllm.max_pinned_fraction": 1.0}
+    others = [token + 1000 for token in TOKENS]
+    with LMCacheEngine(config(**settings), kv_caches=paged.tensors) as engine:
+        store(engine, paged)
+        assert engine.statistics().arena.num_slabs == 5
+        assert engine.lookup(TOKENS, lookup_id="a", pin=True) == 40
+        assert engine.statistics().pinned_chunks == 5
+        store(engine, paged, others)
+        assert engine.lookup(others) == 0
+
+        engine.lookup_unpin(["a", "never held"])
+        assert engine.statistics().pinned_chunks == 0
+        store(engine, paged, others)
+        assert engine.lookup(others) == 40
+
+
+def test_a_lookup_without_pin_pins_nothing(engine, paged):
+    store(engine, paged)
+    engine.lookup(TOKENS, lookup_id="a")
+
+    assert engine.statistics().pinned_chunks == 0
+
+
+def test_one_id_may_be_unpinned_by_itself(engine, paged):
+    store(engine, paged, TOKENS[:16])
+    engine.lookup(TOKENS, lookup_id="abc", pin=True)
+    engine.lookup_unpin("abc")
+
+    assert engine.statistics().pinned_chunks == 0
+
+
+def test_a_pin_needs_an_id(engine):
+    with pytest.raises(ValueError, match="lookup_id"):
+        engine.lookup(TOKENS, pin=True)
+
+
+def test_prefetched_chunks_are_in_memory(made, paged):
+    settings = config(tiers=["cpu", "dict"])
+    with LMCacheEngine(settings, kv_caches=paged.tensors) as engine:
+        store(engine, paged)
+    with LMCacheEngine(settings, kv_caches=paged.tensors) as engine:
+        assert engine.statistics().tiers["cpu"].chunks == 0
+        assert engine.prefetch([*TOKENS, *range(8)]) == 40
+        assert engine.statistics().tiers["cpu"].chunks == 5
+
+
+def test_clear_forgets_memory_alone_or_everything(made, paged):
+    with LMCacheEngine(config(tiers=["cpu", "dict"]), kv_caches=paged.tensors) as engine:
+        store(engine, paged)
+        assert engine.clear(memory_only=True) == 5
+        assert (engine.lookup(TOKENS), len(made.records)) == (40, 5)
+        assert engine.clear() == 5
+        assert (engine.lookup(TOKENS), len(made.records)) == (0, 0)
+
+
+def test_one_tier_that_cannot_be_cleared_does_not_keep_the_others(monkeypatch, paged):
+    first, second = Made(FaultyTier), Made()
+    registry = first.registry
+    registry._given["lmcache_async.tiers"]["second"] = second.tier_class
+    monkeypatch.setattr(engine_module, "Registry", lambda: registry)
+
+    async def away():
+        raise TierUnavailableError("away")
+
+    with LMCacheEngine(config(tiers=["dict", "second"]), kv_caches=paged.tensors) as engine:
+        store(engine, paged)
+        first.tier.clear = away
+        with pytest.raises(TierUnavailableError, match="away"):
+            engine.clear()
+        assert second.records == {}
+
+
+def test_a_tier_that_fails_is_no_error_of_a_store_or_a_retrieve(monkeypatch, paged):
+    made = Made(FaultyTier)
+    monkeypatch.setattr(engine_module, "Registry", lambda: made.registry)
+    with LMCacheEngine(config(tiers=["dict"]), kv_caches=paged.tensors) as engine:
+        made.tier.faults.extend([unavailable()] * 100)
+        store(engine, paged)
+        check_retrieve(engine, paged, expected=[False] * 40)
+        made.tier.faults.clear()
+
+        assert made.records == {}
+
+
+def test_a_fence_is_taken_on_the_callers_thread(engine, paged, monkeypatch):
+    threads = []
+    copier = engine._engine.copier
+    monkeypatch.setattr(copier, "fence", lambda: threads.append(threading.current_thread()) or object())
+
+    store(engine, paged)
+    check_retrieve(engine, paged, expected=[True] * 40)
+
+    assert set(threads) == {threading.current_thread()}, "what the caller's stream does was not waited for"
+
+
+# The builder.
+
+
+@pytest.fixture
+def builder():
+    yield LMCacheEngineBuilder
+    for instance_id in list(LMCacheEngineBuilder._engines):
+        LMCacheEngineBuilder.destroy(instance_id)
+
+
+def test_one_id_is_one_engine(builder, paged):
+    metadata = LMCacheEngineMetadata(model_name="m")
+    engine = builder.get_or_create("a", config(), metadata)
+
+    assert builder.get("a") is engine
+    assert builder.get_or_create("a") is engine
+    assert builder.get_or_create("a", config(), LMCacheEngineMetadata(model_name="m")) is engine
+    assert builder.get("b") is None
+    assert builder.get_or_create("b", config()) is not engine
+
+
+def test_another_config_or_other_metadata_under_one_id_are_refused(builder):
+    engine = builder.get_or_create("a", config(), LMCacheEngineMetadata(model_name="m"))
+    with pytest.raises(ConfigError, match="'a' exists with another config"):
+        builder.get_or_create("a", config(chunk_size=16))
+    with pytest.raises(ConfigError, match="'a' exists with another config or other metadata"):
+        builder.get_or_create("a", config(), LMCacheEngineMetadata(model_name="other"))
+
+    assert builder.get("a") is engine
+
+
+def test_a_later_call_may_bring_the_cache(builder, paged):
+    builder.get_or_create("a", config())
+    engine = builder.get_or_create("a", kv_caches=paged.tensors)
+    store(engine, paged)
+
+    assert engine.lookup(TOKENS) == 40
+
+
+def test_an_engine_that_cannot_open_is_not_kept(builder, paged):
+    with pytest.raises(ConfigError, match="one chunk needs"):
+        builder.get_or_create("a", config(**{"arena.max_bytes": 4096}), kv_caches=paged.tensors)
+    assert builder.get("a") is None
+
+    builder.get_or_create("a", config(), kv_caches=paged.tensors)
+
+
+def test_a_closed_engine_is_not_given_out_again(builder):
+    first = builder.get_or_create("a", config())
+    first.close()
+
+    assert builder.get("a") is None
+    second = builder.get_or_create("a", config(chunk_size=16))
+    assert second is not first
+    assert second.lookup(TOKENS) == 0
+
+
+def test_after_destroy_the_id_is_free_and_unknown_ids_are_fine(builder):
+    first = builder.get_or_create("a", config())
+    builder.destroy("a")
+    builder.destroy("a")
+    builder.destroy("never there")
+
+    with pytest.raises(EngineClosedError):
+        first.lookup(TOKENS)
+    assert builder.get_or_create("a", config(chunk_size=16)) is not first
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, made, paged, clear):
+    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.tensors)
+    store(engine, paged)
+    builder.destroy("a", clear=clear)
+
+    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.tensors)
+    hit = 0 if clear else 40
+    assert engine.lookup(TOKENS) == hit
+    check_retrieve(engine, paged, expected=[True] * hit + [False] * (40 - hit))
+
+
+def test_destroy_writes_what_is_queued_first(builder, made, paged):
+    engine = builder.get_or_create(
+        "a", config(tiers=["cpu", "dict"], shutdown_timeout_s=5), kv_caches=paged.tensors
+    )
+    made.tier.close_gate("put")
+    storing = in_thread(store, engine, paged)
+    wait_parked(engine, made.tier)
+    destroying = in_thread(builder.destroy, "a")
+    while not engine._closed:
+        pass
+    engine._loop.call_soon(made.tier.open_gate)
+    destroying.result(10)
+
+    assert storing.exception(5) is None
+    assert len(made.records) == 5
+
+
+def test_destroy_frees_threads_and_memory(builder, paged):
+    before = set(threading.enumerate())
+    engine = builder.get_or_create(
+        "a", config(**{"arena.prefault": True, "arena.huge_pages": True}), kv_caches=paged.tensors
+    )
+    store(engine, paged)
+    check_retrieve(engine, paged, expected=[True] * 40)
+    assert any(name.startswith("lmcache-async-loop") for name in our_threads(before))
+    memory = weakref.ref(engine._engine._parts.arena.region.obj)
+
+    builder.destroy("a")
+
+    assert our_threads(before) == []
+    gc.collect()
+    assert memory() is None, "the arena is still mapped"
+
+
+def test_a_failed_opening_frees_threads_and_memory(paged):
+    before = set(threading.enumerate())
+    with pytest.raises(ChainError):
+        LMCacheEngine(config(**{"store.stages": ["hash"], "arena.prefault": True}), kv_caches=paged.tensors)
+
+    assert our_threads(before) == []
+
+
+# Threads.
+
+
+def test_calls_may_come_from_several_threads(engine, paged):
+    def one(number):
+        tokens = [1000 * number + token for token in range(16)]
+        slots = list(range(16 * number, 16 * number + 16))
+        paged.fill(tokens, slots)
+        for _ in range(3):
+            engine.store(tokens, slot_mapping=slots)
+            assert engine.lookup(tokens, lookup_id=str(number), pin=True) == 16
+            for tensor in paged.tensors:
+                paged.slots(tensor)[:, slots] = -7.0
+            assert engine.retrieve(tokens, slot_mapping=slots).all()
+            for layer, tensor in enumerate(paged.tensors):
+                assert torch.equal(paged.slots(tensor)[:, slots], content(tokens, layer))
+            engine.lookup_unpin(str(number))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(one, range(6)))
+    statistics = engine.statistics()
+    assert (statistics.running, statistics.pinned_chunks) == (0, 0)
+    assert statistics.arena.leased_slabs == statistics.tiers["cpu"].chunks == 12
+
+
+def test_several_first_calls_open_one_engine(paged):
+    with LMCacheEngine(config()) as engine:
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda _: engine.lookup(TOKENS, kvcaches=paged.tensors), range(12)))
+
+        assert found == [0] * 12
+        assert sum(t.name.startswith("lmcache-async-copy") for t in threading.enumerate()) <= 2
+
+
+def test_several_threads_get_one_engine_of_an_id(builder):
+    with ThreadPoolExecutor(6) as pool:
+        engines = list(pool.map(lambda _: builder.get_or_create("a", config()), range(12)))
+
+    assert len({id(engine) for engine in engines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "parks_at"), [("store", "put"), ("retrieve", "get"), ("lookup", "contains")]
+)
+def test_a_call_that_meets_the_closing_ends(made, paged, verb, parks_at):
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    store(engine, paged)
+    engine.clear(memory_only=True)
+    if verb == "store":
+        engine.clear()
+    made.tier.close_gate(parks_at)
+    arguments = {} if verb == "lookup" else {"slot_mapping": torch.arange(40)}
+    call = in_thread(getattr(engine, verb), TOKENS, **arguments)
+    wait_parked(engine, made.tier)
+
+    engine.close()
+
+    error = call.exception(5)
+    assert error is None or isinstance(error, EngineClosedError), error
+    engine.close()
+    for late in (lambda: engine.lookup(TOKENS), lambda: engine.clear(), lambda: engine.lookup_unpin("a")):
+        with pytest.raises(EngineClosedError):
+            late()
+
+
+def test_a_pinning_lookup_that_meets_the_closing_leaves_no_lease(made, paged):
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    store(engine, paged)
+    memory = weakref.ref(engine._engine._parts.arena.region.obj)
+    made.tier.close_gate("contains")
+    call = in_thread(engine.lookup, [*TOKENS, *range(8)], lookup_id="a", pin=True)
+    wait_parked(engine, made.tier)
+
+    engine.close()
+
+    error = call.exception(5)
+    assert error is None or isinstance(error, EngineClosedError), error
+    del call, error
+    gc.collect()
+    assert memory() is None
+
+
+def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(made, paged):
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    made.tier.close_gate("put")
+    made.tier.stubborn = True
+    storing = in_thread(store, engine, paged)
+    wait_parked(engine, made.tier)
+    closing = in_thread(engine.close)
+
+    assert closing.exception(10) is None  # not the 30 s that a call to a tier may take
+    assert isinstance(storing.exception(5), EngineClosedError | None)
+
+
+def test_closing_from_several_threads_closes_once(paged):
+    engine = LMCacheEngine(config(), kv_caches=paged.tensors)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: engine.close(), range(8)))
+
+    assert not engine._loop._thread.is_alive()
