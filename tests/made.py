@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 
+from lmcache_async.registry import STAGES, TIERS
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.layers.base import TierLayer
+
+
+@functools.cache
+def installed() -> FakeRegistry:
+    """The installed plug-ins, read once: the metadata of a large environment take some 50 ms."""
+    return FakeRegistry()
+
+
+def registry_of(**tiers) -> FakeRegistry:
+    """The installed plug-ins, and the given tiers by name."""
+    registry = copy.copy(installed())
+    registry._given = {TIERS: tiers, STAGES: {}}
+    return registry
 
 
 class Made:
@@ -43,7 +59,7 @@ class Made:
 
     @property
     def registry(self):
-        return FakeRegistry(tiers={"dict": self.tier_class})
+        return registry_of(dict=self.tier_class)
 
 
 class ParkingTier(TierLayer):

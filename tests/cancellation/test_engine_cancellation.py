@@ -12,7 +12,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
-from tests.made import Made, ParkingTier
+from tests.made import Made, ParkingTier, installed
 from tests.steps import turns
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
@@ -286,7 +286,7 @@ async def test_closing_during_a_call_ends_it_and_gives_every_lease_back(verb, pa
         assert task.exception() is None or isinstance(task.exception(), EngineClosedError)
         await turns(5)
         assert leases(opened.engine) == 0
-        opened.context = Rig().open()  # for the end of the block
+        opened.context = Rig().open(registry=installed())  # for the end of the block
         await opened.context.__aenter__()
 
 
@@ -299,7 +299,7 @@ async def test_closing_tells_that_device_memory_is_free():
             await opened.engine.store_chunks(request)
 
         assert with_room.is_set()
-        opened.context = Rig().open()
+        opened.context = Rig().open(registry=installed())
         await opened.context.__aenter__()
 
 

@@ -15,7 +15,7 @@ from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
 from lmcache_async.testing.fakes import FaultyTier, unavailable
-from tests.made import Made, ParkingTier
+from tests.made import Made, ParkingTier, installed, registry_of
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 LAYERS, BLOCKS, BLOCK_SIZE, WIDTH = 2, 32, 4, 4
@@ -90,6 +90,11 @@ def our_threads(before):
 def engine(paged):
     with LMCacheEngine(config(), kv_caches=paged.tensors) as engine:
         yield engine
+
+
+@pytest.fixture(autouse=True)
+def plugins_read_once(monkeypatch):
+    monkeypatch.setattr(engine_module, "Registry", installed)
 
 
 @pytest.fixture
@@ -402,8 +407,7 @@ def test_clear_forgets_memory_alone_or_everything(made, paged):
 
 def test_one_tier_that_cannot_be_cleared_does_not_keep_the_others(monkeypatch, paged):
     first, second = Made(FaultyTier), Made()
-    registry = first.registry
-    registry._given["lmcache_async.tiers"]["second"] = second.tier_class
+    registry = registry_of(dict=first.tier_class, second=second.tier_class)
     monkeypatch.setattr(engine_module, "Registry", lambda: registry)
 
     async def away():

@@ -12,6 +12,7 @@ from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import Namespace
+from tests.made import installed
 
 BLOCKS, BLOCK_SIZE, CHUNK = 24, 4, 8
 
@@ -36,7 +37,7 @@ class BlockCache:
         namespace = Namespace(
             model="m", weights="w", dtype=self.layout.dtype, layout=self.layout.text, chunk_size=CHUNK
         )
-        return CacheEngine.open(config, layout=self.layout, namespace=namespace)
+        return CacheEngine.open(config, layout=self.layout, namespace=namespace, registry=installed())
 
     def tokens_of(self, blocks):
         return self.tensor[list(blocks)].reshape(-1, 2)
