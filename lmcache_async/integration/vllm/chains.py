@@ -1,7 +1,7 @@
 """A request's tokens and keys, written by the lookup client's thread and read by the scheduler's.
 
-Everything here only grows, and `num_hashed` is written after what it counts, so the scheduler's thread
-reads up to it without a lock.
+What the other thread reads are immutable bytes, replaced by longer ones, and `num_hashed` is written
+after what it counts. So the scheduler's thread reads up to it without a lock, and a slice is one copy.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RequestChain:
     extras: tuple[Extra, ...] = ()
     requested: int = 0
     num_hashed: int = 0
-    keys: tuple[bytearray, ...] = ()
-    tokens: bytearray = field(default_factory=bytearray)
+    keys: tuple[bytes, ...] = ()
+    tokens: bytes = b""
     texts: dict[int, str] = field(default_factory=dict)
     tail: Tail | None = None
     request_namespace: str = ""
@@ -80,11 +80,11 @@ class RequestChain:
     _hashers: dict[bytes, ChunkHasher] = field(default_factory=dict)
 
     def key(self, rank: int, chunk: int) -> bytes:
-        return bytes(self.keys[rank][chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES])
+        return self.keys[rank][chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
 
     def packed_keys(self, first: int, stop: int) -> tuple[bytes, ...]:
         """Keys of the full chunks first..stop, for each rank."""
-        return tuple(bytes(keys[first * KEY_BYTES : stop * KEY_BYTES]) for keys in self.keys)
+        return tuple(keys[first * KEY_BYTES : stop * KEY_BYTES] for keys in self.keys)
 
     def texts_of(self, first: int, stop: int) -> dict[int, str]:
         """Extra texts of the full chunks first..stop, by index from `first`."""
@@ -94,7 +94,7 @@ class RequestChain:
         return {chunk - first: text for chunk, text in texts.items() if first <= chunk < stop}
 
     def packed_tokens(self, start: int, stop: int) -> bytes:
-        return bytes(self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES])
+        return self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
 
     # From here on: the lookup client's thread only.
 
@@ -119,9 +119,8 @@ class RequestChain:
             )
             for root in roots
         }
-        keys = {root: bytearray() for root in roots}
         self.request_namespace = request_namespace
-        self.keys = tuple(keys[root] for root in roots)
+        self.keys = (b"",) * len(roots)
 
     def extend(self, num_tokens: int, pause: Callable[[], None]) -> None:
         """Hash up to `num_tokens`; `pause` is called between pieces.
@@ -136,8 +135,9 @@ class RequestChain:
                 stop = min(stop, self.num_prompt_tokens)
             piece = np.frombuffer(array("i", self.source[start:stop]), np.int32)
             self.tokens += piece.tobytes()
-            for root, hasher in self._hashers.items():
-                self._take(hasher, self.keys[self._roots.index(root)], piece)
+            new = {root: self._new_keys(hasher, piece) for root, hasher in self._hashers.items()}
+            if any(new.values()):
+                self.keys = tuple(keys + new[root] for keys, root in zip(self.keys, self._roots, strict=True))
             if stop == self.num_prompt_tokens:
                 self.tail = self._prompt_tail()
             self.num_hashed = stop
@@ -168,15 +168,12 @@ class RequestChain:
         }
         return [made[root] for root in self._roots]
 
-    def _take(self, hasher: ChunkHasher, keys: bytearray, piece: Tokens) -> None:
+    def _new_keys(self, hasher: ChunkHasher, piece: Tokens) -> bytes:
         if not self.extras:
-            keys += b"".join(hasher.extend_keys(piece))
-            return
-        size = self.identity.chunk_size
-        for chunk in hasher.extend(piece):
-            if chunk.extra:
-                self.texts[chunk.start // size] = chunk.extra
-            keys += chunk.key
+            return b"".join(hasher.extend_keys(piece))
+        size, chunks = self.identity.chunk_size, hasher.extend(piece)
+        self.texts.update({chunk.start // size: chunk.extra for chunk in chunks if chunk.extra})
+        return b"".join(chunk.key for chunk in chunks)
 
     def _prompt_tail(self) -> Tail | None:
         candidates = self.end_candidates()

@@ -57,9 +57,10 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     # The scheduler's side.
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind_block_pool(gpu_block_pool)
+            self._scheduler.bind_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         if (half := self._scheduler) is not None:
@@ -100,8 +101,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids  # the block table is read where there is something left to store
         if (half := self._scheduler) is not None:
-            self._guard(lambda: half.finished(request, block_ids[0]), None)
+            self._guard(lambda: half.finished(request), None)
         return False, None  # the blocks that are still read are held by references of our own
 
     def has_pending_push_work(self) -> bool:

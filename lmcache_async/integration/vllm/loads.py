@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lmcache_async.integration.vllm.metadata import SKIP, Job
+from lmcache_async.integration.vllm.metadata import SKIP, Job, pack_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,12 +42,12 @@ class ActiveLoad:
 
 
 def load_job(
-    job_id: int, epoch: int, chain: RequestChain, answer: Answer, span: LoadSpan, block_ids: Sequence[int]
+    job_id: int, epoch: int, chain: RequestChain, answer: Answer, span: LoadSpan, blocks: Sequence[Any]
 ) -> Job:
     """The chunks that overlap the span. Blocks outside it, which vLLM has itself, are skipped.
 
     Args:
-        block_ids: All of the request's blocks, from its first token on.
+        blocks: All of the request's, from its first token on, as vLLM has them.
     """
     size = span.chunk_size
     first = span.local // size
@@ -61,9 +60,10 @@ def load_job(
             texts[stop - first] = answer.partial_text
         end += answer.partial_tokens
     start = first * size
-    rows = array("q", [SKIP]) * ((end - start) // span.block_size)
-    for block in range(span.local // span.block_size, span.hit // span.block_size):
-        rows[block - start // span.block_size] = block_ids[block]
+    first_block, last_block = span.local // span.block_size, span.hit // span.block_size
+    rows = [SKIP] * (first_block - start // span.block_size)
+    rows += [block.block_id for block in blocks[first_block:last_block]]
+    rows += [SKIP] * (end // span.block_size - last_block)
     return Job(
         job_id=job_id,
         request_id=chain.request_id,
@@ -73,10 +73,10 @@ def load_job(
         tokens=chain.packed_tokens(start, end),
         keys=keys,
         texts=tuple(texts.items()),
-        block_ids=rows.tobytes(),
+        block_ids=pack_blocks(rows),
     )
 
 
 def lost_job(job_id: int, epoch: int, request_id: str, block_ids: Sequence[int]) -> Job:
     """A load that could not be planned: it has no chunks, and all of its blocks will be reported as failed."""
-    return Job(job_id, request_id, "", epoch, 0, b"", (), (), array("q", block_ids).tobytes())
+    return Job(job_id, request_id, "", epoch, 0, b"", (), (), pack_blocks(block_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 SKIP = -1
 """A block that is neither read nor written."""
+
+
+def pack_blocks(block_ids: Sequence[int]) -> bytes:
+    """Block ids as int64. Thousands come here at a time, and `struct` is the fastest way from a list."""
+    return struct.pack(f"{len(block_ids)}q", *block_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.lookup_client import LookupClient
@@ -72,10 +72,13 @@ class SchedulerHalf:
         self._new_loads: list[Job] = []
         self._loads: dict[str, ActiveLoad] = {}
         self._repeats_left = _MAX_REPEATS
+        self._blocks_of: Callable[[str], Any] = _no_blocks
         self.counts = SchedulerCounts()
 
-    def bind_block_pool(self, block_pool: Any) -> None:
-        self._pins.bind(block_pool)
+    def bind_cache_manager(self, manager: Any) -> None:
+        """Of vLLM's KVCacheManager we use the block pool and the requests' block tables."""
+        self._pins.bind(manager.block_pool)
+        self._blocks_of = manager.get_blocks
 
     def on_new_request(self, request: Any) -> None:
         """First sight of a request: its lookup begins before it is queued."""
@@ -119,9 +122,8 @@ class SchedulerHalf:
             self._policy.chunk_size,
             self._block_size,
         )
-        block_ids = [block.block_id for block in blocks.blocks[0][: span.hit // self._block_size]]
         job = load_job(
-            self._stores.new_job_id(), self._client.epoch, state.chain, lookup.answer, span, block_ids
+            self._stores.new_job_id(), self._client.epoch, state.chain, lookup.answer, span, blocks.blocks[0]
         )
         self._start_load(state, job)
         return True
@@ -141,7 +143,7 @@ class SchedulerHalf:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.may_store:
-                self._plan_stores(state, num_tokens, output.kv_connector_block_state)
+                self._plan_stores(state, num_tokens)
         return StepMetadata(loads=self.take_loads(), stores=self._stores.take(self._client.now()))
 
     def take_loads(self) -> tuple[Job, ...]:
@@ -162,7 +164,7 @@ class SchedulerHalf:
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
             self._stores.copied(output.kv_connector_worker_meta.copied)
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+    def finished(self, request: Any) -> None:
         """For request_finished: its blocks are freed right after this, but for those held by us."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -171,7 +173,7 @@ class SchedulerHalf:
             self._client.release(state.lookup)
         self._adopt(state)
         computed = min(request.num_computed_tokens, request.num_tokens)
-        self._stores.finish(state, computed, block_ids)
+        self._stores.finish(state, computed, lambda: self._blocks_of(request.request_id).blocks[0])
 
     def reset(self) -> None:
         """For reset_cache. KV computed before it is not stored any more."""
@@ -253,12 +255,12 @@ class SchedulerHalf:
         state.loading = True
         self.counts.loads += 1
 
-    def _plan_stores(self, state: RequestState, num_tokens: int, block_state: Any) -> None:
+    def _plan_stores(self, state: RequestState, num_tokens: int) -> None:
         request = state.request
         # Tokens beyond the known ones are guesses of a draft model or not sampled yet.
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
         self._adopt(state)
-        self._stores.plan(state, computed, lambda: block_state.get_block_ids(request.request_id)[0])
+        self._stores.plan(state, computed, lambda: self._blocks_of(request.request_id).blocks[0])
 
     def _adopt(self, state: RequestState) -> None:
         """What the lookup found need not be stored."""
@@ -291,3 +293,7 @@ class SchedulerHalf:
                 state.chain.request_id,
                 bad_token,
             )
+
+
+def _no_blocks(request_id: str) -> Any:
+    raise RuntimeError(f"the cache manager with the blocks of {request_id} was never bound")

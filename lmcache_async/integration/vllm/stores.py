@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lmcache_async.integration.vllm.metadata import Job
+from lmcache_async.integration.vllm.metadata import Job, pack_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,7 @@ class Planned:
     first: int
     stop: int
     is_tail: bool
-    block_ids: tuple[int, ...]
+    block_ids: bytes
     deadline: float
 
     def needs(self, policy: StorePolicy) -> int:
@@ -90,12 +89,12 @@ class StorePlanner:
     def busy(self) -> bool:
         return bool(self._pins)
 
-    def plan(self, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]) -> None:
+    def plan(self, state: RequestState, computed_tokens: int, blocks: Callable[[], Sequence[Any]]) -> None:
         """Plan what this step completes and what earlier steps could not.
 
         Args:
             computed_tokens: Known tokens of the request whose KV is there once this step has run.
-            block_ids: Gives all blocks of the request; called only if there is something to plan.
+            blocks: Gives all blocks of the request, as vLLM has them; called only if there is something to plan.
         """
         full, tail = self._due(state, computed_tokens)
         if full <= state.next_chunk and not tail:
@@ -105,14 +104,14 @@ class StorePlanner:
         full = min(full, chain.num_hashed // self._policy.chunk_size)
         tail = tail and chain.tail is not None
         if full > state.next_chunk or tail:
-            self._plan(state, full, tail, block_ids(), skip_in_flight=True)
+            self._plan(state, full, tail, blocks(), skip_in_flight=True)
 
-    def finish(self, state: RequestState, computed_tokens: int, block_ids: Sequence[int]) -> None:
+    def finish(self, state: RequestState, computed_tokens: int, blocks: Callable[[], Sequence[Any]]) -> None:
         """The request ends: hold what is left, for as long as its keys are not known."""
         full, tail = self._due(state, computed_tokens)
         if full > state.next_chunk or tail:
             self._client.hash(state.chain, computed_tokens)
-            self._plan(state, full, tail, block_ids, skip_in_flight=False)
+            self._plan(state, full, tail, blocks(), skip_in_flight=False)
             self.counts.dropped_chunks += max(0, full - state.next_chunk) + state.tail_pending
 
     def take(self, now: float) -> tuple[Job, ...]:
@@ -149,7 +148,7 @@ class StorePlanner:
         return limit // self._policy.chunk_size, state.tail_pending and computed_tokens >= prompt
 
     def _plan(
-        self, state: RequestState, full: int, tail: bool, block_ids: Sequence[int], *, skip_in_flight: bool
+        self, state: RequestState, full: int, tail: bool, blocks: Sequence[Any], *, skip_in_flight: bool
     ) -> None:
         while state.next_chunk < full:
             first = state.next_chunk
@@ -159,12 +158,12 @@ class StorePlanner:
             stop = self._run_end(state.chain, first, full, skip_in_flight=skip_in_flight)
             if stop == first:
                 return  # no room; a later step tries again
-            self._hold(state, first, stop, block_ids, is_tail=False)
+            self._hold(state, first, stop, blocks, is_tail=False)
             state.next_chunk = stop
         if tail and state.next_chunk >= state.chain.num_prompt_tokens // self._policy.chunk_size:
             first = state.chain.num_prompt_tokens // self._policy.chunk_size
             if self._pins.room >= state.tail_tokens // self._policy.block_size:
-                self._hold(state, first, first + 1, block_ids, is_tail=True)
+                self._hold(state, first, first + 1, blocks, is_tail=True)
                 state.tail_pending = False
 
     def _run_end(self, chain: RequestChain, first: int, full: int, *, skip_in_flight: bool) -> int:
@@ -178,18 +177,19 @@ class StorePlanner:
         return stop
 
     def _hold(
-        self, state: RequestState, first: int, stop: int, block_ids: Sequence[int], *, is_tail: bool
+        self, state: RequestState, first: int, stop: int, blocks: Sequence[Any], *, is_tail: bool
     ) -> None:
         blocks_per_chunk = self._policy.chunk_size // self._policy.block_size
         start = first * blocks_per_chunk
         count = state.tail_tokens // self._policy.block_size if is_tail else (stop - first) * blocks_per_chunk
-        held = tuple(block_ids[start : start + count])
+        held = blocks[start : start + count]
         if len(held) != count:
             raise RuntimeError(f"request {state.chain.request_id} has no blocks {start}..{start + count}")
         job_id = self.new_job_id()
         self._pins.hold(job_id, held)
         deadline = self._client.now() + _HASH_WAIT_S
-        planned = Planned(job_id, state.chain, self._client.epoch, first, stop, is_tail, held, deadline)
+        ids = pack_blocks([block.block_id for block in held])
+        planned = Planned(job_id, state.chain, self._client.epoch, first, stop, is_tail, ids, deadline)
         self._planned.append(planned)
         self.counts.planned_chunks += stop - first
         if not is_tail and state.chain.num_hashed >= stop * self._policy.chunk_size:
@@ -214,7 +214,7 @@ class StorePlanner:
             tokens=chain.packed_tokens(start, stop),
             keys=keys,
             texts=tuple(texts.items()),
-            block_ids=array("q", planned.block_ids).tobytes(),
+            block_ids=planned.block_ids,
         )
 
     def _remember(self, job_id: int, keys: tuple[bytes, ...]) -> None:

@@ -74,12 +74,17 @@ class Bench:
     def __init__(self, *, num_blocks: int = 1001, roles: Roles | None = None, **options: Any) -> None:
         self.client = Client()
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
-        config = load_config(env={}, extra={"chunk_size": CHUNK, **options})
+        config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
         self.half = SchedulerHalf(
             config, block_size=BLOCK, world_size=RANKS, roles=roles or Roles(), client=self.client
         )
-        self.half.bind_block_pool(self.pool)
         self.blocks: dict[str, list[Any]] = {}
+        self.half.bind_cache_manager(
+            SimpleNamespace(
+                block_pool=self.pool,
+                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks[name],)),
+            )
+        )
         self.names = itertools.count()
 
     def request(self, num_tokens: int, **options: Any) -> Request:
@@ -108,13 +113,8 @@ class Bench:
     def step(self, *scheduled: tuple[Request, int]) -> StepMetadata:
         for request, count in scheduled:
             self.blocks_of(request, request.num_computed_tokens + count)
-        ids = {
-            request.request_id: [block.block_id for block in self.blocks[request.request_id]]
-            for request, _ in scheduled
-        }
         output = SimpleNamespace(
-            num_scheduled_tokens={request.request_id: count for request, count in scheduled},
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (ids[name],)),
+            num_scheduled_tokens={request.request_id: count for request, count in scheduled}
         )
         metadata = self.half.plan_step(output)
         for request, count in scheduled:
@@ -140,8 +140,8 @@ class Bench:
         )
 
     def finish(self, request: Request) -> None:
+        self.half.finished(request)
         blocks = self.blocks.pop(request.request_id, [])
-        self.half.finished(request, [block.block_id for block in blocks])
         self.pool.free_blocks(reversed(blocks))
 
     def complete(self, jobs: tuple[Job, ...]) -> None:
