@@ -179,11 +179,17 @@ class CPUTier(Tier):
         return lease
 
     def _reclaim(self, slabs: int) -> int:
-        """The arena's reclaimer: all the slabs asked for, or none."""
-        return self._evict(slabs)
+        """The arena's reclaimer: in the end every chunk goes that nobody else has a lease of.
 
-    def _evict(self, slabs: int) -> int:
-        victims = self._policy.evict(slabs, self._is_evictable)
+        Else leases could wait for each other: one for the slab of a chunk that another keeps from eviction.
+        """
+        if freed := self._evict(slabs, last_resort=True):
+            return freed
+        free = sum(map(self._is_evictable, self._chunks))
+        return self._evict(min(slabs, free), last_resort=True)
+
+    def _evict(self, slabs: int, *, last_resort: bool = False) -> int:
+        victims = self._policy.evict(slabs, self._is_evictable, last_resort=last_resort)
         for key in victims:
             self._chunks.pop(key).release()
         self._evictions += len(victims)

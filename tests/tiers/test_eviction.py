@@ -174,6 +174,37 @@ def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(
 
 
 @given(forest=forests(), data=st.data())
+def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest: Forest, data: st.DataObject) -> None:
+    policy = LRUPolicy()
+    for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
+        use(policy, forest.path(node))
+    held = set(policy)
+    free = data.draw(st.sets(st.sampled_from(sorted(held))))
+    wanted = data.draw(st.integers(0, len(free)))
+
+    victims = policy.evict(wanted, free.__contains__, last_resort=True)
+
+    assert len(victims) == len(set(victims)) == wanted
+    assert free >= set(victims)
+    assert set(policy) == held - set(victims)
+    for position, victim in enumerate(victims):  # still no prefix before a suffix that could go too
+        later = free.difference(victims[:position])
+        assert not any(victim in forest.path(int.from_bytes(chunk, "big"))[:-1] for chunk in later)
+    assert len(policy.evict(len(policy), anyone)) == len(held) - wanted
+
+
+def test_as_a_last_resort_a_prefix_keeps_its_beginning() -> None:
+    policy = LRUPolicy()
+    prompt = [key(number) for number in range(5)]
+    use(policy, prompt)
+
+    assert policy.evict(2, lambda chunk: chunk != prompt[4]) == []
+    assert policy.evict(5, lambda chunk: chunk != prompt[4], last_resort=True) == []
+    assert policy.evict(2, lambda chunk: chunk != prompt[4], last_resort=True) == [prompt[3], prompt[2]]
+    assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the one in use counts as touched
+
+
+@given(forest=forests(), data=st.data())
 def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject) -> None:
     tried, plain = LRUPolicy(), LRUPolicy()
     for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
@@ -182,7 +213,8 @@ def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject)
     count = len(plain)
     root = next(chunk for chunk in plain if forest.parent(chunk) is None)
 
-    assert tried.evict(count, lambda chunk: chunk != root) == []
+    last_resort = data.draw(st.booleans())
+    assert tried.evict(count, lambda chunk: chunk != root, last_resort=last_resort) == []
 
     # The leased one counts as touched; all else goes as if nobody had asked.
     plain.touch([root])

@@ -47,13 +47,16 @@ class EvictionPolicy(ABC):
         """`key` is held no more; whether it was."""
 
     @abstractmethod
-    def evict(self, wanted: int, evictable: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
+    def evict(
+        self, wanted: int, evictable: Callable[[ChunkKey], bool], *, last_resort: bool = False
+    ) -> list[ChunkKey]:
         """Chunks to give up, together `wanted` or more; none when they cannot make that up.
 
         They are not held any more when this returns, in the order in which they should go.
 
         Args:
             evictable: False for a chunk that somebody uses now; it counts as touched.
+            last_resort: When nothing else is left, also chunks before one that is used now.
         """
 
     @abstractmethod

@@ -90,14 +90,17 @@ class LRUPolicy(EvictionPolicy):
         self._unlink(key)
         return True
 
-    def evict(self, wanted: int, evictable: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
+    def evict(
+        self, wanted: int, evictable: Callable[[ChunkKey], bool], *, last_resort: bool = False
+    ) -> list[ChunkKey]:
         if wanted > self._total:
             return []
         freed = 0
         victims: list[ChunkKey] = []
         undo: list[tuple[ChunkKey, ChunkKey | None]] = []
         in_use: list[ChunkKey] = []
-        while freed < wanted and self._queue:
+        cut: list[tuple[ChunkKey, ChunkKey]] = []
+        while freed < wanted and (self._queue or (last_resort and self._cut(in_use, cut))):
             key, _ = self._queue.popitem(last=False)
             if key in self._continuations:
                 continue  # parked
@@ -112,6 +115,9 @@ class LRUPolicy(EvictionPolicy):
             self._queue[key] = None
         if freed < wanted:
             self._restore(undo)
+        for key, parent in cut:
+            self._link(key, parent)
+        if freed < wanted:
             return []
         for key in victims:
             self._total -= self._sizes.pop(key)
@@ -166,6 +172,15 @@ class LRUPolicy(EvictionPolicy):
             # It was parked, so it is older than all in the queue.
             self._queue[parent] = None
             self._queue.move_to_end(parent, last=False)
+
+    def _cut(self, in_use: Sequence[ChunkKey], cut: list[tuple[ChunkKey, ChunkKey]]) -> bool:
+        """Part chunks in use from what they continue; whether that left anything to give up."""
+        for key in in_use:
+            parent = self._parents.get(key)
+            if parent is not None:
+                self._unlink(key)
+                cut.append((key, parent))
+        return bool(self._queue)
 
     def _restore(self, undo: Sequence[tuple[ChunkKey, ChunkKey | None]]) -> None:
         for key, parent in reversed(undo):
