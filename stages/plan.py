@@ -27,4 +27,8 @@ class PlanStage:
             scope=batch.scope,
             tiers=tiers,
             cause=cause,
+            resident=next((i for i, tier in enumerate(tiers) if not self._in_arena(tier)), len(tiers)),
         )
+
+    def _in_arena(self, tier: int) -> bool:
+        return self._stack.tiers[tier].tier.capabilities.in_arena

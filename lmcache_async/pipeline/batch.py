@@ -98,6 +98,16 @@ class Batch:
     drops: Counter[str] = field(default_factory=Counter)
     scope: Scope = field(default_factory=Scope)
 
+    def cuts(self, size: int, most: int) -> list[int]:
+        """Where to cut a request's chunks into batches: the positions at which batches end.
+
+        Args:
+            size: Chunks of a batch.
+            most: Chunks that may be in flight at one time.
+        """
+        del most
+        return [*range(size, len(self.chunks), size), len(self.chunks)]
+
     def part(self, start: int, stop: int) -> Self:
         """The batch of chunks start..stop, with a scope of its own and no drops."""
         return replace(
@@ -160,10 +170,21 @@ class PlannedBatch(Batch):
     Attributes:
         tiers: For each chunk the index, in the stack, of the tier that is to serve it.
         cause: Why the prefix ends where it ends; "" when all that was asked for is there.
+        resident: How many leading chunks are in host memory already.
     """
 
     tiers: tuple[int, ...] = ()
     cause: str = ""
+    resident: int = 0
+
+    def cuts(self, size: int, most: int) -> list[int]:
+        """What is in host memory goes in one batch: there is nothing to read while it is copied."""
+        first = min(self.resident, most)
+        if first <= size:
+            return Batch.cuts(self, size, most)
+        if first == len(self.chunks):
+            return [first]
+        return [first, *range(first + size, len(self.chunks), size), len(self.chunks)]
 
     def part(self, start: int, stop: int) -> Self:
         last = stop >= len(self.chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from lmcache_async.errors import (
@@ -77,10 +78,11 @@ class Runner(Generic[Out]):
             gate.open()
 
     def _split(self, batch: Batch) -> list[Batch]:
-        if len(batch.chunks) <= self._batch_chunks:
+        most = max(self._batch_chunks, self._budget.max_bytes // self._chunk_bytes)
+        cuts = batch.cuts(self._batch_chunks, most)
+        if len(cuts) == 1:
             return [batch]
-        size = self._batch_chunks
-        return [batch.part(i, i + size) for i in range(0, len(batch.chunks), size)]
+        return [batch.part(start, stop) for start, stop in pairwise([0, *cuts])]
 
     async def _run_batches(self, batches: list[Batch], timeout_s: float, gate: _Gate) -> list[Out]:
         run = _Run[Out](batches)

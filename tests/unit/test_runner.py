@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.budget import ByteBudget
-from lmcache_async.pipeline.batch import Batch, HashedBatch, Request
+from lmcache_async.pipeline.batch import Batch, HashedBatch, PlannedBatch, Request
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.types import Chunk, ChunkKey
@@ -229,3 +229,25 @@ async def test_a_bug_in_a_stage_propagates():
         await runner.run(request_of(4), timeout_s=5)
     assert caught.group_contains(TypeError)
     assert budget.statistics().used_bytes == 0
+
+
+@given(count=st.integers(0, 60), resident=st.integers(0, 60), size=st.integers(1, 9), most=st.integers(1, 30))
+def test_cuts_make_batches_that_cover_the_request_once_and_only_the_resident_one_is_large(
+    count, resident, size, most
+):
+    resident, most = min(resident, count), max(size, most)
+    request = request_of(count)
+    planned = PlannedBatch(
+        request=request, chunks=request.chunks, rows=request.rows, tiers=(0,) * count, resident=resident
+    )
+
+    cuts = planned.cuts(size, most)
+
+    starts = [0, *cuts[:-1]]
+    lengths = [stop - start for start, stop in zip(starts, cuts, strict=True)]
+    assert cuts[-1] == count
+    assert all(length > 0 for length in lengths) or count == 0
+    assert all(length <= size for length in lengths[1:])
+    assert lengths[0] <= max(size, min(resident, most))
+    if resident > size:
+        assert lengths[0] == min(resident, most)
