@@ -100,7 +100,9 @@ class StorePlanner:
         if full <= state.next_chunk and not tail:
             return
         chain = state.chain
-        self._client.hash(chain, state.request.num_tokens)
+        needed = max(full * self._policy.chunk_size, chain.num_prompt_tokens if tail else 0)
+        if chain.requested < needed:
+            self._client.hash(chain, state.request.num_tokens)
         full = min(full, chain.num_hashed // self._policy.chunk_size)
         tail = tail and chain.tail is not None
         if full > state.next_chunk or tail:
