@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_a_prompt_is_stored_while_the_rest_of_it_is_computed(engine: Engine, ref
     question = Question(tokens("long", 1500))
     position = engine.log_size
 
-    name = engine.add(question)
+    [name] = engine.add(question)
     engine.step_until("RUNNING", name)
     engine.call("step")  # the second of six; the test says when the next one is
     for _ in engine.until("stores nothing of a prefill that runs"):
@@ -118,3 +119,33 @@ def test_a_prompt_is_stored_while_the_rest_of_it_is_computed(engine: Engine, ref
 
     assert_same(cold, reference(question))
     assert_same(engine.ask(question), reference(question))
+
+
+def test_the_next_turn_of_a_conversation_loads_what_was_generated(
+    engine: Engine, reference: Reference
+) -> None:
+    first = Question(tokens("turn", 300), max_tokens=100)
+    said = engine.ask(first)
+    engine.settle()
+    second = Question(first.prompt + tuple(said.tokens) + tokens("next turn", 50))
+
+    answer = engine.ask(second)
+
+    assert answer.tiers == {"cpu": 384}  # whole chunks of the 399 tokens that have KV
+    assert_same(said, reference(first))
+    assert_same(answer, reference(second))
+
+
+def test_a_prompt_larger_than_the_arena_has_what_fits(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    question = Question(tokens("larger", 1200))
+
+    with engines.started(connector(disk=tmp_path, arena_chunks=6)) as engine:
+        for _ in range(3):
+            answer = engine.ask(question)
+            engine.settle()
+            assert_same(answer, reference(question))
+
+    assert answer.cached_tokens == 1184
+    assert answer.tiers["disk"] >= 1184 - 6 * CHUNK

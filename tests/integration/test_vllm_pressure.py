@@ -45,7 +45,7 @@ def test_a_request_aborted_while_it_is_loaded(engine: Engine, reference: Referen
     engine.settle()
     engine.call("call", name="hold_copies")
 
-    name = engine.add(question)
+    [name] = engine.add(question)
     engine.step_until("WAITING_FOR_REMOTE_KVS", name)
     engine.call("abort", names=[name])
     held = engine.call("free_blocks")[0]
@@ -66,7 +66,7 @@ def test_a_request_aborted_while_it_is_stored(engine: Engine, reference: Referen
     question, other = Question(tokens("aborted store", 400)), Question(tokens("beside the store", 200))
     engine.call("call", name="hold_copies")
 
-    name = engine.add(question)
+    [name] = engine.add(question)
     engine.step_until("RUNNING", name)
     engine.call("step")
     engine.call("abort", names=[name])
@@ -88,7 +88,7 @@ def test_a_request_aborted_before_its_first_step(engine: Engine, reference: Refe
     engine.ask(question)
     engine.settle()
 
-    engine.call("abort", names=[engine.add(question)])
+    engine.call("abort", names=engine.add(question))
 
     assert_nothing_is_held(engine)
     assert_same(engine.ask(question), reference(question))

@@ -65,3 +65,25 @@ def test_a_normal_end_is_silent(engines: Engines, disk: Path) -> None:
     engine.ask(Question(tokens("silent", 300)))
 
     assert complaints(engine.close()) == []
+
+
+def test_a_process_killed_while_it_stores_leaves_nothing_wrong(
+    engines: Engines, reference: Reference, disk: Path
+) -> None:
+    question = Question(tokens("killed", 1100))
+    with engines.started(connector(disk=disk)) as engine:
+        [name] = engine.add(question)
+        engine.step_until("RUNNING", name)
+        for _ in range(3):
+            engine.call("step")
+        engine.kill()
+
+    with engines.started(connector(disk=disk)) as engine:
+        answers = []
+        for _ in range(2):
+            answers.append(engine.ask(question))
+            engine.settle()
+
+    assert [answer.cached_tokens for answer in answers][1:] == [1088]
+    for answer in answers:
+        assert_same(answer, reference(question))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def connector(
         "chunk_size": CHUNK,
         "arena.max_bytes": arena_chunks * (CHUNK * KV_BYTES + 4096),
         "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests are about hits
+        "vllm.lookup_pin_ttl_s": 600.0,  # or time would hide a pin that is never let go
         "tiers": tiers,
     }
     return {
@@ -87,22 +89,15 @@ class Engine:
     def ask_all(self, questions: Sequence[Question]) -> list[Answer]:
         """All of them at the same moment."""
         position = self.log_size
-        names = [self.add(question) for question in questions]
+        names = self.add(*questions)
         self.call("run")
         return [self.take(name, position) for name in names]
 
-    def add(self, question: Question) -> str:
-        """Give vLLM a request; the name that it has here and in the log."""
-        name = f"q{next(_names)}"
-        request = {
-            "name": name,
-            "prompt": question.prompt,
-            "max_tokens": question.max_tokens,
-            "cache_salt": question.cache_salt,
-            "params": question.params,
-        }
-        self.call("add", requests=[request])
-        return name
+    def add(self, *questions: Question) -> list[str]:
+        """Give vLLM requests; the names that they have here and in the log."""
+        requests = [{"name": f"q{next(_names)}", **asdict(question)} for question in questions]
+        self.call("add", requests=requests)
+        return [request["name"] for request in requests]
 
     def take(self, name: str, position: int = 0) -> Answer:
         """The answer of a request that has ended, with the log from `position` on."""
