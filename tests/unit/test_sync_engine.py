@@ -524,6 +524,18 @@ def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, 
     check_retrieve(engine, paged, expected=[True] * hit + [False] * (40 - hit))
 
 
+@pytest.mark.parametrize("clear", [False, True])
+def test_destroy_keeps_what_the_disk_holds_unless_told_to_clear(builder, paged, tmp_path, clear):
+    settings = config(tiers=["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "16MiB"}])
+    engine = builder.get_or_create("a", settings, kv_caches=paged.tensors)
+    store(engine, paged)
+    builder.destroy("a", clear=clear)
+
+    engine = builder.get_or_create("a", settings, kv_caches=paged.tensors)
+    hit = 0 if clear else 40
+    check_retrieve(engine, paged, expected=[True] * hit + [False] * (40 - hit))
+
+
 def test_destroy_writes_what_is_queued_first(builder, made, paged):
     engine = builder.get_or_create(
         "a", config(tiers=["cpu", "dict"], shutdown_timeout_s=5), kv_caches=paged.tensors
