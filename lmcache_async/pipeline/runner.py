@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -123,6 +124,11 @@ class Runner(Generic[Out]):
             run.results[index] = value
         except LMCacheAsyncError as error:
             run.results[index] = self._failed(batch, error_cause(error))
+        except BaseException as error:
+            # Frames that know the error, known by its traceback, would keep views of the batch's buffers,
+            # and so the slabs, until a garbage collection.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     def _finish(self, run: _Run[Out], index: int, nbytes: int, gate: _Gate) -> None:
         run.batches[index].scope.close()

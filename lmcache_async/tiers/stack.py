@@ -89,9 +89,10 @@ class TierStack:
             await self._exit.aclose()
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until no chunk is queued for any tier; False when the deadline came first."""
-        writers = [stacked.writer for stacked in self.tiers if stacked.writer is not None]
-        return all(await asyncio.gather(*(writer.flush(timeout_s=timeout_s) for writer in writers)))
+        """Wait until nothing is queued or under way to any tier; False when the deadline came first."""
+        waits = [s.writer.flush(timeout_s=timeout_s) for s in self.tiers if s.writer is not None]
+        waits += [s.tier.drain(timeout_s=timeout_s) for s in self.tiers if isinstance(s.tier, GuardLayer)]
+        return all(await asyncio.gather(*waits))
 
     async def plan(self, keys: Sequence[ChunkKey]) -> tuple[tuple[int, ...], str]:
         """For each chunk of the longest prefix that is there, the fastest tier that has it.

@@ -53,6 +53,13 @@ class GuardLayer(TierLayer):
         """Calls given up by their callers that have not ended yet."""
         return len(self._late)
 
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until the calls given up so far have really ended; False when the deadline came first."""
+        if not self._late:
+            return True
+        _, running = await asyncio.wait(set(self._late), timeout=timeout_s)
+        return not running
+
     async def contains(self, key: ChunkKey) -> bool:
         return await self._call("contains", self.inner.contains(key))
 
