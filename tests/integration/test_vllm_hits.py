@@ -70,6 +70,22 @@ def test_a_prompt_that_begins_like_another_loads_the_shared_chunks(
     assert_same(answer, reference(second))
 
 
+def test_every_block_is_loaded_to_its_own_place(engine: Engine, reference: Reference) -> None:
+    """Attention sees all loaded blocks alike, in any order; only prompts that end among them tell."""
+    question = Question(tokens("places", 10 * BLOCK + 5))
+    engine.ask(question)
+    engine.settle()
+    loaded = engine.ask(question)
+    shorter = [Question(question.prompt[: blocks * BLOCK + 5], max_tokens=2) for blocks in range(1, 10)]
+
+    answers = [engine.ask(one) for one in shorter]  # from vLLM's own cache, where the loaded blocks are now
+
+    assert loaded.tiers == {"cpu": 10 * BLOCK}
+    for blocks, (one, answer) in enumerate(zip(shorter, answers, strict=True), 1):
+        assert (answer.cached_tokens, answer.tiers) == (blocks * BLOCK, {})
+        assert_same(answer, reference(one))
+
+
 def test_what_vllm_has_itself_is_continued_from_the_middle_of_a_chunk(
     engine: Engine, reference: Reference
 ) -> None:
