@@ -29,17 +29,19 @@ def compare(
         rounds: For each round a document with several questions, as prompts that begin alike.
     """
     for number, (prompt, *others) in enumerate(rounds):
-        if number % 2:
-            with_cache, without = cached.ask(prompt), plain.ask(prompt)
-        else:
-            without, with_cache = plain.ask(prompt), cached.ask(prompt)
+        first, second = (cached, plain) if number % 2 else (plain, cached)
+        answers = {first.name: first.ask(prompt)}
+        second.settle(SETTLE_S)  # the first one's processes spin for a while behind their answer
+        answers[second.name] = second.ask(prompt)
+        without, with_cache = answers[plain.name], answers[cached.name]
         cases.no_connector.add([without])
         cases.cold.add([with_cache], reference=without)
         cached.settle(SETTLE_S)
 
-        pool, warm, own = [], [], []
+        pool = [plain.ask(prompt) for _ in range(REPEATS)]
+        cached.settle(SETTLE_S)
+        warm, own = [], []
         for _ in range(REPEATS):
-            pool.append(plain.ask(prompt))
             cached.reset()
             warm.append(cached.ask(prompt))
             own.append(cached.ask(prompt))
@@ -47,8 +49,9 @@ def compare(
         cases.warm.add(warm, reference=pool[0])
         cases.pool_with_connector.add(own, reference=pool[0])
 
-        for other in others:
-            reference = plain.ask(other)
+        references = [plain.ask(other) for other in others]
+        cached.settle(SETTLE_S)
+        for other, reference in zip(others, references, strict=True):
             cached.reset()
             cases.questions.add([cached.ask(other)], reference=reference)
         tell(
@@ -73,6 +76,7 @@ def compare_restarted(
     kept = 0
     for number, (prompt, *_) in enumerate(rounds):
         pool = plain.ask(prompt)
+        restarted.settle(SETTLE_S)
         kept = max(kept, pagecache.drop(directory))
         answer = restarted.ask(prompt)
         cases.pool_at_restart.add([pool])
