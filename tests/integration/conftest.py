@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm_driver import Engines, Reference
+from tests.integration.vllm_driver import Engines
+from tests.integration.vllm_reference import Reference
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
-from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, connector
+from tests.integration.vllm_reference import Reference
 
 pytestmark = pytest.mark.vllm
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.vllm_answers import Question, assert_same, tokens
-from tests.integration.vllm_driver import Engines, Reference, complaints, connector
+from tests.integration.vllm_driver import Engines, complaints, connector
+from tests.integration.vllm_reference import Reference
 
 pytestmark = pytest.mark.vllm
 
