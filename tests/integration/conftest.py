@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm_driver import Engines
-from tests.integration.vllm_reference import Reference
+from tests.integration.vllm_driver import Engines, Reference
 
 
 @pytest.fixture(scope="session")

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 from tests.integration.vllm_answers import Question, assert_same, difference, tokens
-from tests.integration.vllm_driver import CHUNK, Engine, Engines, connector
+from tests.integration.vllm_driver import CHUNK, Engine, Engines, Reference, connector
 from tests.integration.vllm_records import change_one_byte, record_of
-from tests.integration.vllm_reference import Reference
 
 pytestmark = pytest.mark.vllm
 
-MEMORY_ONLY: dict[str, Any] = {
-    "vllm.reset_cache": "memory"
-}  # so that a reset leaves the disk as the only tier that has it
+MEMORY_ONLY = {"vllm.reset_cache": "memory"}  # so that a reset leaves the disk as the only tier that has it
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(engines: Engines, disk: Path) -> Iterator[Engine]:
-    with engines.started(connector(MEMORY_ONLY, disk=disk)) as engine:
+    with engines.started(connector(disk=disk, **MEMORY_ONLY)) as engine:
         yield engine
 
 
@@ -38,7 +35,7 @@ def truncate(path: Path) -> None:
 
 def corrupt(statistics: dict[str, Any]) -> int:
     """Records that were found damaged, by the tier itself or by their checksum."""
-    return int(statistics["corrupt"] + statistics["counts"].get("disk.corrupt.checksum", 0))
+    return statistics["corrupt"] + statistics["counts"].get("disk.corrupt.checksum", 0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_without_verification_one_byte_changes_the_answer(
 ) -> None:
     """The control: the comparison finds a single wrong byte in one of thirteen chunks."""
     question = Question(tokens("control", 800))
-    unverified = connector(MEMORY_ONLY | {"retrieve.verify": False}, disk=tmp_path / "kv")
+    unverified = connector(disk=tmp_path / "kv", **MEMORY_ONLY, **{"retrieve.verify": False})
     with engines.started(unverified) as engine:
         engine.ask(question)
         engine.settle()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
-from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, connector
-from tests.integration.vllm_reference import Reference
+from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
 
 pytestmark = pytest.mark.vllm
 

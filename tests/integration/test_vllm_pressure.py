@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.vllm_answers import Question, assert_same, tokens
-from tests.integration.vllm_driver import Engine, Engines, connector
-from tests.integration.vllm_reference import Reference
+from tests.integration.vllm_driver import Engine, Engines, Reference, connector
 
 pytestmark = pytest.mark.vllm
 

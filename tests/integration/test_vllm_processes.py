@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.vllm_answers import Question, assert_same, tokens
-from tests.integration.vllm_driver import Engines, complaints, connector
-from tests.integration.vllm_reference import Reference
+from tests.integration.vllm_driver import Engines, Reference, complaints, connector
 
 pytestmark = pytest.mark.vllm
 

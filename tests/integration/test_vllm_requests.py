@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.vllm_answers import Answer, Question, assert_same, tokens
-from tests.integration.vllm_driver import Engine, EngineError, Engines, connector
-from tests.integration.vllm_reference import Reference
+from tests.integration.vllm_driver import Engine, EngineError, Engines, Reference, connector
 
 pytestmark = pytest.mark.vllm
 
@@ -107,7 +106,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
 
 def test_a_wrong_key_stops_vllm_with_the_key_and_the_right_one(engines: Engines) -> None:
     with pytest.raises(EngineError) as raised:
-        engines.start(connector({"arena.max_byte": "1GiB"}))
+        engines.start(connector(**{"arena.max_byte": "1GiB"}))
 
     message = str(raised.value)
     assert "ConfigError" in message

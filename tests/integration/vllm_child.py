@@ -89,18 +89,16 @@ class Child:
         """Run a function of `vllm_worker_calls` in the worker."""
         return self._llm.collective_rpc(getattr(vllm_worker_calls, name))[0]
 
-    def asks(self) -> bool:
-        """Whether our scheduler half asks the worker half: connected, and no reset under way."""
-        if hasattr(self._engine.engine_core, "engine_core"):
-            return bool(self._scheduler.connector._scheduler._client.ready)
-        return bool(self.call("is_asked"))
-
     # With the scheduler in this process only.
 
     def free_blocks(self) -> tuple[int, int]:
         """Blocks of vLLM's pool that nobody holds, and how many there are."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM keeps one for itself
+
+    def asks(self) -> bool:
+        """Whether our scheduler half asks the worker half: connected, and no reset under way."""
+        return bool(self._scheduler.connector._scheduler._client.ready)
 
     def state(self, name: str) -> str:
         """Where vLLM has the request; empty if it does not know it any more."""

@@ -38,11 +38,7 @@ _names = itertools.count(1)
 
 
 def connector(
-    extra: Mapping[str, Any] | None = None,
-    *,
-    disk: Path | None = None,
-    arena_chunks: int = 400,
-    role: str = "kv_both",
+    *, disk: Path | None = None, arena_chunks: int = 400, role: str = "kv_both", **extra: Any
 ) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine, with nothing set that vLLM has a default for."""
     tiers: list[Any] = ["cpu"]
@@ -58,7 +54,7 @@ def connector(
     return {
         "kv_connector": "LMCacheAsyncConnector",
         "kv_role": role,
-        "kv_connector_extra_config": settings | dict(extra or {}),
+        "kv_connector_extra_config": settings | extra,
     }
 
 
@@ -138,11 +134,7 @@ class Engine:
         """Empty vLLM's prefix cache and with it what the connector is configured to."""
         self.settle()
         assert self.call("reset", connector=True)
-        self.wait_until_it_asks()
-
-    def wait_until_it_asks(self) -> None:
-        """Until our scheduler half finds the worker half; all is a miss before that, and during a reset."""
-        for _ in self.until("does not ask"):
+        for _ in self.until("does not end its reset"):
             if self.call("asks"):
                 return
 
@@ -195,7 +187,7 @@ class Engine:
             raise self._failure("ended") from error
 
     def _receive(self) -> Any:
-        if not select.select([self._channel.fileno(), self._process], [], [], DEADLINE_S)[0]:
+        if not select.select([self._channel, self._process], [], [], DEADLINE_S)[0]:
             raise self._failure(f"gave no answer in {DEADLINE_S:.0f} s")
         line = self._stream.readline() if select.select([self._channel], [], [], 0)[0] else ""
         if not line:
@@ -207,7 +199,7 @@ class Engine:
 
 
 class Engines:
-    """Starts engines; `close` ends them all."""
+    """Starts engines; a context manager that ends them all."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -250,8 +242,6 @@ class Engines:
         if transfer is not None:
             settings["kv_transfer_config"] = transfer
         engine.start(settings | options)
-        if transfer is not None:
-            engine.wait_until_it_asks()
         return engine
 
     @contextlib.contextmanager
@@ -279,3 +269,24 @@ class Engines:
         engine = Engine(pid, ours, path)
         self._started.append(engine)
         return engine
+
+
+class Reference:
+    """Answers of a vLLM without connector; each question is computed once, from an empty cache."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], int], Answer] = {}
+
+    def __call__(self, question: Question) -> Answer:
+        key = (question.prompt, question.max_tokens)
+        if key not in self._known:
+            assert self._engine.call("reset", connector=False)
+            self._known[key] = self._engine.ask(Question(*key))
+        return self._known[key]
+
+    def own_hit(self, question: Question) -> Answer:
+        """The same from vLLM's own prefix cache."""
+        assert self._engine.call("reset", connector=False)
+        self._engine.ask(question)
+        return self._engine.ask(question)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -40,19 +39,8 @@ def let_copies_go(worker: Any) -> None:
     _holds.clear()
 
 
-def is_asked(worker: Any) -> bool:
-    """Whether the scheduler's process has connected to this one."""
-    del worker
-    tasks = asyncio.all_tasks(_half()._loop._loop)
-    return any("LookupServer._converse" in repr(task) for task in tasks)
-
-
 def _engine() -> Any:
-    return _half()._transfers._engine
-
-
-def _half() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    connector: Any = get_kv_transfer_group()
-    return connector._worker
+    half: Any = get_kv_transfer_group()
+    return half._worker._transfers._engine
