@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs, wait_all
 from lmcache_async.device.plan import Int64s, Piece, PlaneTable, coarsen, cut, runs, segments
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.memory.threads import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class CpuCopier:
         self._table = PlaneTable(layout.planes)
         self._groups = _group(layout)
         self._largest = max(plane.row_bytes for plane in layout.planes)
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="lmcache-async-copy")
+        self._executor = WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
         self._closed = False
 
     def fence(self) -> Fence | None:

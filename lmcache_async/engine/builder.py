@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.record import RecordFormat
+from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
@@ -36,7 +36,7 @@ class Parts:
     arena: Arena
     copier: Copier
     stack: TierStack
-    workers: ThreadPoolExecutor
+    workers: WorkerPool
     record_format: RecordFormat
     store: Chain[StoreRequest, BatchStored]
     retrieve: Chain[RetrieveRequest, RetrieveReport]
@@ -81,7 +81,7 @@ def build(
         undo.callback(arena.close)
         copier = open_copier(layout, threads=config.copy_threads)
         undo.callback(copier.close)
-        workers = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="lmcache-async-work")
+        workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
         resources: dict[str, Any] = {
             "arena": arena,

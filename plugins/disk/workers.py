@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from lmcache_async.memory.threads import WorkerPool
 
 T = TypeVar("T")
 
@@ -15,7 +17,7 @@ class Workers:
     """A few threads for blocking calls."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self.executor = WorkerPool(num_threads, thread_name_prefix=name)
 
     def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
         return self.executor.submit(call, *args)
