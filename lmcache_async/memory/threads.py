@@ -31,7 +31,9 @@ class _Call(Generic[T]):
     __slots__ = ("_what",)
 
     def __init__(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._what: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]] = [(function, args, kwargs)]
+        self._what: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]] = [
+            (function, args, kwargs)
+        ]
 
     def __call__(self) -> T:
         function, args, kwargs = self._what.pop()
