@@ -29,6 +29,12 @@ LARGE_ROW_BYTES = 32 << 10
 LONG_RUN_BYTES = 128 << 10
 """From here on a run is worth a call of its own from Python (half a microsecond)."""
 
+UNLOCKED_ITEMS = 512
+"""NumPy assigns up to 500 items by index without giving up the interpreter lock: more are as good as free."""
+
+MIN_ITEM_BYTES = 4 << 10
+"""Items smaller than this are not copied at memmove's speed."""
+
 BOUNCE_BYTES = 256 << 10
 """Rows at odd strides pass through a temporary of this size: it stays in the second-level cache."""
 
@@ -131,6 +137,8 @@ class AlignedGroup:
                     _copy_spans(memory, starts, payload, places, sizes, to_host=to_host)
                     return
             where, size, memory = units, size * factor, memory[offset * size :]
+        if not to_host:
+            where, size = divide(where, size)
         rows = memory[: len(memory) // size * size].view(f"V{size}")
         if to_host:
             # mode="clip": the default would go through a buffer; rows are within bounds (check_jobs).
@@ -163,6 +171,21 @@ class StridedGroup:
         step = max(BOUNCE_BYTES // size, 1)
         for start in range(0, len(where), step):
             rows[start : start + step] = self._rows[where[start : start + step]]
+
+
+def divide(where: Int64s, size: int) -> tuple[Int64s, int]:
+    """Name the same bytes as more and smaller items, so that assigning to them gives up the lock.
+
+    Returns:
+        Indices of items, and their size in bytes: `size` divided by a power of two.
+    """
+    factor = 1
+    while len(where) * factor < UNLOCKED_ITEMS and size % 2 == 0 and size // 2 >= MIN_ITEM_BYTES:
+        size //= 2
+        factor *= 2
+    if factor == 1:
+        return where, size
+    return (where[:, None] * factor + np.arange(factor)).ravel(), size
 
 
 def _copy_spans(

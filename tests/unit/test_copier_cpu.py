@@ -63,6 +63,7 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
         patch.setattr(cpu, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
         patch.setattr(cpu, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
         patch.setattr(cpu, "BOUNCE_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
+        patch.setattr(cpu, "MIN_ITEM_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
         asyncio.run(
             transfer(
                 source,
@@ -75,6 +76,18 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
 
     assert all(map(torch.equal, target.storages, expected.storages))
     assert all(map(torch.equal, source.storages, before))
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=700),
+    st.sampled_from([3, 4096, 8192, 12288, 32768, 262144, 524288]),
+)
+def test_divided_items_are_the_same_bytes_and_enough_to_free_the_lock(rows, size):
+    where, item = cpu.divide(np.array(rows, np.int64), size)
+
+    first_bytes = np.array(rows).repeat(size // item) * size + np.tile(np.arange(0, size, item), len(rows))
+    assert np.array_equal(where * item, first_bytes)
+    assert len(where) >= 512 or item < 2 * cpu.MIN_ITEM_BYTES or item % 2
 
 
 @given(cache_forms(), st.data())
