@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 STEP_TOKENS = 8192
 
+_START_S = 120.0
+
 
 @dataclass(slots=True)
 class Spent:
@@ -110,6 +112,7 @@ class Driver:
         table = self._table(request.request_id)
         times.call("update_state_after_alloc", half.allocated, request, table, external)
         times.note("until admitted")
+        times.note("until admitted, hit" if external else "until admitted, miss")
         if external:
             self._load(request, external)
         else:
@@ -190,7 +193,8 @@ def measure(load: Workload) -> Times:
         server = context.Process(target=serve, args=(load, path, ready), daemon=True)
         server.start()
         try:
-            ready.wait()
+            if not ready.wait(_START_S):
+                raise RuntimeError(f"the lookup server did not start within {_START_S:.0f} s")
             with scheduler_half(load, path) as half:
                 driver = Driver(load, half)
                 for index in range(load.requests):

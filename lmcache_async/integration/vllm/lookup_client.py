@@ -109,8 +109,10 @@ class LookupClient:
 
     def release(self, lookup: Lookup) -> None:
         """Let go of what the lookup pinned, now or as soon as it is answered."""
-        if not lookup.released:
-            lookup.released = True
+        if lookup.released:
+            return
+        lookup.released = True
+        if lookup.answer is None or lookup.answer.pinned:
             self._post(lambda: self._release(lookup))
 
     def reset(self, *, memory_only: bool) -> None:

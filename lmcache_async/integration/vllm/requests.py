@@ -30,7 +30,7 @@ class RequestOptions:
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> RequestOptions:
         if not params:
-            return cls()
+            return DEFAULT_OPTIONS
         tags = params.get("tags")
         pairs = {str(name): str(value) for name, value in tags.items()} if isinstance(tags, dict) else {}
         for name, value in params.items():
@@ -41,6 +41,9 @@ class RequestOptions:
             store=not (_is_set(params, "skip_save") or _is_set(params, "force_skip_save")),
             tags=tuple(sorted(pairs.items())),
         )
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +98,7 @@ def chain_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestChain:
         adapter=adapter,
         cache_salt=request.cache_salt or "",
         tags=tags,
-        extras=tuple(_extra(feature) for feature in request.mm_features),
+        extras=tuple(map(_extra, request.mm_features)),
     )
 
 

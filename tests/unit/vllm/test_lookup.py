@@ -236,6 +236,19 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
+def test_a_miss_is_released_without_a_word_to_the_other_thread(ranks: Ranks, until, monkeypatch):
+    ranks.serve_all()
+    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+    until(lambda: lookup.answer is not None)
+    posted = []
+    monkeypatch.setattr(ranks.client, "_post", posted.append)
+
+    ranks.client.release(lookup)
+
+    assert lookup.released
+    assert not posted
+
+
 def test_an_engine_that_fails_is_a_miss(ranks: Ranks):
     ranks.serve_all()
     for rank in (0, 1):
