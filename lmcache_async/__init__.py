@@ -23,7 +23,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.hashing import Namespace, RequestNamespace
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
 from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Namespace",
     "RequestNamespace",
     "RetrieveReport",
+    "ScrubReport",
     "StoreReport",
     "Tier",
     "TierClosedError",

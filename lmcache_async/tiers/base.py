@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -56,7 +56,9 @@ class TierStatistics:
         bytes: Bytes that count against `max_bytes`.
         max_bytes: The capacity; None where the backend alone knows.
         evictions: Records given up for room since the tier was opened.
-        corrupt: Records found unreadable and removed since the tier was opened.
+        corrupt: Records that the tier itself found broken, since it was opened; each was a miss and is
+            no hit any more.
+        corrupt_by_cause: The same by cause; see `ChunkCorruptError`.
     """
 
     chunks: int = 0
@@ -64,6 +66,24 @@ class TierStatistics:
     max_bytes: int | None = None
     evictions: int = 0
     corrupt: int = 0
+    corrupt_by_cause: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub came to.
+
+    Attributes:
+        chunks: Records read and proven.
+        bytes: Their bytes, with those found broken.
+        corrupt: Records found broken, by cause.
+        errors: Records that could not be read; they may be right.
+    """
+
+    chunks: int = 0
+    bytes: int = 0
+    corrupt: Mapping[str, int] = field(default_factory=dict)
+    errors: int = 0
 
 
 class Tier(ABC):
@@ -179,6 +199,27 @@ class Tier(ABC):
         """Forget the chunk; whether it was there. A tier that cannot remove answers False."""
         del key
         return False
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        """A record that `get` gave was proven wrong: never give it again; whether it was there.
+
+        The default removes it. A tier that keeps such records for somebody to look at puts it aside.
+
+        Args:
+            key: The record's.
+            cause: Of the doubt; see `ChunkCorruptError`.
+        """
+        del cause
+        return await self.remove(key)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        """Read every record, prove it and reject what is broken; at most at that rate.
+
+        It is not meant to end soon, so nothing puts a deadline around it; cancel it at any time. A tier
+        that cannot do it reports nothing.
+        """
+        del max_bytes_per_s
+        return ScrubReport()
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """All keys held, in no order. A tier that cannot list gives none; see `capabilities`."""

@@ -283,11 +283,11 @@ class TierStack:
                 self.counts[f"{stacked.id}.promoted"] += outcomes.count(None)
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
-        """Count a record that could not be proven right, and remove it from its tier."""
+        """Count a record that could not be proven right, and have its tier reject it."""
         stacked = self.tiers[tier]
         self.counts[f"{stacked.id}.corrupt.{cause}"] += 1
         try:
-            await stacked.tier.remove(key)
+            await stacked.tier.reject(key, cause)
         except TierError as error:
             self._count(stacked, "errors", error)
 

@@ -412,6 +412,19 @@ async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_
         assert stack.counts["t1.corrupt.checksum"] == 1
 
 
+async def test_a_tier_is_told_why_a_record_is_rejected(arena):
+    class Keeps(DictTier):
+        async def reject(self, key, cause):
+            self.rejected = (key, cause)
+            return True
+
+    tier = Keeps()
+    async with Opened(arena, tier) as stack:
+        await stack.discard(0, key_of(0), "tokens")
+
+        assert tier.rejected == (key_of(0), "tokens")
+
+
 async def test_a_removal_that_fails_is_counted(arena):
     class Stays(DictTier):
         async def remove(self, key):

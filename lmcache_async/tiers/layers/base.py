@@ -9,7 +9,7 @@ from typing import Self
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
 
 
@@ -50,6 +50,12 @@ class TierLayer(Tier):
 
     async def remove(self, key: ChunkKey) -> bool:
         return await self.inner.remove(key)
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self.inner.reject(key, cause)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        return await self.inner.scrub(max_bytes_per_s=max_bytes_per_s)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         async for key in self.inner.keys():

@@ -96,6 +96,9 @@ class GuardLayer(TierLayer):
     async def remove(self, key: ChunkKey) -> bool:
         return await self._call("remove", self.inner.remove(key))
 
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self._call("reject", self.inner.reject(key, cause))
+
     async def clear(self) -> int:
         return await self._call("clear", self.inner.clear())
 
