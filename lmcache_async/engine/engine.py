@@ -114,12 +114,13 @@ class CacheEngine(TokenVerbs):
         return LookupResult(count=len(tiers), by_tier=dict(Counter(names[tier] for tier in tiers)))
 
     async def first_present(self, keys: Sequence[ChunkKey]) -> int | None:
-        """Position of the first key that any tier has; None when there is none."""
+        """Position of the first key that any tier has; None when there is none, or no answer in time."""
         self._check_open()
-        for position, key in enumerate(keys):
-            tiers, _ = await self._parts.stack.plan([key])
-            if tiers:
-                return position
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.retrieve.timeout_s):
+                for position, key in enumerate(keys):
+                    if (await self._parts.stack.plan([key]))[0]:
+                        return position
         return None
 
     def unpin(self, lookup_id: str) -> None:

@@ -260,6 +260,29 @@ async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
         await check_retrieve(rig, engine, expected=[True] * 40)
 
 
+class _Silent(DictTier):
+    """Never says whether it has a chunk."""
+
+    async def contains(self, key):
+        await asyncio.Event().wait()
+
+    async def count_prefix(self, keys):
+        await asyncio.Event().wait()
+
+    async def contains_many(self, keys):
+        await asyncio.Event().wait()
+
+
+async def test_questions_to_a_silent_tier_end_at_the_retrieves_deadline():
+    rig = Rig()
+    registry = FakeRegistry(tiers={"silent": _Silent})
+    async with rig.open(tiers=["cpu", "silent"], registry=registry, **{"retrieve.timeout_s": 0.01}) as engine:
+        async with asyncio.timeout(5):  # a call to the tier may take 30 s
+            keys = [chunk.key for chunk in engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())]
+            assert (await engine.lookup_keys(keys)).count == 0
+            assert await engine.first_present(keys) is None
+
+
 async def test_device_memory_is_free_before_a_slow_tier_has_written():
     made, rig = _Made(GatedTier), Rig()
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
