@@ -62,7 +62,8 @@ class ChunkCorruptError(TierError):
 
     Attributes:
         cause: One word for the counters: `magic`, `version`, `length`, `header`, `key`,
-            `namespace`, `tokens`, `layout` or `checksum`.
+            `namespace`, `tokens`, `layout` or `checksum`; of encryption `tag`, `cipher_key`,
+            `encrypted` (without a key here) or `unencrypted` (with one).
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

@@ -25,8 +25,11 @@ VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 """What a header may be at most; a size from outside is compared with it before it is used."""
 MAX_PAYLOAD_BYTES = 1 << 34
+MAX_RECORD_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
+MAGIC = b"LMCASYNC"
+ENCRYPTED = 1 << 15
+"""Set in the version of a record that is encrypted; see encryption.py."""
 
-_MAGIC = b"LMCASYNC"
 _PREFIX = struct.Struct("<8sHIIQ8s")  # magic, version, header bytes, msgpack bytes, payload bytes, checksum
 _CHECKSUM = slice(_PREFIX.size - 8, _PREFIX.size)
 _MAX_TEXT_BYTES = 512  # of a request's own texts; longer ones are stored as their digest
@@ -43,18 +46,21 @@ class RecordFormat:
         layout: Text of the KV layout of the payload.
         dtype: Of the KV cache.
         chunk_size: Tokens of a full chunk.
+        reserved_bytes: Zeros that every header ends in, for who encrypts records.
     """
 
     namespace: str
     layout: str
     dtype: str
     chunk_size: int
+    reserved_bytes: int = 0
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the payload: a multiple of 4096 with room for any chunk's header."""
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))
         nbytes = _PREFIX.size + _MAP_BYTES + texts + 2 * _MAX_TEXT_BYTES + 4 * self.chunk_size
+        nbytes += self.reserved_bytes
         header_bytes = -(-nbytes // PAGE) * PAGE
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(
@@ -127,7 +133,7 @@ def seal(
     packed = msgpack.packb(fields, unicode_errors="surrogatepass")
     start = _PREFIX.size + len(packed)
     header = view[:header_bytes]
-    _PREFIX.pack_into(header, 0, _MAGIC, VERSION, header_bytes, len(packed), payload_bytes, bytes(8))
+    _PREFIX.pack_into(header, 0, MAGIC, VERSION, header_bytes, len(packed), payload_bytes, bytes(8))
     header[_PREFIX.size : start] = packed
     header[start:] = bytes(header_bytes - start)
     header[_CHECKSUM] = _header_checksum(header)
@@ -136,10 +142,12 @@ def seal(
 def peek_sizes(first_page: memoryview) -> tuple[int, int]:
     """The header's bytes and the record's, from its first 4096 bytes; within bounds, but not proven yet.
 
+    An encrypted record tells them too.
+
     Raises:
         ChunkCorruptError: This is no start of a record.
     """
-    header_bytes, _, payload_bytes, _ = _read_prefix(first_page)
+    header_bytes, _, payload_bytes, _ = _read_prefix(first_page, encrypted=True)
     return header_bytes, header_bytes + payload_bytes
 
 
@@ -211,14 +219,21 @@ def verify(
     return header
 
 
-def _read_prefix(view: memoryview) -> tuple[int, int, int, bytes]:
-    """Header bytes, msgpack bytes, payload bytes and checksum; the sizes are within bounds."""
+def _read_prefix(view: memoryview, *, encrypted: bool = False) -> tuple[int, int, int, bytes]:
+    """Header bytes, msgpack bytes, payload bytes and checksum; the sizes are within bounds.
+
+    Args:
+        view: The first page or more.
+        encrypted: Whether the record may be encrypted.
+    """
     if len(view) < PAGE:
         raise _corrupt("length", f"{len(view)} bytes do not hold a record's first page")
     magic, version, header_bytes, packed_bytes, payload_bytes, checksum = _PREFIX.unpack_from(view)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise _corrupt("magic", "the bytes do not start as a record")
-    if version != VERSION:
+    if version == VERSION | ENCRYPTED and not encrypted:
+        raise _corrupt("encrypted", "the record is encrypted, and this engine has no key")
+    if version & ~ENCRYPTED != VERSION:
         raise _corrupt("version", f"the record is of version {version}, not {VERSION}")
     if header_bytes % PAGE != 0 or not PAGE <= header_bytes <= MAX_HEADER_BYTES:
         raise _corrupt("length", f"the header would have {header_bytes} bytes")

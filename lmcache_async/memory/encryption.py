@@ -1,0 +1,189 @@
+"""Records encrypted for tiers outside of the process's memory: AES-256-GCM, a key of its own for each record.
+
+An encrypted record is as long as the plain one. Its first page begins with an envelope in the clear: a
+record's usual start with the version marked, then the key's id, a nonce, a checksum and the tag. Header and
+payload follow in secret; the header has room for the envelope in its padding (`RecordFormat.reserved_bytes`).
+
+The nonce is 192 random bits, of which 96 derive the record's own AES key and 96 are GCM's nonce: this is
+XAES-256-GCM as the C2SP specifies it. After 2**80 records under one key two nonces are still unlikely to be
+the same, so nothing need be counted, over processes, ranks or restarts; see docs/decisions.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from lmcache_async.errors import ChunkCorruptError, ConfigError, MissingDependencyError
+from lmcache_async.memory.record import ENCRYPTED, MAGIC, VERSION, peek_sizes
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext
+
+CIPHER_KEY_BYTES = 32
+
+_ENVELOPE = struct.Struct("<8sHIIQ8s24s16s16s")  # a record's start, then key id, nonce, checksum, tag
+_BOUND = struct.calcsize("<8sHIIQ8s24s")  # so much of it the tag covers
+ENVELOPE_BYTES = _ENVELOPE.size
+"""What a header must have free at its end."""
+
+_NONCE_BYTES = 24
+_STEP = 256 << 10  # encrypted at one go, some 30 µs: no longer is the interpreter lock held
+
+
+class RecordCipher:
+    """Encrypts records with its first key and decrypts those of all of its keys. Its calls belong in threads.
+
+    Args:
+        keys: Of 32 bytes each.
+
+    Raises:
+        ConfigError: There is no key, or one of another length.
+        MissingDependencyError: The package cryptography is not installed.
+    """
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        if not keys or any(len(key) != CIPHER_KEY_BYTES for key in keys):
+            raise ConfigError(f"encryption needs keys of {CIPHER_KEY_BYTES} bytes")
+        made = [_Key.of(key) for key in keys]
+        self._keys = {key.id: key for key in made}
+        self._first = made[0]
+
+    @property
+    def key_id(self) -> str:
+        """Of the key that encrypts; may be shown."""
+        return self._first.id.hex()
+
+    def encrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
+        """Write the sealed record's secret form to `into`, which is as long and other memory.
+
+        Raises:
+            ValueError: The lengths differ, or the header has no room for the envelope.
+        """
+        header_bytes, record_bytes = peek_sizes(record)
+        text_bytes = header_bytes - ENVELOPE_BYTES
+        if not len(record) == len(into) == record_bytes or any(record[text_bytes:header_bytes]):
+            raise ValueError(f"a record of {record_bytes} bytes in {len(record)} does not fit {len(into)}")
+        nonce = os.urandom(_NONCE_BYTES)
+        start = (MAGIC, VERSION | ENCRYPTED, header_bytes, ENVELOPE_BYTES, record_bytes - header_bytes)
+        _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, b"", b"")
+        cipher = self._first.encryptor(nonce)
+        cipher.authenticate_additional_data(bytes(into[:_BOUND]) + key)
+        cipher.update_into(record[:text_bytes], into[ENVELOPE_BYTES:header_bytes])
+        _update(cipher, record[header_bytes:], into[header_bytes:])
+        cipher.finalize()
+        checksum = xxhash.xxh3_128_digest(into[ENVELOPE_BYTES:])
+        _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, checksum, cipher.tag)
+
+    def decrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
+        """Write the sealed record to `into`, which is as long; it may be `record` itself.
+
+        What is in `into` after an error is nothing to use.
+
+        Raises:
+            ChunkCorruptError: It is not encrypted, not with a key of ours, of another chunk or not whole.
+        """
+        header_bytes, record_bytes = peek_sizes(record)
+        _, version, _, envelope_bytes, _, key_id, nonce, _, tag = _ENVELOPE.unpack_from(record)
+        if not version & ENCRYPTED:
+            raise ChunkCorruptError("the record is not encrypted", cause="unencrypted")
+        if envelope_bytes != ENVELOPE_BYTES or not len(record) == len(into) == record_bytes:
+            raise ChunkCorruptError(
+                f"{len(record)} bytes for a record that says {record_bytes}", cause="length"
+            )
+        ours = self._keys.get(key_id)
+        if ours is None:
+            raise ChunkCorruptError(f"the record's key {key_id.hex()} is none of ours", cause="cipher_key")
+        from cryptography.exceptions import InvalidTag
+
+        cipher = ours.decryptor(nonce)
+        cipher.authenticate_additional_data(bytes(record[:_BOUND]) + key)
+        text = bytes(record[ENVELOPE_BYTES:header_bytes])  # in place, reading would overtake writing
+        cipher.update_into(text, into[: len(text)])
+        into[len(text) : header_bytes] = bytes(ENVELOPE_BYTES)
+        _update(cipher, record[header_bytes:], into[header_bytes:])
+        try:
+            cipher.finalize_with_tag(tag)
+        except InvalidTag:
+            message = f"the record of key {key.hex()} is not what was encrypted for it"
+            raise ChunkCorruptError(message, cause="tag") from None
+
+
+def check_encrypted(record: memoryview) -> None:
+    """Whether an encrypted record is whole, as far as that can be told without its key.
+
+    Raises:
+        ChunkCorruptError: It is not.
+    """
+    _, record_bytes = peek_sizes(record)
+    envelope_bytes, checksum = _ENVELOPE.unpack_from(record)[3], _ENVELOPE.unpack_from(record)[7]
+    if envelope_bytes != ENVELOPE_BYTES or len(record) != record_bytes:
+        raise ChunkCorruptError(f"{len(record)} bytes for a record that says {record_bytes}", cause="length")
+    if xxhash.xxh3_128_digest(record[ENVELOPE_BYTES:]) != checksum:
+        raise ChunkCorruptError("the encrypted record is not what was written", cause="checksum")
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key: its id, and what derives records' keys from it."""
+
+    id: bytes
+    _block: Any = field(repr=False)
+    _subkey: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, key: bytes) -> _Key:
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        except ImportError as error:
+            raise MissingDependencyError(
+                "encryption needs the package cryptography: pip install 'lmcache-async[encryption]'"
+            ) from error
+        block = Cipher(algorithms.AES(key), modes.ECB())  # single blocks, as CMAC uses them
+        key_id = hmac.digest(key, b"lmcache-async encryption key id", "sha256")[:8]
+        return cls(key_id, block, _subkey(block.encryptor().update(bytes(16))))
+
+    def encryptor(self, nonce: bytes) -> AEADEncryptionContext:
+        encryptor: AEADEncryptionContext = self._record_cipher(nonce).encryptor()
+        return encryptor
+
+    def decryptor(self, nonce: bytes) -> AEADDecryptionContext:
+        decryptor: AEADDecryptionContext = self._record_cipher(nonce).decryptor()
+        return decryptor
+
+    def _record_cipher(self, nonce: bytes) -> Any:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        encryptor = self._block.encryptor()
+        messages = (bytes((0, half)) + b"X\0" + nonce[:12] for half in (1, 2))
+        derived = b"".join(encryptor.update(_xor(message, self._subkey)) for message in messages)
+        return Cipher(algorithms.AES(derived), modes.GCM(nonce[12:]))
+
+
+def _subkey(block: bytes) -> bytes:
+    """CMAC's first subkey (RFC 4493): twice the encrypted zero block in GF(2**128)."""
+    value = int.from_bytes(block, "big") << 1
+    if value >> 128:
+        value = (value ^ 0x87) & ((1 << 128) - 1)
+    return value.to_bytes(16, "big")
+
+
+def _xor(left: bytes, right: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(left, right, strict=True))
+
+
+def _update(
+    cipher: AEADEncryptionContext | AEADDecryptionContext, source: memoryview, into: memoryview
+) -> None:
+    for start in range(0, len(source), _STEP):
+        cipher.update_into(source[start : start + _STEP], into[start : start + _STEP])
+
+
+assert KEY_BYTES == 16  # the key ends what the tag covers; its length must not vary
