@@ -81,7 +81,7 @@ class VerifyStage:
                     payload=checksum,
                 )
             except ChunkCorruptError as error:
-                return index, error
+                return index, error.with_traceback(None)  # its frames would keep the slab until a collection
             shape = (len(rows), self._layout.bytes_per_row)
             if header.shape != shape:
                 message = f"the record's shape is {header.shape}, not {shape}"
