@@ -1,4 +1,4 @@
-"""Tiers and stages by the names of their entry points: read as metadata, imported on use."""
+"""Tiers, stages and layers by the names of their entry points: read as metadata, imported on use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 TIERS = "lmcache_async.tiers"
 STAGES = "lmcache_async.stages"
+LAYERS = "lmcache_async.layers"
 DISTRIBUTION = "lmcache-async"
+_KINDS = {TIERS: "tier", STAGES: "stage", LAYERS: "layer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Registry:
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
         """Read the metadata on `path`; on `sys.path` if it is None. Nothing is imported."""
-        self._plugins: dict[str, list[Plugin]] = {TIERS: [], STAGES: []}
+        self._plugins: dict[str, list[Plugin]] = {group: [] for group in _KINDS}
         self._requires: dict[str, list[str]] = {}
         seen: set[str] = set()
         for distribution in distributions() if path is None else distributions(path=list(path)):
@@ -132,7 +134,7 @@ def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
 
 
 def _kind(group: str) -> str:
-    return "tier" if group == TIERS else "stage"
+    return _KINDS[group]
 
 
 def _normal(name: str) -> str:

@@ -10,10 +10,10 @@ from lmcache_async.config.model import (
     PluginsConfig,
     RetrieveConfig,
     StoreConfig,
-    TierSpec,
     VLLMConfig,
 )
 from lmcache_async.config.sizes import format_size, parse_size
+from lmcache_async.config.specs import LayerSpec, TierSpec
 from lmcache_async.config.values import (
     Count,
     Flag,
@@ -21,6 +21,7 @@ from lmcache_async.config.values import (
     Name,
     Names,
     OptionalSize,
+    Probability,
     Seconds,
     Size,
     Wait,
@@ -34,10 +35,12 @@ __all__ = [
     "EngineConfig",
     "Flag",
     "Fraction",
+    "LayerSpec",
     "Name",
     "Names",
     "OptionalSize",
     "PluginsConfig",
+    "Probability",
     "RetrieveConfig",
     "Seconds",
     "Size",

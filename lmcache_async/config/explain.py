@@ -103,8 +103,20 @@ def explain(
     return ConfigError("\n".join(_explain_one(one, keys, origins, default) for one in details))
 
 
-def validate_options(config_type: type[ModelT], options: Mapping[str, Any], where: str) -> ModelT:
-    """A tier's options as its config type.
+def validate_options(
+    config_type: type[ModelT],
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    beside: Sequence[str] = ("id", "timeout_s", "layers"),
+) -> ModelT:
+    """A tier's or a layer's options as its config type.
+
+    Args:
+        config_type: The type.
+        options: What the config gives.
+        where: Where it gives it.
+        beside: Keys that stand beside the options, one of which may have been meant.
 
     Raises:
         ConfigError: As for the config itself, with `where` as the place.
@@ -112,7 +124,6 @@ def validate_options(config_type: type[ModelT], options: Mapping[str, Any], wher
     try:
         return config_type.model_validate(dict(options))
     except ValidationError as error:
-        beside = ("id", "timeout_s")  # what stands beside the options may be what was meant
         keys = [*known_keys(config_type), *beside]
         raise explain(error, keys, {}, Origin(where)) from None
 

@@ -19,7 +19,7 @@ from lmcache_async.config.lmcache import (
     split_extra,
     translate,
 )
-from lmcache_async.config.model import EngineConfig, TierSpec
+from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import (
     CONFIG_FILE,
     PREFIX,
@@ -29,6 +29,7 @@ from lmcache_async.config.sources import (
     read_variables,
     settings_of,
 )
+from lmcache_async.config.specs import TierSpec
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lmcache_async.config.explain import disagree
 from lmcache_async.config.sizes import format_size
+from lmcache_async.config.specs import Section, TierSpec
 from lmcache_async.config.values import (
     Count,
     Flag,
     Fraction,
-    Name,
     Names,
     OptionalSize,
     Seconds,
     Size,
     Wait,
     parse_list,
-    parse_mapping,
     unless_none,
 )
 
@@ -31,12 +29,6 @@ GIB = 1 << 30
 
 DEFAULT_STORE_STAGES = ("hash", "lookup", "allocate", "device_to_host", "seal", "write")
 DEFAULT_RETRIEVE_STAGES = ("hash", "plan", "fetch", "verify", "host_to_device")
-
-
-class Section(BaseModel):
-    """A frozen record; an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _parse_tiers(value: object) -> list[Any]:
@@ -81,59 +73,6 @@ class ArenaConfig(Section):
         default=True,
         description="Touch the arena's pages in the background at start, so that no store pays for it.",
     )
-
-
-class TierSpec(Section):
-    """One tier by its entry point's name. Keys that are none of the fields are the tier's own options."""
-
-    name: Name = Field(description="Name of the tier's entry point, such as cpu or disk.")
-    id: Name = Field(
-        default="", description="What this tier is called in reports; unique. Its name if not given."
-    )
-    timeout_s: Seconds = Field(default=30.0, description="Longest time of one call to the tier, in seconds.")
-    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict, description="The tier's own options, checked against its config type."
-    )
-    _where: str = PrivateAttr(default="")
-
-    @property
-    def where(self) -> str:
-        """Where the tier was configured, for messages."""
-        return self._where or f"tier {self.id}"
-
-    def placed(self, where: str) -> TierSpec:
-        """The same tier, saying that it was configured there."""
-        tier = self.model_copy()
-        tier._where = where
-        return tier
-
-    def __eq__(self, other: object) -> bool:
-        """Whether it is the same tier, wherever it was configured."""
-        return isinstance(other, TierSpec) and self.model_dump() == other.model_dump()
-
-    __hash__ = None  # type: ignore[assignment]  # the options are a dict
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name_or_flat(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = {"name": value}
-        if isinstance(value, TierSpec):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(  # noqa: TRY004 - pydantic reads ValueError
-                "expected a tier's name, or a mapping with `name` and the tier's options"
-            )
-        fields = {key: item for key, item in value.items() if key in cls.model_fields}
-        rest = {str(key): item for key, item in value.items() if key not in cls.model_fields}
-        if isinstance(name := fields.get("name"), str):
-            fields.setdefault("id", name)
-        if rest:
-            options = parse_mapping(fields.get("options", {}))
-            if twice := sorted(options.keys() & rest.keys()):
-                raise ValueError(f"expected {twice[0]} once: it is beside `options` and inside it")
-            fields["options"] = options | rest
-        return fields
 
 
 class StoreConfig(Section):

@@ -78,6 +78,13 @@ def parse_fraction(value: object) -> float:
     return fraction
 
 
+def parse_probability(value: object) -> float:
+    probability = _number_or_nan(value)
+    if not 0 <= probability <= 1:
+        raise ValueError("expected a probability from 0 to 1")
+    return probability
+
+
 def parse_list(value: object) -> list[Any]:
     """A list, also as text: JSON (`["a", "b"]`) or names between commas (`a, b`)."""
     if isinstance(value, str):
@@ -147,5 +154,6 @@ OptionalSize = Annotated[int | None, BeforeValidator(_parse_optional_size)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Wait = Annotated[float, BeforeValidator(parse_wait)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction)]
+Probability = Annotated[float, BeforeValidator(parse_probability)]
 Name = Annotated[str, BeforeValidator(parse_name)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]

@@ -1,4 +1,4 @@
-"""From a config to the parts of an engine: names resolved, tiers in their layers, both chains checked."""
+"""From a config to the parts of an engine: names resolved, both chains checked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_async.config import EngineConfig, TierSpec, validate_options
+from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, open_copier
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.memory.arena import Arena
@@ -21,11 +22,8 @@ from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import build_stage
-from lmcache_async.registry import STAGES, TIERS, Registry
-from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.guard import GuardLayer
-from lmcache_async.tiers.stack import StackedTier, TierStack
-from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.registry import STAGES, Registry
+from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 
 
@@ -62,7 +60,7 @@ def build(
             f"tokens of a block: set it to {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
         )
     stack = TierStack(
-        [_stacked(registry, spec, config, namespace, logger) for spec in config.tiers],
+        stacked_tiers(registry, config, namespace, logger),
         write_timeout_s=config.store.allocate_timeout_s,
     )
     record_format = RecordFormat(
@@ -110,32 +108,6 @@ def _chain(
             (name, build_stage(name, registry.load(STAGES, name, third_party=third_party), resources))
             for name in names
         ]
-    )
-
-
-def _stacked(
-    registry: Registry, spec: TierSpec, config: EngineConfig, namespace: Namespace, logger: LimitedLogger
-) -> StackedTier:
-    tier_class = registry.load(TIERS, spec.name, third_party=config.plugins.third_party)
-    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
-        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
-    options = dict(spec.options)
-    if namespace.world_size > 1 and "subdirectory" in tier_class.config_type.model_fields:
-        # Ranks are processes of their own; each owns a directory.
-        rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
-        options.setdefault("subdirectory", f"rank-{rank}")
-    tier: Tier = tier_class(validate_options(tier_class.config_type, options, spec.where))
-    if tier.capabilities.in_arena:
-        return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
-    guarded = GuardLayer(
-        tier,
-        name=spec.id,
-        timeout_s=spec.timeout_s,
-        close_timeout_s=config.shutdown_timeout_s,
-        logger=logger,
-    )
-    return StackedTier(
-        spec.id, guarded, TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
     )
 
 

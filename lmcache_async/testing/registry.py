@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmcache_async.registry import STAGES, TIERS, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 
 
 class FakeRegistry(Registry):
@@ -13,13 +13,18 @@ class FakeRegistry(Registry):
     Args:
         tiers: Tier classes by name.
         stages: Stage classes or async functions by name.
+        layers: Layer classes by name.
     """
 
     def __init__(
-        self, *, tiers: Mapping[str, object] | None = None, stages: Mapping[str, object] | None = None
+        self,
+        *,
+        tiers: Mapping[str, object] | None = None,
+        stages: Mapping[str, object] | None = None,
+        layers: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
-        self._given = {TIERS: dict(tiers or {}), STAGES: dict(stages or {})}
+        self._given = {TIERS: dict(tiers or {}), STAGES: dict(stages or {}), LAYERS: dict(layers or {})}
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
         if name in self._given[group]:

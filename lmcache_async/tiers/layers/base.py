@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from lmcache_async.errors import TierError
+from pydantic import BaseModel, ConfigDict
+
+from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+
+class LayerConfig(BaseModel):
+    """Options of a layer, checked at start-up; a layer's own config derives from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """What a layer tells of itself; each layer that tells anything derives its own."""
+
+
+class Shared:
+    """What layers of one engine have in common, by name."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, tuple[str, LayerConfig, Any]] = {}
+
+    def join(self, name: str, options: LayerConfig, where: str, make: Callable[[], T]) -> T:
+        """What goes by that name; made for the first who asks.
+
+        Raises:
+            ConfigError: The first one who asked had other options.
+        """
+        first, its_options, thing = self._things.setdefault(name, (where, options, None))
+        if options != its_options:
+            raise ConfigError(
+                f"{where}: share {name!r} has other options than in {first}: give both the same, or other names"
+            )
+        if thing is None:
+            thing = make()
+            self._things[name] = (first, its_options, thing)
+        return thing  # type: ignore[no-any-return]  # equal options make equal things
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Where a layer is.
+
+    Attributes:
+        tier: The tier's id, which messages name.
+        layer: The layer's own id.
+        timeout_s: Seconds after which the border around the tier gives a call up.
+        logger: For the few lines that a person must see.
+        shared: What layers of the same engine have in common.
+        where: Where the layer was configured, for messages.
+    """
+
+    tier: str
+    layer: str
+    timeout_s: float
+    logger: LimitedLogger
+    shared: Shared = field(default_factory=Shared)
+    where: str = ""
 
 
 class TierLayer(Tier):
@@ -75,3 +136,27 @@ class TierLayer(Tier):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.inner.__aexit__(kind, error, trace)
+
+
+class ConfiguredLayer(TierLayer):
+    """A layer that the config names; what its entry point leads to is a subclass.
+
+    Attributes:
+        options_type: The type of its options.
+        fits_arena: Whether it may be around a tier in the arena, which answers at once and whose buffers
+            others read at the same time.
+        options: As the config gives them.
+        context: Where it is.
+    """
+
+    options_type: ClassVar[type[LayerConfig]] = LayerConfig
+    fits_arena: ClassVar[bool] = False
+
+    def __init__(self, inner: Tier, options: Any, context: LayerContext) -> None:
+        super().__init__(inner)
+        self.options = options
+        self.context = context
+
+    def layer_statistics(self) -> LayerStatistics | None:
+        """A snapshot; None where there is nothing to tell."""
+        return None

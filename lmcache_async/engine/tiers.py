@@ -1,0 +1,98 @@
+"""The tiers of an engine from its config, each in its layers and behind its border."""
+
+from __future__ import annotations
+
+from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import Namespace
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.registry import LAYERS, TIERS, Registry
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, Shared
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.stack import StackedTier
+from lmcache_async.tiers.writer import TierWriter
+
+USUAL_LAYERS: tuple[LayerSpec, ...] = ()
+"""Around tiers whose config has no `layers`, outermost first; docs/decisions/0007 says why these."""
+USUAL_ARENA_LAYERS: tuple[LayerSpec, ...] = ()
+"""The same for tiers in the arena."""
+
+
+def stacked_tiers(
+    registry: Registry, config: EngineConfig, namespace: Namespace, logger: LimitedLogger
+) -> list[StackedTier]:
+    """The configured tiers, not opened yet.
+
+    Raises:
+        ConfigError: A name or an option of a tier or a layer is wrong.
+    """
+    shared = Shared()
+    return [_stacked(registry, spec, config, namespace, logger, shared) for spec in config.tiers]
+
+
+def _stacked(
+    registry: Registry,
+    spec: TierSpec,
+    config: EngineConfig,
+    namespace: Namespace,
+    logger: LimitedLogger,
+    shared: Shared,
+) -> StackedTier:
+    tier = _tier(registry, spec, namespace, third_party=config.plugins.third_party)
+    in_arena = tier.capabilities.in_arena
+    layers = spec.layers
+    if layers is None:
+        layers = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
+    for index, layer in reversed(list(enumerate(layers))):
+        context = LayerContext(
+            tier=spec.id,
+            layer=layer.id,
+            timeout_s=spec.timeout_s,
+            logger=logger,
+            shared=shared,
+            where=f"{spec.where}, layers[{index}] ({layer.id})",
+        )
+        tier = _layered(registry, layer, tier, context, third_party=config.plugins.third_party)
+    if in_arena:
+        return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
+    guarded = GuardLayer(
+        tier,
+        name=spec.id,
+        timeout_s=spec.timeout_s,
+        close_timeout_s=config.shutdown_timeout_s,
+        logger=logger,
+    )
+    return StackedTier(
+        spec.id, guarded, TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
+    )
+
+
+def _tier(registry: Registry, spec: TierSpec, namespace: Namespace, *, third_party: bool) -> Tier:
+    tier_class = registry.load(TIERS, spec.name, third_party=third_party)
+    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
+        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
+    options = dict(spec.options)
+    if namespace.world_size > 1 and "subdirectory" in tier_class.config_type.model_fields:
+        # Ranks are processes of their own; each owns a directory.
+        rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
+        options.setdefault("subdirectory", f"rank-{rank}")
+    return tier_class(validate_options(tier_class.config_type, options, spec.where))
+
+
+def _layered(
+    registry: Registry, spec: LayerSpec, inner: Tier, context: LayerContext, *, third_party: bool
+) -> Tier:
+    where = context.where
+    layer_class = registry.load(LAYERS, spec.name, third_party=third_party)
+    if not (isinstance(layer_class, type) and issubclass(layer_class, ConfiguredLayer)):
+        raise ConfigError(
+            f"{where}: {spec.name!r} is {layer_class!r}, which is no subclass of ConfiguredLayer"
+        )
+    if inner.capabilities.in_arena and not layer_class.fits_arena:
+        raise ConfigError(
+            f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
+            f" layer {spec.name!r} out of its `layers`"
+        )
+    options = validate_options(layer_class.options_type, spec.options, where, beside=("id",))
+    return layer_class(inner, options, context)

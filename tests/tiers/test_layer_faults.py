@@ -1,0 +1,314 @@
+"""Faults on purpose: each kind, by the dice of a seed, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from lmcache_async.errors import ConfigError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.layers.faults import FaultsConfig, FaultsLayer
+from tests.tiers.layered import PAGE, allocator, chunk, content, context, key, taken
+
+COUNT = 12
+KEYS = [key(number) for number in range(COUNT)]
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(40 * PAGE, PAGE, prefault=False, huge_pages=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+def faulty(inner=None, **options) -> FaultsLayer:
+    return FaultsLayer(inner or DictTier(), FaultsConfig(**options), context())
+
+
+def filled(count=COUNT) -> DictTier:
+    inner = DictTier()
+    inner.records.update({key(number): content(number) for number in range(count)})
+    return inner
+
+
+async def put_all(tier, arena, count=COUNT):
+    buffers = [chunk(arena, number) for number in range(count)]
+    try:
+        return await tier.put_many([(key(number), buffer) for number, buffer in enumerate(buffers)])
+    finally:
+        for buffer in buffers:
+            buffer.release()
+
+
+async def get_all(tier, arena):
+    """What each get came to: the bytes, an error's type, or None."""
+    results = await tier.get_many(KEYS, allocator(arena))
+    return [taken(result) if isinstance(result, Buffer) else result and type(result) for result in results]
+
+
+async def test_without_probabilities_nothing_happens(arena):
+    tier = faulty(seed=1)
+
+    assert await put_all(tier, arena) == [None] * COUNT
+    assert await get_all(tier, arena) == [content(number) for number in range(COUNT)]
+    assert await tier.contains_many([*KEYS, key(99)]) == [True] * COUNT + [False]
+    assert await tier.count_prefix([*KEYS, key(99)]) == COUNT
+    assert taken(await tier.get(key(3), allocator(arena))) == content(3)
+    assert await tier.reject(key(3), "checksum")
+    assert not await tier.remove(key(3))
+    assert tier.layer_statistics().counts == {}
+
+
+async def test_errors_strike_single_chunks_of_a_batch(arena):
+    tier = faulty(filled(), seed=5, error=0.4)
+
+    got = await get_all(tier, arena)
+
+    failed = [number for number, result in enumerate(got) if result is TierUnavailableError]
+    assert 0 < len(failed) < COUNT
+    assert all(got[number] == content(number) for number in range(COUNT) if number not in failed)
+    assert tier.layer_statistics().counts == {"get.error": len(failed)}
+
+
+@pytest.mark.parametrize(
+    "verb", ["contains", "contains_many", "count_prefix", "get", "put", "remove", "reject"]
+)
+async def test_every_verb_fails_when_the_dice_say_so(arena, verb):
+    tier = faulty(error=1)
+    with chunk(arena, 1) as buffer:
+        calls = {
+            "contains": lambda: tier.contains(key(1)),
+            "contains_many": lambda: tier.contains_many(KEYS),
+            "count_prefix": lambda: tier.count_prefix(KEYS),
+            "get": lambda: tier.get(key(1), allocator(arena)),
+            "put": lambda: tier.put(key(1), buffer),
+            "remove": lambda: tier.remove(key(1)),
+            "reject": lambda: tier.reject(key(1), "checksum"),
+        }
+        with pytest.raises(TierUnavailableError, match=r"tier 't': \w+ fails on purpose"):
+            await calls[verb]()
+
+
+async def test_a_verb_of_its_own_overrides_all(arena):
+    tier = faulty(filled(), error=1, get={"error": 0})
+
+    assert taken(await tier.get(key(1), allocator(arena))) == content(1)
+    with pytest.raises(TierUnavailableError):
+        await tier.contains(key(1))
+
+
+async def test_of_puts_that_fail_some_were_done(arena):
+    inner = DictTier()
+    tier = faulty(inner, seed=2, put={"error": 1})
+
+    errors = await put_all(tier, arena)
+
+    assert [type(error) for error in errors] == [TierUnavailableError] * COUNT
+    assert 0 < len(inner.records) < COUNT
+    assert all(inner.records[key(n)] == content(n) for n in range(COUNT) if key(n) in inner.records)
+
+
+async def test_a_dropped_put_is_said_to_be_done(arena):
+    inner = DictTier()
+    tier = faulty(inner, seed=2, drop=0.5)
+
+    assert await put_all(tier, arena) == [None] * COUNT
+    assert 0 < len(inner.records) < COUNT
+    assert tier.layer_statistics().counts == {"put.drop": COUNT - len(inner.records)}
+
+
+async def test_a_flipped_record_differs_in_one_byte_and_the_tiers_own_is_right(arena):
+    inner = filled()
+    tier = faulty(inner, corrupt=1, damages=["flip"])
+
+    for number, got in enumerate(await get_all(tier, arena)):
+        right = content(number)
+        assert len(got) == len(right)
+        assert sum(a != b for a, b in zip(got, right, strict=True)) == 1
+    assert taken(await DictTier.get(inner, key(1), allocator(arena))) == content(1)
+
+
+async def test_a_truncated_record_is_the_start_of_the_right_one(arena):
+    tier = faulty(filled(), corrupt=1, damages=["truncate"])
+
+    for number, got in enumerate(await get_all(tier, arena)):
+        assert content(number).startswith(got)
+        assert len(got) < len(content(number))
+
+
+async def test_another_chunks_record_is_one_that_was_put(arena):
+    tier = faulty(corrupt=1, damages=["other"], seed=3)
+    await put_all(tier, arena)
+
+    got = await get_all(tier, arena)
+
+    others = [number for number, result in enumerate(got) if result != content(number)]
+    assert len(others) > COUNT // 2
+    assert set(got) <= {content(number) for number in range(COUNT)}
+    assert taken(await tier.get(key(0), allocator(arena))) in {content(number) for number in range(COUNT)}
+
+
+async def test_a_slab_that_others_read_is_not_written_to(arena):
+    class Sharing(DictTier):
+        def __init__(self, kept):
+            super().__init__()
+            self.kept = kept
+
+        async def get(self, key, allocate):
+            return self.kept.retain()
+
+    with chunk(arena, 1) as kept:
+        tier = faulty(Sharing(kept), corrupt=1, damages=["flip"])
+        got = taken(await tier.get(key(1), allocator(arena)))
+
+        assert content(1).startswith(got)
+        assert len(got) < len(content(1))
+        assert bytes(kept.view) == content(1)
+
+
+async def test_contains_lies_about_what_is_there_and_what_is_not(arena):
+    tier = faulty(filled(2), lie=1)
+
+    assert await tier.contains(key(5))
+    assert not await tier.contains(key(1))
+    assert await tier.contains_many([key(0), key(5)]) == [False, True]
+    assert {await tier.count_prefix(KEYS) for _ in range(40)} > {0, COUNT}
+
+
+class _Clock(asyncio.SelectorEventLoop):
+    """A loop whose time only the test moves."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+def test_a_delay_is_in_the_loops_time_and_befalls_the_call_as_a_whole():
+    loop = _Clock()
+
+    async def main():
+        tier = faulty(filled(), delay=1, delay_s=5)
+        task = asyncio.ensure_future(tier.contains_many(KEYS))
+        for now in (0, 4.9):
+            loop.now = now
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not task.done()
+        loop.now = 5.0
+        assert await task == [True] * COUNT
+        assert tier.layer_statistics().counts == {"contains.delay": 1}
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("verb", ["contains", "get", "put_many", "remove"])
+async def test_a_hanging_call_ends_when_it_is_cancelled(arena, verb):
+    tier = faulty(hang=1)
+    with chunk(arena, 1) as buffer:
+        calls = {
+            "contains": lambda: tier.contains(key(1)),
+            "get": lambda: tier.get(key(1), allocator(arena)),
+            "put_many": lambda: tier.put_many([(key(1), buffer)]),
+            "remove": lambda: tier.remove(key(1)),
+        }
+        task = asyncio.ensure_future(calls[verb]())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_seed_has_the_same_faults_again_and_another_seed_has_others(arena):
+    async def story(seed):
+        tier = faulty(filled(), seed=seed, error=0.3, corrupt=0.3, drop=0.3, lie=0.3)
+        stored = [type(error) for error in await put_all(tier, arena)]
+        there = await tier.contains_many(KEYS)
+        return stored, there, await get_all(tier, arena), tier.layer_statistics()
+
+    assert await story(1) == await story(1)
+    assert await story(1) != await story(2)
+
+
+async def test_the_dice_can_be_handed_in(arena):
+    options = FaultsConfig(error=0.5)
+    tiers = [FaultsLayer(filled(), options, context(), dice=random.Random(9)) for _ in range(2)]
+
+    assert await get_all(tiers[0], arena) == await get_all(tiers[1], arena)
+
+
+async def test_an_engine_takes_them_from_its_config_warns_and_is_never_wrong(caplog):
+    rig = Rig()
+    records = {}
+
+    class Kept(DictTier):
+        def __init__(self, config):
+            super().__init__(config)
+            self.records = records
+
+    registry = FakeRegistry(tiers={"dict": Kept})
+    layers = [{"name": "faults", "seed": 4, "error": 0.1, "corrupt": 0.3, "drop": 0.2, "lie": 0.1}]
+    tokens = list(range(500, 580))
+    settings = {"tiers": [{"name": "dict", "layers": layers}]}
+    hits = []
+    async with rig.open(registry=registry, **settings) as engine:
+        for _ in range(30):
+            rig.write(range(80), rig.content(tokens))
+            await engine.store(tokens, range(80))
+            rig.wipe()
+            mask = await engine.retrieve(tokens, range(80))
+            hit = int(mask.sum())
+            hits.append(hit)
+            assert mask.tolist() == [True] * hit + [False] * (80 - hit)
+            assert (rig.read(range(hit)) == rig.content(tokens)[:, :, :hit]).all()
+            assert (rig.read(range(hit, 80)) == -7.0).all()
+        counts = engine.statistics().counts
+
+    assert len(set(hits)) > 1
+    assert any(name.startswith("dict.corrupt.") for name in counts)
+    [warning] = [record for record in caplog.records if "on purpose" in record.message]
+    assert warning.levelname == "WARNING"
+    assert "tier 'dict': the layer 'faults' injects faults on purpose ({'seed': 4" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"eror": 1}, "there is no key eror; did you mean error?"),
+        ({"error": 2}, "error is 2: expected a probability from 0 to 1"),
+        ({"get": {"drop": 1}}, "there is no key get.drop; did you mean put.drop?"),
+        (
+            {"damages": ["flop"]},
+            "damages[0] is 'flop': expected 'flip', 'truncate' or 'other'; did you mean flip?",
+        ),
+        ({"seed": -1}, "seed is -1: expected greater than or equal to 0"),
+    ],
+)
+async def test_wrong_options_stop_the_start(options, text):
+    rig = Rig()
+    layers = [{"name": "faults", **options}]
+    with pytest.raises(ConfigError) as caught:
+        async with rig.open(
+            registry=FakeRegistry(tiers={"dict": DictTier}), tiers=[{"name": "dict", "layers": layers}]
+        ):
+            pass
+
+    assert str(caught.value) == f"kv_connector_extra_config: tiers[0] (dict), layers[0] (faults): {text}"
+
+
+async def test_a_tier_in_the_arena_takes_none():
+    with pytest.raises(
+        ConfigError, match=r"tiers\[0\] \(cpu\), layers\[0\] \(faults\): a tier in host memory"
+    ):
+        async with Rig().open(tiers=[{"name": "cpu", "layers": ["faults"]}]):
+            pass
