@@ -1,44 +1,92 @@
-"""Tiers for tests: a dict, one that parks where a test wants it, one that fails as told."""
+"""Tiers for tests, which pass the conformance suite themselves: a dict, a gate, a slow one, one that fails as told."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
-from lmcache_async.errors import TierError
+from lmcache_async.config.values import OptionalSize
+from lmcache_async.errors import TierError, TierFullError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.faults import Fault, FaultPlan, FaultyTier, unavailable
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
+from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.tiers.layers.base import TierLayer
 from lmcache_async.types import ChunkKey
 
+__all__ = [
+    "DictConfig",
+    "DictTier",
+    "Fault",
+    "FaultPlan",
+    "FaultyTier",
+    "GatedTier",
+    "LatencyTier",
+    "unavailable",
+]
+
+
+class DictConfig(TierConfig):
+    """Options of a DictTier.
+
+    Attributes:
+        max_bytes: Most bytes of all records; no limit by default.
+    """
+
+    max_bytes: OptionalSize = None
+
 
 class DictTier(Tier):
-    """Keeps copies of records in a dict: the smallest honest tier, and the model for others."""
+    """Keeps copies of records in a dict: the smallest honest tier, and the model for others.
 
-    def __init__(self, config: TierConfig | None = None) -> None:
-        super().__init__(config or TierConfig())
-        self.records: dict[ChunkKey, bytes] = {}
+    With a limit it gives up what is least recently used, suffixes before their prefixes.
+
+    Args:
+        config: A DictConfig, or any other; its `max_bytes` counts if it has one.
+        records: Where the records are kept. A dict given outlives the tier, which calls itself persistent.
+    """
+
+    config_type = DictConfig
+
+    def __init__(
+        self, config: TierConfig | None = None, *, records: dict[ChunkKey, bytes] | None = None
+    ) -> None:
+        super().__init__(config or DictConfig())
+        self.records = {} if records is None else records
+        self._persistent = records is not None
+        self._max_bytes: int | None = getattr(self.config, "max_bytes", None)
+        self._policy = LRUPolicy()
+        self._evictions = 0
+        for key, record in self.records.items():
+            self._policy.add(key, len(record))
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(removes=True, lists=True, local_index=True)
+        return Capabilities(persistent=self._persistent, removes=True, lists=True, local_index=True)
 
     async def contains(self, key: ChunkKey) -> bool:
         return key in self.records
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._policy.touch(keys, gapless=False)
+        return await super().contains_many(keys)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         record = self.records.get(key)
         if record is None:
             return None
+        self._policy.touch([key])
         buffer = await allocate(len(record))
         buffer.view[:] = record
         return buffer
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        if self._max_bytes is not None:
+            self._make_room(key, buffer.nbytes, self._max_bytes)
         self.records[key] = bytes(buffer.view)
 
     async def remove(self, key: ChunkKey) -> bool:
+        self._policy.discard(key)
         return self.records.pop(key, None) is not None
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
@@ -46,14 +94,33 @@ class DictTier(Tier):
             yield key
 
     def statistics(self) -> TierStatistics:
-        return TierStatistics(chunks=len(self.records), bytes=sum(map(len, self.records.values())))
+        return TierStatistics(
+            chunks=len(self.records),
+            bytes=sum(map(len, self.records.values())),
+            max_bytes=self._max_bytes,
+            evictions=self._evictions,
+        )
+
+    def _make_room(self, key: ChunkKey, nbytes: int, max_bytes: int) -> None:
+        self._policy.discard(key)
+        self._policy.add(key, nbytes)  # before others go, so that none of what it continues does
+        self._policy.touch([key])
+        used = sum(len(record) for other, record in self.records.items() if other != key)
+        victims = self._policy.evict(used + nbytes - max_bytes, lambda other: other != key)
+        if not victims and used + nbytes > max_bytes:
+            self._policy.discard(key)
+            self.records.pop(key, None)
+            raise TierFullError(f"a record of {nbytes} bytes finds no room among {max_bytes}")
+        self._evictions += len(victims)
+        for victim in victims:
+            del self.records[victim]
 
 
 class GatedTier(TierLayer):
-    """Parks every `get` and `put` until the test opens the gate.
+    """Parks every `get` and `put` until the test opens the gate, which is closed to begin with.
 
     Attributes:
-        parked: Set while a call is parked.
+        parked: Set once a call is parked.
     """
 
     def __init__(self, inner: Tier) -> None:
@@ -63,6 +130,11 @@ class GatedTier(TierLayer):
 
     def open_gate(self) -> None:
         self._gate.set()
+
+    def close_gate(self) -> None:
+        """Park calls from now on; `parked` is a new event."""
+        self.parked = asyncio.Event()
+        self._gate = asyncio.Event()
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         await self._park()
@@ -79,49 +151,70 @@ class GatedTier(TierLayer):
         return await Tier.put_many(self, items)
 
     async def _park(self) -> None:
-        self.parked.set()
+        if not self._gate.is_set():
+            self.parked.set()
         await self._gate.wait()
 
 
-class FaultyTier(TierLayer):
-    """Raises the errors it is given, one a call, first in first out; then works.
+class LatencyTier(TierLayer):
+    """Answers late: a call, also one of a batch, takes `latency_s` and the time of its bytes.
 
-    Attributes:
-        faults: What the next calls of any verb raise; None lets a call through.
+    Time is the running loop's, so a loop with virtual time makes it free.
+
+    Args:
+        inner: The tier.
+        latency_s: Seconds of each call.
+        bytes_per_s: How fast records go through; None for at once.
     """
 
-    def __init__(self, inner: Tier) -> None:
+    def __init__(self, inner: Tier, *, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
         super().__init__(inner)
-        self.faults: deque[Exception | None] = deque()
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
 
     async def contains(self, key: ChunkKey) -> bool:
-        self._fail()
+        await self._wait(0)
         return await self.inner.contains(key)
 
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        self._fail()
-        return await self.inner.get(key, allocate)
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        self._fail()
-        await self.inner.put(key, buffer)
-
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await Tier.contains_many(self, keys)
+        await self._wait(0)
+        return await self.inner.contains_many(keys)
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        await self._wait(0)
+        return await self.inner.count_prefix(keys)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        buffer = await self.inner.get(key, allocate)
+        await self._arrive([buffer])
+        return buffer
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await Tier.get_many(self, keys, allocate)
+        results = await self.inner.get_many(keys, allocate)
+        await self._arrive(results)
+        return results
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        await self._wait(buffer.nbytes)
+        await self.inner.put(key, buffer)
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        return await Tier.put_many(self, items)
+        await self._wait(sum(buffer.nbytes for _, buffer in items))
+        return await self.inner.put_many(items)
 
-    def _fail(self) -> None:
-        if self.faults:
-            fault = self.faults.popleft()
-            if fault is not None:
-                raise fault
+    async def remove(self, key: ChunkKey) -> bool:
+        await self._wait(0)
+        return await self.inner.remove(key)
 
+    async def _wait(self, nbytes: int) -> None:
+        transfer_s = nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
+        await asyncio.sleep(self._latency_s + transfer_s)
 
-def unavailable() -> TierError:
-    """An error such as a tier's backend gives."""
-    return TierError("the backend is away")
+    async def _arrive(self, results: Sequence[Buffer | TierError | None]) -> None:
+        buffers = [result for result in results if isinstance(result, Buffer)]
+        try:
+            await self._wait(sum(buffer.nbytes for buffer in buffers))
+        except BaseException:
+            for buffer in buffers:
+                buffer.release()
+            raise

@@ -12,31 +12,38 @@ from lmcache_async.errors import BudgetExceededError, ConfigError, TierClosedErr
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
+from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
 from lmcache_async.tiers.base import Allocate
-from tests.tiers.contract import MakeTier, TierContract
-from tests.tiers.records import SLAB_BYTES, check_record, key_of, record
 
 
 async def never(nbytes: int) -> Buffer:
     raise AssertionError(f"asked for {nbytes} bytes")
 
 
-def small_arena(slabs: int) -> Arena:
-    return Arena(slabs * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+class TestCPUTier(TierConformance, SuffixEvictionConformance):
+    many_keys = 500  # the arena of the suite holds some forty
 
-
-class TestCPUTier(TierContract):
     @pytest.fixture
-    def make_tier(self) -> MakeTier:
-        def make(*, max_records: int | None = None) -> CPUTier:
-            return CPUTier(CPUConfig(max_bytes=None if max_records is None else max_records * SLAB_BYTES))
+    def tier(self) -> CPUTier:
+        return CPUTier(CPUConfig())
 
-        return make
-
-    async def test_put_and_get_share_one_slab(self, tier: CPUTier, arena: Arena) -> None:
+    async def test_it_says_when_it_is_not_open(self, tier: CPUTier, arena: Arena, allocate: Allocate) -> None:
+        tier.bind(arena)
         with record(arena, 1) as buffer:
-            await tier.put(key_of(1), buffer)
-            got = await tier.get(key_of(1), never)
+            with pytest.raises(TierClosedError):
+                await tier.put(key_of(1), buffer)
+            async with tier:
+                await tier.put(key_of(1), buffer)
+            with pytest.raises(TierClosedError):
+                await tier.put(key_of(1), buffer)
+        with pytest.raises(TierClosedError):
+            await tier.get(key_of(1), allocate)
+
+    async def test_put_and_get_share_one_slab(self, opened: CPUTier, arena: Arena) -> None:
+        with record(arena, 1) as buffer:
+            await opened.put(key_of(1), buffer)
+            got = await opened.get(key_of(1), never)
 
             assert got is not None
             assert got.address == buffer.address
@@ -44,43 +51,45 @@ class TestCPUTier(TierContract):
             got.release()
 
     async def test_a_buffer_of_another_arena_is_copied(
-        self, tier: CPUTier, arena: Arena, allocate: Allocate
+        self, opened: CPUTier, arena: Arena, allocate: Allocate
     ) -> None:
         elsewhere = small_arena(1)
         with record(elsewhere, 1) as buffer:
-            await tier.put(key_of(1), buffer)
+            await opened.put(key_of(1), buffer)
             buffer.view[:] = bytes(buffer.nbytes)
         elsewhere.close()
 
-        got = await tier.get(key_of(1), allocate)
+        got = await opened.get(key_of(1), allocate)
         assert got is not None
         with got:
             check_record(got, 1)
 
-    async def test_a_full_arena_takes_slabs_back_from_the_tier(self, tier: CPUTier, arena: Arena) -> None:
+    async def test_a_full_arena_takes_slabs_back_from_the_tier(self, opened: CPUTier, arena: Arena) -> None:
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
-                await tier.put(key_of(number), buffer)
+                await opened.put(key_of(number), buffer)
 
         buffers = await arena.lease_many([100] * 5, timeout_s=0)
 
         assert len(buffers) == 5
-        assert tier.statistics().evictions == 5
-        assert not await tier.contains(key_of(4))
-        assert await tier.contains(key_of(5))
+        assert opened.statistics().evictions == 5
+        assert not await opened.contains(key_of(4))
+        assert await opened.contains(key_of(5))
         for buffer in buffers:
             buffer.release()
 
-    async def test_a_chunk_that_somebody_reads_is_never_taken_back(self, tier: CPUTier, arena: Arena) -> None:
+    async def test_a_chunk_that_somebody_reads_is_never_taken_back(
+        self, opened: CPUTier, arena: Arena
+    ) -> None:
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
-                await tier.put(key_of(number), buffer)
-        held = await tier.get_many([key_of(number) for number in range(3)], never)
+                await opened.put(key_of(number), buffer)
+        held = await opened.get_many([key_of(number) for number in range(3)], never)
 
         taken = await arena.lease_many([1] * arena.num_slabs, timeout_s=0)
 
         assert len(taken) == arena.num_slabs - 3
-        assert tier.statistics().chunks == 3
+        assert opened.statistics().chunks == 3
         assert arena.lease_nowait(1) is None
         for buffer in taken:
             buffer.release()
@@ -90,14 +99,14 @@ class TestCPUTier(TierContract):
             got.release()
 
     async def test_what_comes_before_a_chunk_in_use_is_had_when_nothing_else_is_left(
-        self, tier: CPUTier, arena: Arena
+        self, opened: CPUTier, arena: Arena
     ) -> None:
         keys = [key_of(number) for number in range(arena.num_slabs)]
-        await tier.contains_many(keys)  # one prompt
+        await opened.contains_many(keys)  # one prompt
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
-                await tier.put(keys[number], buffer)
-        [held] = await tier.get_many(keys[-1:], never)
+                await opened.put(keys[number], buffer)
+        [held] = await opened.get_many(keys[-1:], never)
 
         taken = await arena.lease_many([1] * (arena.num_slabs - 1), timeout_s=0)
 
@@ -107,24 +116,22 @@ class TestCPUTier(TierContract):
             buffer.release()
 
     async def test_the_end_of_a_lease_wakes_who_waits_for_that_slab(
-        self, tier: CPUTier, arena: Arena
+        self, opened: CPUTier, arena: Arena
     ) -> None:
         filler = await arena.lease_many([1] * (arena.num_slabs - 1), timeout_s=0)
         buffer = record(arena, 1)
-        await tier.put(key_of(1), buffer)
+        await opened.put(key_of(1), buffer)
         waiter = asyncio.ensure_future(arena.lease(1, timeout_s=60))
         await asyncio.sleep(0)
         buffer.release()
 
         (await waiter).release()
-        assert not await tier.contains(key_of(1))
+        assert not await opened.contains(key_of(1))
         for lease in filler:
             lease.release()
 
-    async def test_room_for_a_chunk_is_not_made_of_what_it_continues(
-        self, make_tier: MakeTier, arena: Arena
-    ) -> None:
-        tier = make_tier(max_records=2)
+    async def test_room_for_a_chunk_is_not_made_of_what_it_continues(self, arena: Arena) -> None:
+        tier = CPUTier(CPUConfig(max_bytes=2 * SLAB_BYTES))
         tier.bind(arena)
         async with tier:
             items = [(key_of(number), record(arena, number)) for number in range(3)]
@@ -140,24 +147,24 @@ class TestCPUTier(TierContract):
             assert await tier.contains_many([key for key, _ in items]) == [True, True, False]
             assert tier.statistics().evictions == 0
 
-    async def test_a_copy_finds_no_slab_in_a_full_arena(self, tier: CPUTier, arena: Arena) -> None:
+    async def test_a_copy_finds_no_slab_in_a_full_arena(self, opened: CPUTier, arena: Arena) -> None:
         elsewhere = small_arena(1)
         filler = await arena.lease_many([1] * arena.num_slabs, timeout_s=0)
         with record(elsewhere, 1) as buffer, pytest.raises(TierFullError, match="no slab free"):
-            await tier.put(key_of(1), buffer)
-        assert not await tier.contains(key_of(1))
+            await opened.put(key_of(1), buffer)
+        assert not await opened.contains(key_of(1))
         for lease in filler:
             lease.release()
         elsewhere.close()
 
-    async def test_no_call_yields_to_the_loop(self, tier: CPUTier, arena: Arena) -> None:
+    async def test_no_call_yields_to_the_loop(self, opened: CPUTier, arena: Arena) -> None:
         items = [(key_of(number), record(arena, number)) for number in range(4)]
         keys = [key for key, _ in items]
         for call in (
-            tier.put_many(items),
-            tier.contains_many(keys),
-            tier.count_prefix(keys),
-            tier.remove(keys[0]),
+            opened.put_many(items),
+            opened.contains_many(keys),
+            opened.count_prefix(keys),
+            opened.remove(keys[0]),
         ):
             with pytest.raises(StopIteration):
                 call.send(None)

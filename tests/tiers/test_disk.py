@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from lmcache_async.errors import (
     BudgetExceededError,
     ChunkCorruptError,
     ConfigError,
+    TierClosedError,
     TierFullError,
     TierUnavailableError,
 )
@@ -26,9 +27,10 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import io as disk_io
 from lmcache_async.plugins.disk.directory import RecordDirectory
+from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
+from lmcache_async.testing.records import FORMAT, SLAB_BYTES, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
-from tests.tiers.contract import MakeTier, TierContract
-from tests.tiers.records import FORMAT, SLAB_BYTES, check_record, key_of, record
+from lmcache_async.types import ChunkKey
 
 RECORD_BYTES = disk_io.pages(FORMAT.record_bytes(5000))
 
@@ -139,27 +141,42 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-class DiskContract(TierContract):
+class DiskConformance(TierConformance, SuffixEvictionConformance):
     options: ClassVar[dict[str, object]] = {}
+    many_keys = 500
 
     @pytest.fixture
-    def make_tier(self, tmp_path: Path) -> MakeTier:
-        def make(*, max_records: int | None = None) -> DiskTier:
-            path = tmp_path / f"kv-{max_records}"
-            return DiskTier(DiskConfig(path=path, max_bytes=(max_records or 64) * SLAB_BYTES, **self.options))
+    def tier(self, tmp_path: Path) -> DiskTier:
+        return DiskTier(DiskConfig(path=tmp_path / "kv", max_bytes=1 << 30, **self.options))
 
-        return make
+    async def damage(self, tier: DiskTier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        path = tier.config.root / key.hex()[:2] / key.hex()
+        path.write_bytes(edit(path.read_bytes()))
+        return True
+
+    async def test_it_says_when_it_is_not_open(
+        self, tier: DiskTier, arena: Arena, allocate: Allocate
+    ) -> None:
+        with record(arena, 1) as buffer:
+            with pytest.raises(TierClosedError):
+                await tier.put(key_of(1), buffer)
+            async with tier:
+                await tier.put(key_of(1), buffer)
+            with pytest.raises(TierClosedError):
+                await tier.put(key_of(1), buffer)
+        with pytest.raises(TierClosedError):
+            await tier.get(key_of(1), allocate)
 
 
-class TestDiskTier(DiskContract):
-    pass
+class TestDiskTier(DiskConformance):
+    many_keys = 10_000
 
 
-class TestDiskTierBuffered(DiskContract):
+class TestDiskTierBuffered(DiskConformance):
     options: ClassVar[dict[str, object]] = {"odirect": False, "io_threads": 1}
 
 
-class TestDiskTierDurable(DiskContract):
+class TestDiskTierDurable(DiskConformance):
     options: ClassVar[dict[str, object]] = {"fsync": True}
 
 

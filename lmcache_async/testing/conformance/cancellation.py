@@ -1,0 +1,152 @@
+"""Cases about cancellation: at every await of every verb, by itself and while memory is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.conformance.base import (
+    Cases,
+    holds,
+    in_time,
+    leases_are_back,
+    put,
+    release_all,
+    scribble,
+)
+from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.steps import cancelled_at_each_await
+from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.types import ChunkKey
+
+CHUNKS = 4
+"""Of a batch; of other numbers for each cancellation, so that each finds the same tier."""
+
+Items = Sequence[tuple[ChunkKey, Buffer]]
+Verb = Callable[[Tier, Items, Allocate], Coroutine[Any, Any, Any]]
+
+WRITES: dict[str, Verb] = {
+    "put": lambda tier, items, _: tier.put(*items[0]),
+    "put_many": lambda tier, items, _: tier.put_many(items),
+}
+OTHERS: dict[str, Verb] = {
+    "get": lambda tier, items, allocate: tier.get(items[0][0], allocate),
+    "get_many": lambda tier, items, allocate: tier.get_many([key for key, _ in items], allocate),
+    "remove": lambda tier, items, _: tier.remove(items[0][0]),
+    "contains": lambda tier, items, _: tier.contains(items[0][0]),
+    "contains_many": lambda tier, items, _: tier.contains_many([key for key, _ in items]),
+    "count_prefix": lambda tier, items, _: tier.count_prefix([key for key, _ in items]),
+    "clear": lambda tier, *_: tier.clear(),
+}
+
+
+class CancellationCases(Cases):
+    """Cancelled anywhere, a call ends, holds no lease, reads no buffer, and leaves whole chunks or none."""
+
+    @pytest.mark.parametrize("verb", [*WRITES, *OTHERS])
+    async def test_a_call_cancelled_at_any_await_leaves_the_tier_whole_and_no_lease(
+        self, opened: Tier, arena: Arena, allocate: Allocate, verb: str
+    ) -> None:
+        call = WRITES.get(verb) or OTHERS[verb]
+        given: list[Buffer] = []
+
+        async def start(attempt: int) -> Any:
+            items = [(key_of(number), record(arena, number)) for number in _numbers(attempt)]
+            given.extend(buffer for _, buffer in items)
+            return await call(opened, items, _with_more_awaits(allocate))
+
+        attempt = 0
+        await _prepare(opened, arena, verb, attempt)
+        async for task in cancelled_at_each_await(start):
+            if not task.cancelled():
+                release_all(task.result())
+            while given:
+                given.pop().release()
+            scribble(arena)  # what it still read would be wrong now
+            await leases_are_back(opened, arena)
+            for number in _numbers(attempt):
+                await holds(opened, number, allocate)
+            attempt += 1
+            await _prepare(opened, arena, verb, attempt)
+        await put(opened, arena, _numbers(0))
+        assert all([await holds(opened, number, allocate) for number in _numbers(0)]), "it works no more"
+
+    @pytest.mark.parametrize("verb", [*WRITES, *OTHERS])
+    async def test_a_cancellation_is_not_swallowed(
+        self, opened: Tier, arena: Arena, allocate: Allocate, verb: str
+    ) -> None:
+        call = WRITES.get(verb) or OTHERS[verb]
+        await _prepare(opened, arena, verb, 0)
+        items = [(key_of(number), record(arena, number)) for number in _numbers(0)]
+        ends = [
+            task.cancelled() or task
+            async for task in cancelled_at_each_await(lambda _: call(opened, items, allocate), max_awaits=20)
+        ]
+        for task in ends:
+            if isinstance(task, asyncio.Task):
+                release_all(task.result())
+        for _, buffer in items:
+            buffer.release()
+
+        swallowed = [number for number, end in enumerate(ends[:-1]) if end is not True]
+        assert swallowed == [], f"{verb}, cancelled at awaits {swallowed}, went on as if it was not"
+
+    @pytest.mark.parametrize("verb", ["get", "get_many"])
+    async def test_a_read_cancelled_while_it_waits_for_memory_holds_none(
+        self, opened: Tier, arena: Arena, allocate: Allocate, verb: str
+    ) -> None:
+        if opened.capabilities.in_arena:
+            return  # it asks for no memory
+        await put(opened, arena, range(CHUNKS))
+        waiting = asyncio.Event()
+        left = iter(range(CHUNKS - 1 if verb == "get_many" else 0))
+
+        async def scarce(nbytes: int) -> Buffer:
+            if next(left, None) is not None:
+                return await allocate(nbytes)
+            waiting.set()
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError("nobody ends this wait")
+
+        items = [(key_of(number), record(arena, number)) for number in range(CHUNKS)]
+        for _, buffer in items:
+            buffer.release()
+        task = asyncio.ensure_future(OTHERS[verb](opened, items, scarce))
+        await in_time(waiting.wait())
+        task.cancel()
+        await in_time(asyncio.wait({task}))
+
+        assert task.cancelled()
+        await leases_are_back(opened, arena)
+        assert await holds(opened, 0, allocate)
+
+
+def _numbers(attempt: int) -> range:
+    return range(CHUNKS * attempt, CHUNKS * (attempt + 1))
+
+
+async def _prepare(tier: Tier, arena: Arena, verb: str, attempt: int) -> None:
+    """What the next call, if it is no write, is to find there."""
+    if verb not in WRITES:
+        await put(tier, arena, _numbers(attempt))
+
+
+def _with_more_awaits(allocate: Allocate) -> Allocate:
+    """The same memory, with an await before it is had and one after: as when others wait for it too."""
+
+    async def slow(nbytes: int) -> Buffer:
+        await asyncio.sleep(0)
+        buffer = await allocate(nbytes)
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    return slow

@@ -1,0 +1,38 @@
+"""The fakes are tiers like any other: they pass the suite that they help to test."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance, TierConformance
+from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, LatencyTier
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import TierLayer
+
+
+class TestDictTier(TierConformance, SuffixEvictionConformance):
+    @pytest.fixture
+    def tier(self) -> Tier:
+        return DictTier()
+
+
+class TestTierLayer(LayerConformance, SuffixEvictionConformance):
+    def wrap(self, inner: Tier) -> Tier:
+        return TierLayer(inner)
+
+
+class TestGatedTier(LayerConformance, SuffixEvictionConformance):
+    def wrap(self, inner: Tier) -> Tier:
+        tier = GatedTier(inner)
+        tier.open_gate()
+        return tier
+
+
+class TestFaultyTier(LayerConformance, SuffixEvictionConformance):
+    def wrap(self, inner: Tier) -> Tier:
+        return FaultyTier(inner)
+
+
+class TestLatencyTier(LayerConformance, SuffixEvictionConformance):
+    def wrap(self, inner: Tier) -> Tier:
+        return LatencyTier(inner)
