@@ -18,8 +18,8 @@ from lmcache_async.tiers.stack import TierStack
 class VerifyStage:
     """Checks each record's header and, but for records that never left the arena, its checksum.
 
-    A record in doubt ends the prefix, is counted by cause and removed from its tier. Records that came
-    from a slower tier are promoted, now that they are proven.
+    A record in doubt ends the prefix, is counted by cause and rejected by its tier, which removes it or puts
+    it aside. Records that came from a slower tier are promoted, now that they are proven.
     """
 
     def __init__(
@@ -42,10 +42,9 @@ class VerifyStage:
 
     async def __call__(self, batch: FetchedBatch) -> VerifiedBatch:
         checksums = [self._verify_payload and self._needs_checksum(tier) for tier in batch.tiers]
-        if any(checksums):
+        count, error = 0, None
+        if batch.chunks:  # a header alone takes microseconds, but there may be hundreds
             count, error = await in_thread(self._workers, lambda: self._check(batch, checksums))
-        else:  # headers alone take microseconds, less than the hop
-            count, error = self._check(batch, checksums)
         if error is not None:
             await self._reject(batch, count, error)
         if self._promote and count:
@@ -92,7 +91,7 @@ class VerifyStage:
         chunk, tier = batch.chunks[index], batch.tiers[index]
         self._logger.report(
             f"corrupt.{error.cause}",
-            "tier %r: record %s is not the chunk asked for (%s: %s); removed, counted as a miss",
+            "tier %r: record %s is not the chunk asked for (%s: %s); rejected, counted as a miss",
             self._stack.tiers[tier].id,
             chunk.key.hex(),
             error.cause,

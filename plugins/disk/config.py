@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmcache_async.config.values import Count, Flag, Size, parse_flag
+from lmcache_async.config.values import Count, Flag, Size, Wait, parse_flag
 from lmcache_async.tiers.base import TierConfig
 
 
@@ -53,6 +53,11 @@ class DiskConfig(TierConfig):
         io_threads: Records read or written at the same time.
         fsync: Whether a put ends only when the record would survive a power failure. Without it, one
             that did not survive is found out by its checksum and is a miss.
+        quarantine: Whether records found broken are moved to the folder `quarantine`, not deleted.
+        max_quarantine_bytes: Most bytes of that folder, beside `max_bytes`; the oldest go first.
+        scrub_interval_s: Seconds between the end of one reading of all records and the start of the
+            next, in the background, that proves them; 0 is never.
+        scrub_max_bytes_per_s: Most bytes a second that are read for that.
         subdirectory: Appended to `path`; the engine sets `rank-<n>` when there are several ranks.
     """
 
@@ -61,6 +66,10 @@ class DiskConfig(TierConfig):
     odirect: Annotated[Literal["auto"] | bool, BeforeValidator(parse_direct)] = "auto"
     io_threads: Annotated[Count, Field(le=64)] = 4
     fsync: Flag = False
+    quarantine: Flag = False
+    max_quarantine_bytes: Size = 1 << 30
+    scrub_interval_s: Wait = 0.0
+    scrub_max_bytes_per_s: Size = 32 << 20
     subdirectory: Annotated[str, AfterValidator(check_subdirectory)] = ""
 
     @property

@@ -1,25 +1,30 @@
-"""The directory of records: names, the lock, what is found at the start. Blocking; run in threads.
+"""The directory of records: names, the owner's hold, what is found at the start. Blocking; run in threads.
 
     <root>/lock                    held by the owner; has its process id
     <root>/ab/ab12...              one record each, named by its key in hex
     <root>/tmp/ab12....7           records being written
+    <root>/quarantine/ab12....why  records found broken, where they are kept
 
 Files of other names are nobody's business of ours: they are neither counted nor deleted.
+
+All but the root is reached from its descriptor. Where the path leads to something else meanwhile, what
+we do stays in the directory that we hold, and never goes to one that may be another process's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
 import stat
 import threading
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.plugins.disk.lock import release_locks, take_lock
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _TEMPORARY = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Found(NamedTuple):
@@ -50,20 +56,49 @@ class Found(NamedTuple):
 
 
 class RecordDirectory:
-    """One process's directory of records."""
+    """One process's directory of records.
+
+    A forked child has no hold: its threads do not exist, and its copies of the descriptors are closed,
+    so that they keep nobody out once the owner is gone.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._fd = -1  # of the root; the number stays, what it leads to is exchanged by `prepare`
         self._lock = -1
         self._preparing = threading.Lock()
         self._numbers = itertools.count()
 
-    def record_path(self, key: ChunkKey) -> Path:
-        name = key.hex()
-        return self.root / name[:2] / name
+    @property
+    def fd(self) -> int:
+        """To reach names from.
 
-    def temporary_path(self, key: ChunkKey) -> Path:
-        return self.root / "tmp" / f"{key.hex()}.{next(self._numbers)}"
+        Raises:
+            TierUnavailableError: The directory is not held; also in a forked child.
+        """
+        if self._fd < 0:
+            raise TierUnavailableError(f"{self.root} is not held by process {os.getpid()}")
+        return self._fd
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
+
+    def status(self) -> os.stat_result:
+        """Of the root."""
+        return os.fstat(self.fd)
+
+    def record_name(self, key: ChunkKey) -> str:
+        """From the root: 16 bytes in hex, so no key leads anywhere else."""
+        name = _hex(key)
+        return f"{name[:2]}/{name}"
+
+    def record_path(self, key: ChunkKey) -> Path:
+        """For messages."""
+        return self.root / self.record_name(key)
+
+    def temporary_name(self, key: ChunkKey) -> str:
+        return f"tmp/{_hex(key)}.{next(self._numbers)}"
 
     def open(self) -> list[Found]:
         """Take the directory, sweep what dead writers left, and list its records.
@@ -73,71 +108,107 @@ class RecordDirectory:
             OSError: It cannot be made or read.
         """
         self.prepare()
-        for entry in _entries(self.root / "tmp", _TEMPORARY):
-            os.unlink(entry.path)  # noqa: PTH108 - there is no Path yet
+        _forget_in_children(self)
+        for name in self.list_files("tmp", _TEMPORARY):
+            os.unlink(f"tmp/{name}", dir_fd=self.fd)
         return list(self._scan())
 
     def prepare(self) -> None:
-        """Make what is missing and hold the lock; also when the directory vanished meanwhile."""
-        with self._preparing:  # two threads may miss it at once, and a lock file is ours or another's
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            self._take_lock()
-            (self.root / "tmp").mkdir(mode=0o700, exist_ok=True)
+        """Make what is missing and hold the directory; also when it vanished meanwhile."""
+        with self._preparing:  # two threads may miss it at once, and a lock is ours or another's
+            _make_private(self.root)
+            descriptor = os.open(self.root, _DIRECTORY)
+            try:
+                if self._fd < 0 or not os.path.samestat(os.fstat(descriptor), os.fstat(self._fd)):
+                    self._hold(descriptor)
+            finally:
+                if descriptor != self._fd:
+                    os.close(descriptor)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("tmp", 0o700, dir_fd=self._fd)
+            with self.directory("tmp"):
+                pass  # it is one, and no link to one
 
-    def make_shard(self, key: ChunkKey) -> None:
-        self.record_path(key).parent.mkdir(mode=0o700, exist_ok=True)
+    @contextlib.contextmanager
+    def directory(self, name: str) -> Iterator[int]:
+        """The descriptor of a directory in the root; a link is not followed."""
+        descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self.fd)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def list_files(self, name: str, names: re.Pattern[str]) -> list[str]:
+        """The regular files of such names in a directory of the root."""
+        with self.directory(name) as descriptor, os.scandir(descriptor) as entries:
+            return [
+                entry.name
+                for entry in entries
+                if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            ]
 
     def close(self) -> None:
         """Leave the directory to others."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._fd >= 0:
+            release_locks(self._lock, self._fd)
+            self._fd = self._lock = -1
 
-    def _take_lock(self) -> None:
-        path = self.root / "lock"
-        if self._lock >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(self._lock)):
-                    return
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise TierUnavailableError(
-                f"{self.root} is in use by process {holder}:"
-                " give each process a path or a subdirectory of its own"
-            ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self.close()
-        self._lock = descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    def forget(self) -> None:
+        """In a forked child: let go of it without taking it from the parent."""
+        if self._fd >= 0:
+            os.close(self._lock)
+            os.close(self._fd)
+            self._fd = self._lock = -1
+
+    def _hold(self, descriptor: int) -> None:
+        lock = take_lock(descriptor, self.root)
+        if self._fd < 0:
+            self._fd, self._lock = descriptor, lock
+            return
+        # Threads may be about to use the numbers: these stay, and what they stood for is let go.
+        os.dup2(descriptor, self._fd, inheritable=False)
+        os.dup2(lock, self._lock, inheritable=False)
+        os.close(lock)
 
     def _scan(self) -> Iterator[Found]:
-        for shard in _entries(self.root, _SHARD, stat.S_IFDIR):
-            for entry in _entries(shard.path, _RECORD):
-                if not entry.name.startswith(shard.name):
-                    continue
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield Found(ChunkKey(bytes.fromhex(entry.name)), status.st_size, status.st_mtime_ns)
+        with os.scandir(self.fd) as entries:
+            shards = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        for shard in shards:
+            with self.directory(shard) as descriptor, os.scandir(descriptor) as entries:
+                for entry in entries:
+                    if not (_RECORD.fullmatch(entry.name) and entry.name.startswith(shard)):
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        key = ChunkKey(bytes.fromhex(entry.name))
+                        yield Found(key, status.st_size, status.st_mtime_ns)
 
 
-def _entries(
-    path: Path | str, names: re.Pattern[str], kind: int = stat.S_IFREG
-) -> Iterator[os.DirEntry[str]]:
-    """Those of our names that are a file (or, by `kind`, a directory); links are foreign."""
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if names.fullmatch(entry.name) is None:
-                continue
-            of_kind = entry.is_dir if kind == stat.S_IFDIR else entry.is_file
-            if of_kind(follow_symlinks=False):
-                yield entry
+def _hex(key: ChunkKey) -> str:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}: {key!r}")
+    return key.hex()
+
+
+def _make_private(path: Path) -> None:
+    """Make the directory and those above it that are missing, for the owner alone."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def _forget_in_children(directory: RecordDirectory) -> None:
+    """The interpreter keeps such a callback for ever, so it keeps the directory alive by no means."""
+    reference = weakref.ref(directory)
+
+    def forget() -> None:
+        if (held := reference()) is not None:
+            held.forget()
+
+    os.register_at_fork(after_in_child=forget)

@@ -56,12 +56,16 @@ class DiskIndex:
 
     `used_bytes` never exceeds `max_bytes`, and covers at every moment what the record files and those
     being written have on disk.
+
+    Attributes:
+        condemned: Records that must not be given any more and could not be deleted; their bytes count.
     """
 
     def __init__(self, max_bytes: int, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.evictions = 0
+        self.condemned: dict[ChunkKey, Entry] = {}
         self._clock_ns = clock_ns
         self._entries: dict[ChunkKey, Entry] = {}
         self._reserved: dict[ChunkKey, Entry] = {}
@@ -81,13 +85,22 @@ class DiskIndex:
         return self._entries.get(key)
 
     def load(self, found: Sequence[Found]) -> list[ChunkKey]:
-        """Take over what the directory has; the least recently used that are too many, to be deleted."""
+        """Take over what the directory has; the least recently used that are too many, to be deleted.
+
+        Stamps of the future, or from before the epoch, come from another clock or somebody's hand. They
+        keep their order; but for ever they would be the newest, or be what no file can have.
+        """
+        now = self._clock_ns()
+        # A file larger than all that may be held makes room for nothing: it goes, the others stay.
+        too_large = [record.key for record in found if record.nbytes > self.max_bytes]
         for record in sorted(found, key=lambda record: record.stamp):
-            self._insert(record.key, Entry(record.nbytes, record.stamp))
+            if record.nbytes <= self.max_bytes:
+                self._insert(record.key, Entry(record.nbytes, min(max(record.stamp, 0), now)))
         excess = self.used_bytes - self.max_bytes
         victims = self._policy.evict(excess, lambda _: True)
         for key in victims:
             self.used_bytes -= self._entries.pop(key).nbytes
+        victims += too_large
         self.evictions += len(victims)
         return victims
 
@@ -148,6 +161,7 @@ class DiskIndex:
     def commit(self, reservation: Reservation) -> None:
         """The victims are deleted and the record is published."""
         del self._reserved[reservation.key]
+        self.absolve([reservation.key])  # the new file lies in its place
         self._entries[reservation.key] = reservation.entry
         self.used_bytes += reservation.entry.nbytes - reservation.held_bytes
         self.evictions += len(reservation.victims)
@@ -169,6 +183,16 @@ class DiskIndex:
         if entry is not None:
             self._policy.discard(key)
         return entry
+
+    def condemn(self, key: ChunkKey, entry: Entry) -> None:
+        """The file of an entry taken could not be deleted, and must not be used."""
+        self.condemned[key] = entry
+
+    def absolve(self, keys: Collection[ChunkKey]) -> None:
+        """The files of those condemned are no more."""
+        for key in keys:
+            if (entry := self.condemned.pop(key, None)) is not None:
+                self.used_bytes -= entry.nbytes
 
     def forget(self, entry: Entry) -> None:
         """The file of an entry taken is no more."""

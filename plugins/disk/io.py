@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
+import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, TypeVar
 
-from lmcache_async.errors import ChunkCorruptError, ConfigError
+from lmcache_async.errors import ChunkCorruptError, TierError
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.proof import prove
 from lmcache_async.memory.record import peek_sizes
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from lmcache_async.plugins.disk.directory import RecordDirectory
+    from lmcache_async.plugins.disk.quarantine import Quarantine
+
+# What opening a record's name says where there is no file but a link, a socket, or a device without a driver.
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +38,14 @@ class WriteJob:
         view: The record in whole pages; its bytes behind the record's end mean nothing.
         stamp: The file's mtime in ns.
         victims: Records to delete first.
+        condemned: Records to be deleted as well, where that is possible now.
     """
 
     key: ChunkKey
     view: memoryview
     stamp: int
     victims: tuple[ChunkKey, ...] = ()
+    condemned: tuple[ChunkKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +54,10 @@ class WriteResult:
 
     Attributes:
         error: None when the record is published; else nothing of it is left.
-        left: Victims that could not be deleted.
+        left: Of the victims and the condemned, those that could not be deleted.
     """
 
-    error: OSError | ChunkCorruptError | None = None
+    error: OSError | TierError | None = None
     left: frozenset[ChunkKey] = frozenset()
 
 
@@ -58,7 +66,7 @@ class ReadResult:
     """What a read came to: the record's true length, or why it is not to be had."""
 
     nbytes: int = 0
-    error: OSError | ChunkCorruptError | None = None
+    error: OSError | TierError | None = None
 
 
 def pages(nbytes: int) -> int:
@@ -73,57 +81,98 @@ class RecordFiles:
         directory: Open.
         direct: Whether to go around the page cache.
         fsync: Whether a write ends only when it is durable.
+        quarantine: Takes what is rejected; without it that is deleted.
     """
 
-    def __init__(self, directory: RecordDirectory, *, direct: bool, fsync: bool) -> None:
+    def __init__(
+        self, directory: RecordDirectory, *, direct: bool, fsync: bool, quarantine: Quarantine | None = None
+    ) -> None:
         self._directory = directory
         self._fsync = fsync
+        self._quarantine = quarantine
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
     def write(self, job: WriteJob) -> WriteResult:
         """Delete the victims, write, publish."""
-        left, error = self.unlink(job.victims)
+        left, _ = self.unlink(job.condemned)
+        undeleted, error = self.unlink(job.victims)
+        left |= undeleted
         if error is not None:
             return WriteResult(error, left)
         try:
             _check_sizes(job.view)
             self._publish(job)
-        except (OSError, ChunkCorruptError) as failure:
-            return WriteResult(failure.with_traceback(None))
-        return WriteResult()
+        except (OSError, TierError) as failure:
+            return WriteResult(_bare(failure), left)
+        return WriteResult(None, left)
 
     def read(self, key: ChunkKey, view: memoryview) -> ReadResult:
         """Fill `view`, which has the file's size."""
         try:
-            return ReadResult(self._read(key, view))
-        except (OSError, ChunkCorruptError) as error:
-            return ReadResult(error=error.with_traceback(None))
+            with self._opened(key, len(view)) as descriptor:
+                nbytes = _read_all(descriptor, view)
+            if nbytes != len(view):
+                raise _wrong_length(key, f"the file gave {nbytes} bytes of {len(view)}")
+            return ReadResult(_check_sizes(view))
+        except (OSError, TierError) as error:
+            return ReadResult(error=_bare(error))
 
-    def unlink(self, keys: Sequence[ChunkKey]) -> tuple[frozenset[ChunkKey], OSError | None]:
+    def prove(self, key: ChunkKey, nbytes: int, scratch: memoryview) -> ReadResult:
+        """Read a record of that size in pieces, and prove that it is whole, unchanged and of that key."""
+        try:
+            with self._opened(key, nbytes) as descriptor:
+                header = prove(_pieces(descriptor, nbytes, scratch), key=key)
+            record_bytes = header.header_bytes + header.payload_bytes
+            if pages(record_bytes) != nbytes:
+                raise _wrong_length(key, f"the header says {record_bytes} bytes, the file has {nbytes}")
+            return ReadResult(record_bytes)
+        except (OSError, TierError) as error:
+            return ReadResult(error=_bare(error))
+
+    def has(self, key: ChunkKey, nbytes: int) -> bool:
+        """Whether there is a file of that size for the record."""
+        name = self._directory.record_name(key)
+        try:
+            status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
+
+    def unlink(self, keys: Sequence[ChunkKey]) -> tuple[frozenset[ChunkKey], OSError | TierError | None]:
         """Delete the records; those that are still there, and why."""
         left: set[ChunkKey] = set()
-        error: OSError | None = None
+        error: OSError | TierError | None = None
         for key in keys:
             try:
-                self._directory.record_path(key).unlink(missing_ok=True)
-            except OSError as failure:
+                os.unlink(self._directory.record_name(key), dir_fd=self._directory.fd)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                continue  # no file of ours
+            except (OSError, TierError) as failure:
                 left.add(key)
-                error = failure.with_traceback(None)
+                error = _bare(failure)
         return frozenset(left), error
+
+    def reject(self, key: ChunkKey, cause: str) -> OSError | TierError | None:
+        """Put a broken record where it is found no more; why it is still there."""
+        if self._quarantine is not None:
+            with contextlib.suppress(OSError, TierError):  # then it is deleted
+                self._quarantine.take(key, cause)
+                return None
+        return self.unlink([key])[1]
 
     def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
         """Note when records were used. Best effort: it is only for the order after a restart."""
         for key, stamp in stamps:
-            with contextlib.suppress(OSError):
-                os.utime(self._directory.record_path(key), ns=(stamp, stamp))
+            with contextlib.suppress(OSError, TierError):
+                os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
 
     def _publish(self, job: WriteJob) -> None:
-        path = self._directory.temporary_path(job.key)
+        name = self._directory.temporary_name(job.key)
         try:
-            descriptor = self._create(path)
+            descriptor = self._create(name)
         except FileNotFoundError:  # the directory vanished
             self._directory.prepare()
-            descriptor = self._create(path)
+            descriptor = self._create(name)
         try:
             try:
                 _write_all(descriptor, job.view)
@@ -132,80 +181,53 @@ class RecordFiles:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            self._rename(path, job.key)
+            self._rename(name, job.key)
         except BaseException:
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.unlink(name, dir_fd=self._directory.fd)
             raise
 
-    def _create(self, path: Path) -> int:
-        return os.open(path, self._flags | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def _create(self, name: str) -> int:
+        flags = self._flags | os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        return os.open(name, flags, 0o600, dir_fd=self._directory.fd)
 
-    def _rename(self, path: Path, key: ChunkKey) -> None:
-        record = self._directory.record_path(key)
-        try:
-            path.replace(record)
-        except FileNotFoundError:
-            self._directory.make_shard(key)
-            path.replace(record)
-        if self._fsync:
-            descriptor = os.open(record.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _rename(self, name: str, key: ChunkKey) -> None:
+        root = self._directory.fd
+        shard, record = self._directory.record_name(key).split("/")
+        with contextlib.ExitStack() as stack:
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                folder = stack.enter_context(self._directory.directory(shard))
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):  # another thread was faster
+                    os.mkdir(shard, 0o700, dir_fd=root)
+                folder = stack.enter_context(self._directory.directory(shard))
+                if self._fsync:
+                    os.fsync(root)
+            os.replace(name, record, src_dir_fd=root, dst_dir_fd=folder)
+            if self._fsync:
+                os.fsync(folder)
 
-    def _read(self, key: ChunkKey, view: memoryview) -> int:
-        descriptor = os.open(self._directory.record_path(key), self._flags | os.O_RDONLY)
+    @contextlib.contextmanager
+    def _opened(self, key: ChunkKey, nbytes: int) -> Iterator[int]:
+        """The record's file, which has that size; opening waits for nothing, whatever lies there."""
+        flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes != len(view):
-                raise _wrong_length(key, f"the file has {nbytes} bytes, not {len(view)}")
-            nbytes = _read_all(descriptor, view)
-            if nbytes != len(view):
-                raise _wrong_length(key, f"the file gave {nbytes} bytes of {len(view)}")
+            descriptor = os.open(self._directory.record_name(key), flags, dir_fd=self._directory.fd)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "its directory is no directory", error.filename) from None
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise _no_file(key) from None
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise _no_file(key)
+            if status.st_size != nbytes:
+                raise _wrong_length(key, f"the file has {status.st_size} bytes, not {nbytes}")
+            yield descriptor
         finally:
             os.close(descriptor)
-        return _check_sizes(view)
-
-
-def detect_direct(trial: Path, wanted: bool | Literal["auto"]) -> bool:
-    """Whether to use direct I/O: what is wanted, or what a file of the name `trial` says.
-
-    Raises:
-        ConfigError: It is wanted and the file system refuses it.
-        OSError: The trial failed for another reason.
-    """
-    if wanted is False:
-        return False
-    error = _try_direct(trial)
-    if error is None:
-        return True
-    if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-        raise error
-    if wanted is True:
-        raise ConfigError(
-            f"odirect is true, but the file system of {trial.parent} refuses direct I/O:"
-            " set odirect to auto or false"
-        ) from error
-    return False
-
-
-def _try_direct(path: Path) -> OSError | None:
-    page = mmap.mmap(-1, PAGE)  # aligned
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-        try:
-            os.pwrite(descriptor, page, 0)
-            os.preadv(descriptor, [page], 0)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return error
-    finally:
-        page.close()
-        path.unlink(missing_ok=True)
-    return None
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
@@ -218,16 +240,22 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         done += whole
 
 
-def _read_all(descriptor: int, view: memoryview) -> int:
+def _read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], done)
+        count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
             break
         done += count
         if done % PAGE:  # the end of a file that was cut
             break
     return done
+
+
+def _pieces(descriptor: int, nbytes: int, scratch: memoryview) -> Iterator[memoryview]:
+    for offset in range(0, nbytes, len(scratch)):
+        piece = scratch[: min(len(scratch), nbytes - offset)]
+        yield piece[: _read_all(descriptor, piece, offset)]
 
 
 def _check_sizes(view: memoryview) -> int:
@@ -242,3 +270,15 @@ def _check_sizes(view: memoryview) -> int:
 
 def _wrong_length(key: ChunkKey, what: str) -> ChunkCorruptError:
     return ChunkCorruptError(f"record {key.hex()}: {what}", cause="length")
+
+
+def _no_file(key: ChunkKey) -> ChunkCorruptError:
+    return ChunkCorruptError(f"record {key.hex()}: what lies there is no regular file", cause="file")
+
+
+def _bare(error: E) -> E:
+    """Without tracebacks, also of what caused it."""
+    cause = error.__cause__ or error.__context__
+    if cause is not None:
+        _bare(cause)
+    return error.with_traceback(None)

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import errno
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, NamedTuple
 
-import aiofiles.os
-
-from lmcache_async.errors import ChunkCorruptError, TierFullError, TierUnavailableError
-from lmcache_async.plugins.disk.directory import RecordDirectory
-from lmcache_async.plugins.disk.index import DiskIndex
-from lmcache_async.plugins.disk.io import RecordFiles, WriteJob, WriteResult, detect_direct
+from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.disk.changing import ChangingKeys
+from lmcache_async.plugins.disk.io import WriteJob
+from lmcache_async.plugins.disk.opening import open_directory
 from lmcache_async.plugins.disk.workers import Workers, end
-from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.plugins.disk.config import DiskConfig
     from lmcache_async.plugins.disk.index import Reservation
+    from lmcache_async.plugins.disk.io import ReadResult, WriteResult
+    from lmcache_async.plugins.disk.opening import OpenDirectory
     from lmcache_async.tiers.base import Allocate
+    from lmcache_async.types import ChunkKey
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DELETE_BATCH = 256  # records deleted by a thread in one call
+
+
+class Proven(NamedTuple):
+    """What a scrub found: "" where the record is right, "error" where it could not be read."""
+
+    nbytes: int
+    cause: str
 
 
 class RecordStore:
     """The records of one directory, opened. Used on one loop's thread.
 
     Cancelled, a call that a thread works on ends when that has ended, and what it did is in the index.
+
+    Attributes:
+        corrupt: Records found broken, by cause.
     """
 
-    def __init__(self, config: DiskConfig, workers: Workers, directory: RecordDirectory) -> None:
-        self.index = DiskIndex(config.max_bytes)
-        self.corrupt = 0
+    def __init__(self, config: DiskConfig, workers: Workers, opened: OpenDirectory) -> None:
+        self.index = opened.index
+        self.corrupt: collections.Counter[str] = collections.Counter(opened.corrupt)
         self._root = config.root
         self._workers = workers
-        self._directory = directory
-        self._files = RecordFiles(directory, direct=False, fsync=config.fsync)
-        # Keys whose file is being written or deleted; nobody else does either meanwhile.
-        self._changing: dict[ChunkKey, asyncio.Future[None]] = {}
+        self._directory = opened.directory
+        self._files = opened.files
+        self._logger = LimitedLogger(logging.getLogger(__name__))
+        self._changing = ChangingKeys()
 
     @classmethod
     async def open(cls, config: DiskConfig) -> RecordStore:
@@ -55,22 +66,36 @@ class RecordStore:
             TierUnavailableError: Another process has the directory, or it cannot be used.
         """
         workers = Workers(config.io_threads, "lmcache-disk")
-        store = cls(config, workers, RecordDirectory(config.root))
-        future = workers.start(store._take_over, config)
+        future = workers.start(open_directory, config)
         try:
-            await end(future)
-            future.result()
+            await end(future, abandon=True)
+        except BaseException:
+            workers.abandon(lambda: _close_opened(future))
+            raise
+        try:
+            return cls(config, workers, future.result())
         except OSError as error:
-            store.close()
+            workers.close()
             raise TierUnavailableError(f"cannot open {config.root}: {error}") from error
         except BaseException:
-            store.close()
+            workers.close()
             raise
-        return store
+
+    @property
+    def held(self) -> bool:
+        """Whether the directory is ours; not so in a forked child."""
+        return self._directory.held
 
     def close(self) -> None:
         self._workers.close()
         self._directory.close()
+
+    def abandon(self) -> None:
+        """Close as soon as the calls that threads work on have ended, without waiting for that.
+
+        Until then the directory is ours: what they still write goes to no other owner's.
+        """
+        self._workers.abandon(self._directory.close)
 
     async def read(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         """The record in a buffer of `allocate`'s; None when it is not there or not whole.
@@ -94,12 +119,28 @@ class RecordStore:
                 buffer.release()
                 raise
             buffer.release()
-        if isinstance(result.error, FileNotFoundError | ChunkCorruptError):
-            self.corrupt += isinstance(result.error, ChunkCorruptError)
-            if self.index.entry(key) is entry and key not in self._changing:
-                await self._delete([key])
+        await self._not_read(key, result, entry is self.index.entry(key))
+        return None
+
+    async def prove(self, key: ChunkKey, scratch: memoryview) -> Proven | None:
+        """Whether the record is whole and unchanged, read in pieces into `scratch`; None if it is not there."""
+        entry = self.index.entry(key)
+        if entry is None or key in self._changing:
             return None
-        raise TierUnavailableError(f"cannot read {self._path(key)}: {result.error}") from result.error
+        with self.index.reading(key):
+            future = self._workers.start(self._files.prove, key, entry.nbytes, scratch)
+            await end(future)
+        result = future.result()
+        if result.error is None:
+            return Proven(entry.nbytes, "")
+        try:
+            await self._not_read(key, result, entry is self.index.entry(key))
+        except TierUnavailableError as error:
+            self._logger.report("scrub", "scrub: %s; it is tried again the next time", error)
+            return Proven(0, "error")
+        return (
+            Proven(entry.nbytes, result.error.cause) if isinstance(result.error, ChunkCorruptError) else None
+        )
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Publish the record, unless it is there already; a write of it under way is waited for.
@@ -109,11 +150,14 @@ class RecordStore:
             TierUnavailableError: The file cannot be written.
             ChunkCorruptError: The bytes are no record of that length.
         """
-        while (change := self._changing.get(key)) is not None:
-            await asyncio.wait([change])
-        with self._change([key]):
+        async with self._changing.alone_with(key):
             if not await self._is_there(key):
                 await self._write(key, buffer)
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        """Set a record aside whose content was proven wrong; whether it was there. It is given no more."""
+        async with self._changing.alone_with(key):
+            return await self._set_aside(key, cause)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete the records; how many there were.
@@ -128,78 +172,89 @@ class RecordStore:
             while left and len(batch) < _DELETE_BATCH and left[0] not in self._changing:
                 batch.append(left.popleft())
             if batch:
-                deleted += await self._delete(batch)
+                with self._changing.change(batch):
+                    deleted += await self._delete(batch)
             else:
-                await asyncio.wait([self._changing[left[0]]])
+                await self._changing.ended(left[0])
         return deleted
 
     async def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
         """Note on disk when records were used."""
-        await aiofiles.os.wrap(self._files.set_stamps)(stamps, executor=self._workers.executor)
+        await self._workers.run(self._files.set_stamps, stamps)
 
-    def _take_over(self, config: DiskConfig) -> None:
-        found = self._directory.open()
-        trial = self._directory.temporary_path(ChunkKey(bytes(KEY_BYTES)))
-        direct = detect_direct(trial, config.odirect)
-        self._files = RecordFiles(self._directory, direct=direct, fsync=config.fsync)
-        broken = [record.key for record in found if not record.whole_pages]
-        self.corrupt += len(broken)
-        excess = self.index.load([record for record in found if record.whole_pages])
-        _, error = self._files.unlink([*broken, *excess])
-        if error is not None:
-            raise error
+    async def _not_read(self, key: ChunkKey, result: ReadResult, is_indexed: bool) -> None:
+        """A record is not there, or it is broken: no hit any more. Anything else is an error."""
+        error = result.error
+        if isinstance(error, ChunkCorruptError):
+            self.corrupt[error.cause] += 1
+            self._logger.report(
+                f"corrupt.{error.cause}",
+                "%s is broken (%s: %s); a miss, and no hit any more",
+                self._path(key),
+                error.cause,
+                error,
+            )
+            if is_indexed and key not in self._changing:
+                with self._changing.change([key]):
+                    await self._set_aside(key, error.cause)
+        elif isinstance(error, FileNotFoundError):
+            if is_indexed and key not in self._changing and (entry := self.index.take(key)) is not None:
+                self.index.forget(entry)
+        else:
+            raise TierUnavailableError(f"cannot read {self._path(key)}: {error}") from error
 
     async def _is_there(self, key: ChunkKey) -> bool:
         """Whether the index has it and it lies there: somebody may have emptied the directory."""
         entry = self.index.entry(key)
         if entry is None:
             return False
-        with contextlib.suppress(OSError):
-            status = await aiofiles.os.stat(self._path(key), executor=self._workers.executor)
-            if status.st_size == entry.nbytes:
-                return True
-        await self._delete_changing([key])
+        if await self._workers.run(self._files.has, key, entry.nbytes):
+            return True
+        await self._delete([key])
         return False
 
     async def _write(self, key: ChunkKey, buffer: Buffer) -> None:
         view = buffer.padded_view
         error = await self._try_write(key, view, evict_bytes=0)
-        if error is not None and error.errno in _NO_SPACE:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
             # The file system has less room than we were told: give some up, once.
             with contextlib.suppress(TierFullError):  # nothing to give up
                 error = await self._try_write(key, view, evict_bytes=len(view))
         if error is None:
             return
+        if isinstance(error, TierError):
+            raise error
         kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
         raise kind(f"cannot write {self._path(key)}: {error}") from error
 
-    async def _try_write(self, key: ChunkKey, view: memoryview, *, evict_bytes: int) -> OSError | None:
+    async def _try_write(
+        self, key: ChunkKey, view: memoryview, *, evict_bytes: int
+    ) -> OSError | TierError | None:
         reservation = self.index.reserve(key, len(view), busy=self._changing, evict_bytes=evict_bytes)
-        with self._change(reservation.victims):
-            job = WriteJob(key, view, reservation.entry.stamp, tuple(reservation.victims))
+        condemned = tuple(key for key in self.index.condemned if key not in self._changing)
+        with self._changing.change([*reservation.victims, *condemned]):
+            job = WriteJob(key, view, reservation.entry.stamp, tuple(reservation.victims), condemned)
             future = self._workers.start(self._files.write, job)
             try:
                 await end(future)
             finally:
-                self._settle(reservation, future)
-        error = future.result().error
-        if isinstance(error, ChunkCorruptError):
-            raise error
-        return error
+                self._settle(reservation, condemned, future)
+        return future.result().error
 
-    def _settle(self, reservation: Reservation, future: Future[WriteResult]) -> None:
+    def _settle(
+        self, reservation: Reservation, condemned: Sequence[ChunkKey], future: Future[WriteResult]
+    ) -> None:
         if future.cancelled() or future.exception() is not None:
             self.index.cancel(reservation, left=reservation.victims)
-        elif future.result().error is not None:
-            self.index.cancel(reservation, left=future.result().left)
+            return
+        result = future.result()
+        self.index.absolve([key for key in condemned if key not in result.left])
+        if result.error is not None:
+            self.index.cancel(reservation, left=result.left)
         else:
             self.index.commit(reservation)
 
     async def _delete(self, keys: Sequence[ChunkKey]) -> int:
-        with self._change(keys):
-            return await self._delete_changing(keys)
-
-    async def _delete_changing(self, keys: Sequence[ChunkKey]) -> int:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
             return 0
@@ -217,18 +272,28 @@ class RecordStore:
             raise TierUnavailableError(f"cannot delete records of {self._root}: {error}") from error
         return len(entries)
 
-    @contextlib.contextmanager
-    def _change(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
-        """Meanwhile nobody else writes or deletes these."""
-        done = asyncio.get_running_loop().create_future()
-        keys = tuple(keys)
-        self._changing.update(dict.fromkeys(keys, done))
+    async def _set_aside(self, key: ChunkKey, cause: str) -> bool:
+        entry = self.index.take(key)
+        if entry is None:
+            return False
+        future = self._workers.start(self._files.reject, key, cause)
         try:
-            yield
+            await end(future)
         finally:
-            for key in keys:
-                del self._changing[key]
-            done.set_result(None)
+            if future.cancelled() or (error := future.result()) is not None:
+                self.index.condemn(key, entry)
+            else:
+                self.index.forget(entry)
+        if error is not None:
+            self._logger.report(
+                "condemned", "cannot delete %s: %s; it is used no more", self._path(key), error
+            )
+        return True
 
     def _path(self, key: ChunkKey) -> str:
         return str(self._directory.record_path(key))
+
+
+def _close_opened(future: Future[OpenDirectory]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().directory.close()

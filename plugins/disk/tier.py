@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk.config import DiskConfig
+from lmcache_async.plugins.disk.scrub import scrub
 from lmcache_async.plugins.disk.store import RecordStore
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -26,7 +27,8 @@ class DiskTier(Tier):
     A record is written under a temporary name and renamed when it is whole, so whatever kills the
     process, a file under its final name was written to its end. What is there is found again at the
     next start. A record that is being read is not evicted; removing one does not disturb its readers,
-    whose file is open.
+    whose file is open. A record found broken is a miss, counted by cause and told at most twice a
+    minute, and is deleted or put aside.
 
     Cancelled, a call that a thread works on ends when the thread has ended; what it published stays.
     """
@@ -37,6 +39,7 @@ class DiskTier(Tier):
         super().__init__(config)
         self._config = config
         self._opened: RecordStore | None = None
+        self._scrubbing: asyncio.Task[None] | None = None
         self._calls = 0
         self._last_call: asyncio.Future[None] | None = None
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
@@ -123,6 +126,15 @@ class DiskTier(Tier):
         with self._call() as store:
             return await store.delete([key]) == 1
 
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        """Delete the record, or move it to the quarantine; should neither be possible, it is used no more."""
+        with self._call() as store:
+            return await store.reject(key, cause)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        with self._call() as store:
+            return await scrub(store, max_bytes_per_s)
+
     async def keys(self) -> AsyncIterator[ChunkKey]:
         for key in tuple(self._store.index):
             yield key
@@ -141,7 +153,8 @@ class DiskTier(Tier):
                 bytes=index.used_bytes,
                 max_bytes=index.max_bytes,
                 evictions=index.evictions,
-                corrupt=self._opened.corrupt,
+                corrupt=self._opened.corrupt.total(),
+                corrupt_by_cause=dict(self._opened.corrupt),
             )
         return self._statistics
 
@@ -153,26 +166,45 @@ class DiskTier(Tier):
             TierUnavailableError: Another process has the directory, or it cannot be used.
         """
         self._opened = await RecordStore.open(self._config)
+        if self._config.scrub_interval_s:
+            self._scrubbing = asyncio.create_task(self._scrub_for_ever(self._config.scrub_interval_s))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, after the calls under way have ended. Content stays."""
+        """Close, after the calls under way have ended. Content stays.
+
+        Cancelled, it waits no longer; the directory stays ours until the last of them has ended.
+        """
         store = self._store
         self.statistics()
         self._opened = None
+        if self._scrubbing is not None:
+            self._scrubbing.cancel()
         try:
             if self._calls:
                 self._last_call = asyncio.get_running_loop().create_future()
                 await self._last_call
-        finally:
-            store.close()
+        except BaseException:
+            store.abandon()
+            raise
+        store.close()
+
+    async def _scrub_for_ever(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
 
     @property
     def _store(self) -> RecordStore:
         if self._opened is None:
             raise TierClosedError(f"the disk tier of {self._config.root} is not open")
+        if not self._opened.held:
+            raise TierClosedError(
+                f"the disk tier of {self._config.root} was opened before this process was forked:"
+                " open one here, with a path or a subdirectory of its own"
+            )
         return self._opened
 
     @contextlib.contextmanager

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+import aiofiles.os
 
 from lmcache_async.memory.threads import WorkerPool
 
@@ -22,16 +25,42 @@ class Workers:
     def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
         return self.executor.submit(call, *args)
 
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """A short call without buffers; cancelled, it waits for its real end all the same."""
+        task = asyncio.ensure_future(aiofiles.os.wrap(call)(*args, executor=self.executor))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not warn of it
+            raise
+
     def close(self) -> None:
         """Wait for calls that run; there are none when every `end` has ended."""
         self.executor.shutdown(wait=True)
 
+    def abandon(self, when_ended: Callable[[], None]) -> None:
+        """Begin no further call; `when_ended` is called, in a thread, when those that run have ended."""
 
-async def end(future: Future[Any]) -> None:
+        def wait() -> None:
+            self.executor.shutdown(wait=True, cancel_futures=True)
+            when_ended()
+
+        # A daemon, as a file system that never answers would keep the interpreter from ending.
+        threading.Thread(target=wait, name="lmcache-disk-close", daemon=True).start()
+
+
+async def end(future: Future[Any], *, abandon: bool = False) -> None:
     """Wait until the call has ended; its outcome is in `future` and is not raised here.
 
     Cancelled, it takes the call back if no thread has begun it (`future.cancelled()`), or else waits
     for its real end: the memory that it works on is nobody else's before.
+
+    Args:
+        abandon: Cancelled, do not wait: the call works on no memory of anybody's.
     """
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
@@ -48,7 +77,7 @@ async def end(future: Future[Any]) -> None:
     try:
         await asyncio.wait([ended])
     except asyncio.CancelledError:
-        if not future.cancel():
+        if not future.cancel() and not abandon:
             while not ended.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([ended])
