@@ -123,11 +123,28 @@ def check_encrypted(record: memoryview) -> None:
         ChunkCorruptError: It is not.
     """
     _, record_bytes = peek_sizes(record)
-    envelope_bytes, checksum = _ENVELOPE.unpack_from(record)[3], _ENVELOPE.unpack_from(record)[7]
-    if envelope_bytes != ENVELOPE_BYTES or len(record) != record_bytes:
+    checksum = envelope_checksum(record)
+    if len(record) != record_bytes:
         raise ChunkCorruptError(f"{len(record)} bytes for a record that says {record_bytes}", cause="length")
     if xxhash.xxh3_128_digest(record[ENVELOPE_BYTES:]) != checksum:
         raise ChunkCorruptError("the encrypted record is not what was written", cause="checksum")
+
+
+def is_encrypted(first_page: memoryview) -> bool:
+    """Whether a record is encrypted, from its first 4096 bytes."""
+    return bool(_ENVELOPE.unpack_from(first_page)[1] & ENCRYPTED)
+
+
+def envelope_checksum(first_page: memoryview) -> bytes:
+    """xxh3_128 of all that follows the envelope, from a record's first 4096 bytes.
+
+    Raises:
+        ChunkCorruptError: This is no envelope.
+    """
+    _, _, _, envelope_bytes, _, _, _, checksum, _ = _ENVELOPE.unpack_from(first_page)
+    if envelope_bytes != ENVELOPE_BYTES:
+        raise ChunkCorruptError(f"an envelope of {envelope_bytes} bytes", cause="length")
+    return bytes(checksum)
 
 
 @dataclass(frozen=True, slots=True)

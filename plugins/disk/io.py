@@ -121,8 +121,7 @@ class RecordFiles:
         """Read a record of that size in pieces, and prove that it is whole, unchanged and of that key."""
         try:
             with self._opened(key, nbytes) as descriptor:
-                header = prove(_pieces(descriptor, nbytes, scratch), key=key)
-            record_bytes = header.header_bytes + header.payload_bytes
+                record_bytes = prove(_pieces(descriptor, nbytes, scratch), key=key)
             if pages(record_bytes) != nbytes:
                 raise _wrong_length(key, f"the header says {record_bytes} bytes, the file has {nbytes}")
             return ReadResult(record_bytes)
