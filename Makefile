@@ -1,6 +1,6 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment first; a second call finds it ready.
 #   VENV=folder    another place for the environment     MODEL=name    another model for the demo (with a GPU)
-#   PYTHON=python  another interpreter, 3.11 or newer    ARGS="..."    passed on to the demo, to pytest or to the benchmark
+#   PYTHON=python  another interpreter, 3.11 or newer    ARGS="..."    passed on to the demo, to pytest, the benchmark, ...
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -23,7 +23,7 @@ DEVICE := gpu
 SELECT :=
 endif
 
-.PHONY: help demo test lint format bench clean install
+.PHONY: help demo test lint format bench torture mutants clean install
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -46,6 +46,12 @@ format: $(VENV)/.stamp-test  ## let ruff write what it can
 
 bench: $(VENV)/.stamp-test  ## the benchmarks of lmcache_async.bench
 	$(BIN)/python -m lmcache_async.bench $(ARGS)
+
+torture: $(VENV)/.stamp-test  ## kills, damage, faults and churn, a few minutes; as long as asked by ARGS="--minutes 60"
+	$(BIN)/python -m tools.torture $(ARGS)
+
+mutants: $(VENV)/.stamp-test  ## take promises out of a copy of the source; the tests must notice each
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 install: $(VENV)/.stamp-test  ## only make the environment
 

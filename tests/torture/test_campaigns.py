@@ -1,0 +1,107 @@
+"""Each campaign of `make torture`, small; and that it tells when a promise is broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.stages.verify import VerifyStage
+from tools.torture import churn, flips, kill
+from tools.torture.outcome import MAX_PROBLEMS, Outcome
+from tools.torture.trend import trend
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kills_leave_what_was_stored() -> None:
+    outcome = kill.run(kills=6, seconds=0, seed=3)
+
+    assert outcome.problems == []
+    assert outcome.counts["kills"] == 6
+    assert outcome.counts["records proven"] > 0
+
+
+def test_damage_is_never_served() -> None:
+    outcome = flips.run(damages=60, seconds=0, seed=3)
+
+    assert outcome.problems == []
+    assert outcome.counts["damages"] == 60
+    assert outcome.counts["misses"] > 40
+
+
+def test_damage_that_is_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VerifyStage, "_needs_checksum", lambda *_: False)
+
+    outcome = flips.run(damages=60, seconds=0, seed=3)
+
+    assert any("wrong slots" in problem for problem in outcome.problems)
+
+
+def test_churn_leaves_nothing() -> None:
+    outcome = churn.run(operations=100, seconds=10, seed=3)
+
+    assert outcome.problems == []
+    assert outcome.counts["operations"] >= 8
+    assert outcome.counts["chunks stored"] > 0
+
+
+def test_churn_tells_of_a_lease_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1 << 30))
+    release = Buffer.release
+
+    def forgetful(buffer: Buffer) -> None:
+        if next(calls) != 50:
+            release(buffer)
+
+    monkeypatch.setattr(Buffer, "release", forgetful)
+
+    outcome = churn.run(operations=100, seconds=10, seed=3)
+
+    assert any("leased by nobody" in problem for problem in outcome.problems)
+
+
+def test_a_trend_is_the_line_and_the_difference_of_quarters() -> None:
+    flat = trend(range(16), [5.0] * 16)
+    rising = trend(range(0, 1600, 100), [float(i) for i in range(16)])
+
+    assert (flat.growth, flat.per_million) == (0.0, pytest.approx(0.0, abs=1e-6))
+    assert rising.growth == 8.0
+    assert rising.per_million == pytest.approx(10_000.0)
+    with pytest.raises(ValueError, match="7 samples"):
+        trend(range(7), [1.0] * 7)
+
+
+def test_only_the_first_problems_are_kept() -> None:
+    outcome = Outcome("x")
+    for number in range(MAX_PROBLEMS + 5):
+        outcome.problem(f"{number}")
+
+    assert outcome.hopeless
+    assert len(outcome.problems) == MAX_PROBLEMS
+
+
+def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.torture", "flips", "--damages", "5", "--seed", "1"]
+    path = tmp_path / "build" / "figures.json"
+    done = subprocess.run(
+        [*command, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    figures = json.loads(path.read_text())
+    assert done.returncode == 0, done.stderr
+    assert "no problem" in done.stdout
+    assert [result["campaign"] for result in figures["results"]] == ["flips"]
+    assert figures["results"][0]["counts"]["damages"] == 5
+
+
+def test_an_unknown_campaign_is_refused_with_the_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.torture", "flip"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert "there is no campaign flip; there are: kill, flips" in done.stderr

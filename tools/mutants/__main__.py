@@ -1,0 +1,111 @@
+"""Takes promises out of a copy of the source, one at a time, and checks that the tests notice."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.mutants.copy import copy_tree, mutated
+from tools.mutants.mutations import MUTATIONS, Mutation
+
+TIMEOUT_S = 600.0
+"""Of one pytest run; a mutant that hangs is noticed as well, by pytest's own limit of a test."""
+
+TEST_TIMEOUT_S = 60
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Pytest's exit status and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command += ["--timeout", str(TEST_TIMEOUT_S), "-m", "not gpu and not vllm", *tests]
+    # Found there before the checkout; seeded, so that the same mutant always meets the same tests.
+    environment = os.environ | {"PYTHONPATH": str(tree), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED tests/::no-end-within-{TIMEOUT_S:.0f}-s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def verdict(status: int, output: str) -> tuple[bool, str]:
+    """Whether the tests noticed, and by which one."""
+    if status == 0:
+        return False, "SURVIVED"
+    failures = re.findall(r"^(?:FAILED|ERROR) (tests/[^ ]+::[^ ]+)", output, re.MULTILINE)
+    if status == 1 and failures:  # an error where nothing could be collected has another status
+        return True, failures[0]
+    if "+++ Timeout +++" in output or "Timeout (>" in output:
+        return True, "a test hangs"
+    return False, f"NO TEST RAN: status {status}: {output.strip().splitlines()[-1:]}"
+
+
+def check_origin(tree: Path) -> None:
+    """The copy's package is what tests in the copy import."""
+    code = "import lmcache_async.memory.record as r, lmcache_async.plugins.disk.io as d; print(r.__file__, d.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    if not all(Path(name).resolve().is_relative_to(tree) for name in found):
+        raise SystemExit(f"the copy in {tree} is not what is imported there, but {found}")
+
+
+def check(tree: Path, mutation: Mutation) -> bool:
+    path = tree / mutation.path
+    source = path.read_text(encoding="utf-8")
+    begin = time.monotonic()
+    path.write_text(mutated(mutation, source), encoding="utf-8")
+    try:
+        noticed, how = verdict(*run_tests(tree, mutation.tests))
+    finally:
+        path.write_text(source, encoding="utf-8")
+    tell(f"{'ok  ' if noticed else 'FAIL'} {time.monotonic() - begin:5.0f} s  {mutation.name}: {how}")
+    return noticed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("--only", default="", help="mutations whose name or file has this text")
+    parser.add_argument("--list", action="store_true", help="only list them")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if options.only in m.name or options.only in m.path]
+    if options.list or not chosen:
+        tell("\n".join(f"{m.path}: {m.name}" for m in chosen or MUTATIONS))
+        return 0 if chosen else 2
+    with tempfile.TemporaryDirectory(prefix="lmcache-async-mutants-") as name:
+        tree = Path(name).resolve()
+        copy_tree(tree)
+        check_origin(tree)
+        tell(f"{len(chosen)} mutations; first the tests as they are")
+        status, output = run_tests(tree, sorted({test for mutation in chosen for test in mutation.tests}))
+        if status:
+            tell(output[-3000:])
+            tell("the tests fail without any mutation: nothing can be said")
+            return 1
+        survivors = [mutation.name for mutation in chosen if not check(tree, mutation)]
+    tell(f"\n{len(chosen) - len(survivors)} of {len(chosen)} mutations were noticed")
+    for survivor in survivors:
+        tell(f"  not noticed: {survivor}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""Records on disk are damaged, and then asked for: no wrong byte is ever served."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import uvloop
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.types import Chunk
+from tools.torture.damage import DAMAGES, Damage
+from tools.torture.outcome import Outcome
+from tools.torture.prompts import Bench, disk_tiers, prompt
+
+PROMPTS = 40
+CALL_TIMEOUT_S = 60.0
+
+Part: TypeAlias = tuple[Chunk, torch.Tensor]
+
+
+class Flips:
+    """One engine over a few prompts, whose records are damaged one after the other."""
+
+    def __init__(self, bench: Bench, engine: CacheEngine, path: Path, outcome: Outcome, seed: int) -> None:
+        self._bench = bench
+        self._engine = engine
+        self._path = path
+        self._outcome = outcome
+        self._random = random.Random(seed)
+        self._prompts: list[list[int]] = [prompt(number) for number in range(PROMPTS)]
+        self._parts: list[list[Part]] = [bench.with_content(tokens) for tokens in self._prompts]
+
+    async def store(self, index: int) -> None:
+        """Store the prompt again where it lacks something."""
+        tokens = self._prompts[index]
+        self._bench.rig.write(range(len(tokens)), self._bench.rig.content(tokens))
+        await self._engine.store(tokens, range(len(tokens)))
+        await self._engine.clear(memory_only=True)
+
+    async def damage_one(self) -> None:
+        """Damage one record of one prompt, ask for the prompt, and put right what was lost."""
+        index = self._random.randrange(PROMPTS)
+        parts = self._parts[index]
+        await self.store(index)
+        chunk = self._random.randrange(len(parts))
+        record = self._record(parts[chunk][0])
+        if not record.exists():  # swapped away or removed under the tier: it notices when it reads
+            await self._bench.load(self._engine, parts)
+            await self.store(index)
+        others = [path for path in self._path.glob("??/*") if path != record]
+        damage = self._random.choice(DAMAGES)
+        before = record.read_bytes()
+        meanwhile = self._random.random() < 0.1
+        if meanwhile:  # the bytes change while they are read
+            call = asyncio.ensure_future(self._bench.load(self._engine, parts))
+            await asyncio.to_thread(damage, record, others, self._random)
+            served, wrong = await call
+        else:
+            damage(record, others, self._random)
+            served, wrong = await self._bench.load(self._engine, parts)
+        self._judge(damage, chunk, served, wrong, meanwhile=meanwhile, before=before)
+        await self._engine.clear(memory_only=True)
+
+    def _judge(
+        self, damage: Damage, chunk: int, served: int, wrong: int, *, meanwhile: bool, before: bytes
+    ) -> None:
+        outcome = self._outcome
+        outcome.add("damages")
+        outcome.add(f"damage.{damage.__name__}")
+        outcome.expect(
+            wrong == 0, f"damage {outcome.counts['damages']}, {damage.__name__}: {wrong} wrong slots"
+        )
+        if served <= chunk:
+            outcome.add("misses")
+        else:  # it was read before, or the bytes are those behind the record's end, or were put as they were
+            outcome.add("served all the same: read before the damage" if meanwhile else "served all the same")
+
+    def _record(self, chunk: Chunk) -> Path:
+        name = chunk.key.hex()
+        return self._path / name[:2] / name
+
+
+async def _campaign(damages: int, seconds: float, seed: int, path: Path, outcome: Outcome) -> None:
+    bench = Bench()
+    deadline = time.monotonic() + seconds
+    async with bench.rig.open(registry=bench.registry, tiers=disk_tiers(path, 1 << 30)) as engine:
+        flips = Flips(bench, engine, path, outcome, seed)
+        for index in range(PROMPTS):
+            await flips.store(index)
+        while not outcome.hopeless and (
+            time.monotonic() < deadline if seconds else outcome.counts["damages"] < damages
+        ):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await flips.damage_one()
+            if seconds:
+                outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+            else:
+                outcome.tell(outcome.counts["damages"], damages, "damages")
+        found = engine.statistics()
+        for name, count in found.counts.items():
+            if "corrupt" in name or "error" in name:
+                outcome.counts[name] = count
+        outcome.counts["found by the tier itself"] = found.tiers["disk"].corrupt
+        outcome.expect(
+            found.arena.leased_slabs == found.tiers["cpu"].chunks, f"leases are lost: {found.arena}"
+        )
+
+
+def run(*, damages: int, seconds: float, seed: int) -> Outcome:
+    """Damage so many records, or for so long if `seconds` is not 0."""
+    outcome = Outcome("flips", {"damages": 0, "misses": 0, "seed": seed})
+    path = Path(tempfile.mkdtemp(prefix="lmcache-async-flips-"))
+    gc.collect()
+    gc.disable()  # a slab that only a collection would give back counts as lost
+    try:
+        uvloop.run(_campaign(damages, seconds, seed, path, outcome))
+    finally:
+        gc.enable()
+        shutil.rmtree(path)
+    return outcome.end()

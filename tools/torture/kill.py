@@ -1,0 +1,221 @@
+"""kill -9 of a storing engine at random moments; then everything that it left is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from tools.torture.outcome import Outcome
+from tools.torture.prompts import Bench, disk_tiers, prompt
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 0.2  # from the fork, or from the first store, to the kill
+STORING = 0.8  # of the kills hit an engine that stores; the others one that may still be opening
+ROOMY, NARROW = 4 << 30, 24
+"""Bytes that are never used up, and records that are soon used up."""
+KILLS_A_DIRECTORY = 12
+CHECK_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Life:
+    """What one engine said before it was killed.
+
+    Attributes:
+        began: All prompts below this number may be there, as a whole or in part.
+        stored: Those that it reported stored.
+        status: How it ended; -1 while it has not.
+    """
+
+    began: int
+    stored: set[int] = field(default_factory=set)
+    status: int = -1
+
+
+class Writers:
+    """The program that forks engines."""
+
+    def __init__(self) -> None:
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread before a fork
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tools.torture.writer"],
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._lines: list[str] = []
+        self._rest = ""
+        self._line(60.0)
+
+    def run(self, path: Path, max_bytes: int, first: int, life_s: float, *, opened: bool) -> Life:
+        """Let an engine live for so long, counted from when it has opened, or from its fork."""
+        os.write(self._input, f"{max_bytes} {first} {path}\n".encode())
+        _, _, pid = (self._line(60.0) or "").partition(" ")
+        deadline = time.monotonic() + (60.0 if opened else life_s)
+        life = Life(first)
+        killed = False
+        while True:
+            line = self._line(60.0 if killed else max(deadline - time.monotonic(), 0.0))
+            if line is None:
+                if killed:
+                    return life
+                os.kill(int(pid), signal.SIGKILL)
+                killed = True
+                continue
+            word, _, number = line.partition(" ")
+            if word == "dead":
+                life.status = int(number)
+                return life
+            if word == "began":
+                if opened and life.began == first:
+                    deadline = time.monotonic() + life_s
+                life.began = int(number) + 1
+            else:
+                life.stored.add(int(number))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def _line(self, timeout_s: float) -> str | None:
+        """The next line; None when there is none in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self._lines:
+            if not select.select([self._output], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                return None
+            data = os.read(self._output, 1 << 16).decode()
+            if not data:
+                raise RuntimeError("the writers' program ended")
+            *self._lines, self._rest = (self._rest + data).split("\n")
+        return self._lines.pop(0)
+
+
+class Directory:
+    """One directory with what was reported stored in it.
+
+    Attributes:
+        began: All prompts below this number may be there, as a whole or in part.
+        reported: Those that must be there as a whole, in a roomy directory.
+    """
+
+    def __init__(self, bench: Bench, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self.began = 0
+        self.reported: set[int] = set()
+        self._bench = bench
+
+    async def check(self, outcome: Outcome) -> None:
+        """Open it and prove every record in it; count bytes, look for leftovers."""
+        bench = self._bench
+        known = {
+            chunk.key: (chunk, content, number)
+            for number in range(self.began)
+            for chunk, content in bench.with_content(prompt(number))
+        }
+        async with bench.rig.open(
+            registry=bench.registry, tiers=disk_tiers(self.path, self.max_bytes)
+        ) as engine:
+            files = [path for path in self.path.rglob("*") if path.is_file() and path.name != "lock"]
+            held = engine.statistics().tiers["disk"]
+            on_disk = sum(path.stat().st_size for path in files)
+            outcome.expect(
+                held.bytes == on_disk <= self.max_bytes,
+                f"{self.path}: {held.bytes} bytes accounted, {on_disk} on disk, limit {self.max_bytes}",
+            )
+            outcome.expect(
+                held.chunks == len(files), f"{self.path}: {held.chunks} chunks, {len(files)} files"
+            )
+            outcome.expect(held.corrupt == 0, f"{self.path}: {held.corrupt} records were torn")
+            names = {path.name: path for path in files}
+            strays = [path for path in files if path.parent.name != path.name[:2]]
+            outcome.expect(not strays, f"{self.path}: left over: {strays[:3]}")
+            there = [known[key] for key in known if key.hex() in names]
+            outcome.expect(
+                len(there) == len(files), f"{self.path}: {len(files) - len(there)} records of nobody"
+            )
+            for start in range(0, len(there), 24):
+                part = [(chunk, content) for chunk, content, _ in there[start : start + 24]]
+                served, wrong = await bench.load(engine, part)
+                outcome.expect(wrong == 0, f"{self.path}: {wrong} slots have wrong bytes")
+                outcome.expect(
+                    served == len(part), f"{self.path}: {len(part) - served} records are not served"
+                )
+                outcome.add("records proven", served)
+        if self.max_bytes == ROOMY:
+            missing = {number for key, (_, _, number) in known.items() if key.hex() not in names}
+            lost = sorted(missing & self.reported)
+            outcome.expect(not lost, f"{self.path}: prompts {lost[:5]} were stored and are gone")
+            outcome.add("reported prompts found", len(self.reported - missing))
+
+
+def run(*, kills: int, seconds: float, seed: int) -> Outcome:
+    """Kill `kills` times, or for so long if `seconds` is not 0."""
+    outcome = Outcome("kill", {"kills": 0, "records proven": 0, "reported prompts found": 0, "seed": seed})
+    generator = random.Random(seed)
+    bench = Bench()
+    writers = Writers()
+    place = Path(tempfile.mkdtemp(prefix="lmcache-async-kill-"))
+    deadline = time.monotonic() + seconds
+    descriptors = -1
+    directory: Directory | None = None
+    try:
+        while not outcome.hopeless and (
+            time.monotonic() < deadline if seconds else outcome.counts["kills"] < kills
+        ):
+            done = outcome.counts["kills"]
+            if directory is None or done // KILLS_A_DIRECTORY != (done - 1) // KILLS_A_DIRECTORY:
+                if directory is not None and not outcome.failed:
+                    shutil.rmtree(directory.path)
+                narrow = (done // KILLS_A_DIRECTORY) % 2
+                max_bytes = NARROW * bench.rig.slab_bytes if narrow else ROOMY
+                directory = Directory(bench, place / f"{done}", max_bytes)
+            life = writers.run(
+                directory.path,
+                directory.max_bytes,
+                directory.began,
+                generator.random() * LONGEST_S,
+                opened=generator.random() < STORING,
+            )
+            outcome.expect(life.status == signal.SIGKILL, f"a writer ended by itself: status {life.status}")
+            outcome.add("kills")
+            outcome.add("kills with something stored", bool(life.stored))
+            directory.reported |= life.stored
+            directory.began = life.began
+            if generator.random() < 0.2:  # the next engine finds what this one left
+                outcome.add("kills before the check of the next one")
+                continue
+            uvloop.run(asyncio.wait_for(directory.check(outcome), CHECK_TIMEOUT_S))
+            gc.collect()
+            found = len(list(Path("/proc/self/fd").iterdir()))
+            descriptors = found if descriptors < 0 else descriptors
+            outcome.expect(found == descriptors, f"{found} files are open, {descriptors} were at first")
+            if seconds:
+                outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+            else:
+                outcome.tell(outcome.counts["kills"], kills, "kills")
+    finally:
+        writers.close()
+        if not outcome.failed:  # else it is there to be looked at
+            shutil.rmtree(place)
+    return outcome.end()

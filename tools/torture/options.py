@@ -1,0 +1,60 @@
+"""How long each campaign runs."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Each campaign takes its own number of what it does; with `seconds` it runs for that long instead.
+
+    Attributes:
+        seconds: Of each campaign; 0 for the numbers.
+        seed: What every campaign draws from.
+        kills: Of storing engines.
+        damages: Of records on disk.
+        operations: Of the churn, at most `churn_seconds` long.
+    """
+
+    seed: int
+    seconds: float = 0.0
+    kills: int = 100
+    damages: int = 1_000
+    operations: int = 1_000_000
+    churn_seconds: float = 60.0
+
+
+LONG = {
+    "kills": 1_000,
+    "damages": 10_000,
+    "operations": 1_000_000,
+    "churn_seconds": 3600.0,
+}
+"""What a release is put through: more than an hour on two cores."""
+
+
+def parse(names: list[str]) -> tuple[list[str], Options, Path]:
+    """The campaigns to run, how long, and where the figures go."""
+    parser = argparse.ArgumentParser(prog="make torture", description="Breaks things below the engine.")
+    parser.add_argument(
+        "campaigns", nargs="*", metavar="campaign", help=f"of {', '.join(names)}; all of them"
+    )
+    parser.add_argument("--minutes", type=float, default=0.0, help="in all, shared evenly by the campaigns")
+    parser.add_argument("--long", action="store_true", help="as long as before a release: hours")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--json", type=Path, default=Path("build/torture.json"), help="where the figures go")
+    for name, value in LONG.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=None)
+    given = parser.parse_args()
+    unknown = set(given.campaigns) - set(names)
+    if unknown:
+        parser.error(f"there is no campaign {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+    chosen = [name for name in names if not given.campaigns or name in given.campaigns]
+    lengths = {name: getattr(given, name) for name in LONG if getattr(given, name) is not None}
+    seconds = given.minutes * 60 / len(chosen)
+    options = Options(seed=given.seed, seconds=seconds, **((LONG if given.long else {}) | lengths))
+    return chosen, options, given.json
