@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lmcache_async.plugins.disk.directory import RecordDirectory
     from lmcache_async.plugins.disk.quarantine import Quarantine
 
-# What opening a record's name says where there is no file but a link, a socket, or a device without a driver.
-_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+# What opening a record's name may say where there is no file but a link, a socket, a pipe or a directory.
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.EISDIR})
 
 E = TypeVar("E", bound=BaseException)
 
@@ -130,9 +130,8 @@ class RecordFiles:
 
     def has(self, key: ChunkKey, nbytes: int) -> bool:
         """Whether there is a file of that size for the record."""
-        name = self._directory.record_name(key)
         try:
-            status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
+            status = self._status(key)
         except OSError:
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
@@ -164,6 +163,9 @@ class RecordFiles:
         for key, stamp in stamps:
             with contextlib.suppress(OSError, TierError):
                 os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
+
+    def _status(self, key: ChunkKey) -> os.stat_result:
+        return os.stat(self._directory.record_name(key), dir_fd=self._directory.fd, follow_symlinks=False)
 
     def _publish(self, job: WriteJob) -> None:
         name = self._directory.temporary_name(job.key)
@@ -215,7 +217,7 @@ class RecordFiles:
         except NotADirectoryError as error:
             raise FileNotFoundError(errno.ENOENT, "its directory is no directory", error.filename) from None
         except OSError as error:
-            if error.errno in _NO_FILE:
+            if error.errno in _NO_FILE and not stat.S_ISREG(self._status(key).st_mode):
                 raise _no_file(key) from None
             raise
         try:

@@ -1,0 +1,107 @@
+"""What tests do to the disk tier's directory and to the system calls that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import io as disk_io
+from lmcache_async.testing.records import FORMAT, check_record, key_of, record
+from lmcache_async.tiers.base import Allocate
+
+RECORD_BYTES = disk_io.pages(FORMAT.record_bytes(5000))
+
+
+def path_of(config: DiskConfig, number: int) -> Path:
+    name = key_of(number).hex()
+    return config.root / name[:2] / name
+
+
+def files_in(root: Path) -> list[Path]:
+    return [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "lock" and path.parent.name != "quarantine"
+    ]
+
+
+def bytes_in(root: Path) -> int:
+    return sum(path.stat().st_size for path in files_in(root))
+
+
+async def put(tier: DiskTier, arena: Arena, *numbers: int) -> None:
+    for number in numbers:
+        with record(arena, number) as buffer:
+            await tier.put(key_of(number), buffer)
+
+
+async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
+    """Whether it is there; what is there is right."""
+    buffer = await tier.get(key_of(number), allocate)
+    if buffer is None:
+        return False
+    with buffer:
+        check_record(buffer, number)
+    return True
+
+
+class FailingCall:
+    """Stands for an os function; fails as told, else does what it should."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.error = 0
+        self.times = 0
+        real = getattr(os, name)
+
+        def call(*args: object, **options: object) -> object:
+            if self.times > 0:
+                self.times -= 1
+                raise OSError(self.error, os.strerror(self.error))
+            return real(*args, **options)
+
+        monkeypatch.setattr(disk_io.os, name, call)
+
+    def fail(self, error: int, times: int = 1) -> None:
+        self.error, self.times = error, times
+
+
+class Gate:
+    """Stands for an os function; while it is shut, calls stop until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.calls = 0
+        self._entered = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+        real = getattr(os, name)
+
+        def call(*args: object) -> object:
+            if not self._open.is_set():
+                self.calls += 1
+                self._entered.release()
+                assert self._open.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(disk_io.os, name, call)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._entered.acquire, timeout=60)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+        self._entered = threading.Semaphore(0)
+
+
+async def turns() -> None:
+    """Let everything run that can run without a thread."""
+    for _ in range(10):
+        await asyncio.sleep(0)

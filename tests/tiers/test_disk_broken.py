@@ -1,0 +1,408 @@
+"""Records that are broken, and things that lie where a record should: never served, counted, told, put aside."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory import proof
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import scrub as disk_scrub
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
+
+DAMAGES = {
+    "magic": lambda content: b"X" + content[1:],
+    "version": lambda content: content[:8] + b"\x63" + content[9:],
+    "length": lambda content: content[:-4096],
+}
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture
+def allocate(arena: Arena) -> Allocate:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=5)
+
+    return allocate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DiskConfig:
+    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+@pytest.fixture
+def keeping(config: DiskConfig) -> DiskConfig:
+    return config.model_copy(update={"quarantine": True})
+
+
+def damage(config: DiskConfig, number: int, kind: str = "magic") -> bytes:
+    path = path_of(config, number)
+    content = DAMAGES[kind](path.read_bytes())
+    path.write_bytes(content)
+    return content
+
+
+def flip_payload(config: DiskConfig, number: int) -> None:
+    with path_of(config, number).open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def kept(config: DiskConfig) -> dict[str, bytes]:
+    folder = config.root / "quarantine"
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGES))
+async def test_a_broken_record_is_counted_by_cause_and_told_once(
+    config: DiskConfig, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        for number in (1, 2):
+            damage(config, number, kind)
+        with caplog.at_level(logging.WARNING):
+            assert [await get(tier, allocate, number) for number in (1, 2, 3)] == [False, False, True]
+
+        assert tier.statistics().corrupt_by_cause == {kind: 2}
+        assert tier.statistics().corrupt == 2
+        [line] = [entry.getMessage() for entry in caplog.records]
+        assert str(path_of(config, 1)) in line
+        assert kind in line
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
+async def test_a_broken_record_is_kept_in_the_quarantine_by_option(
+    keeping: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    old = os.umask(0)
+    try:
+        async with DiskTier(keeping) as tier:
+            await put(tier, arena, 1, 2)
+            content = damage(keeping, 1)
+            assert not await get(tier, allocate, 1)
+
+            assert kept(keeping) == {f"{key_of(1).hex()}.magic": content}
+            assert not path_of(keeping, 1).exists()
+            assert tier.statistics().bytes == bytes_in(keeping.root) == RECORD_BYTES
+            await put(tier, arena, 1)
+            assert await get(tier, allocate, 1)
+    finally:
+        os.umask(old)
+    folder = keeping.root / "quarantine"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    async with DiskTier(keeping) as tier:
+        assert tier.statistics().chunks == 2  # what is in there is not found again
+        assert len(kept(keeping)) == 1
+
+
+async def test_what_the_framework_proves_wrong_is_rejected_with_its_cause(
+    keeping: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(keeping) as tier:
+        await put(tier, arena, 1)
+        assert await tier.reject(key_of(1), "tokens")
+        assert not await tier.reject(key_of(1), "tokens")
+        assert not await tier.contains(key_of(1))
+        await put(tier, arena, 2)
+        assert await tier.reject(key_of(2), "../../etc/X\0")
+
+        assert sorted(kept(keeping)) == [f"{key_of(1).hex()}.tokens", f"{key_of(2).hex()}.etcx"]
+        assert tier.statistics().bytes == bytes_in(keeping.root) == 0
+
+
+async def test_without_the_option_a_rejected_record_is_deleted(config: DiskConfig, arena: Arena) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        assert await tier.reject(key_of(1), "checksum")
+
+        assert not path_of(config, 1).exists()
+        assert kept(config) == {}
+
+
+async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping: DiskConfig, arena: Arena) -> None:
+    keeping = keeping.model_copy(update={"max_quarantine_bytes": 2 * RECORD_BYTES})
+    async with DiskTier(keeping) as tier:
+        for number in range(5):
+            await put(tier, arena, number)
+            await tier.reject(key_of(number), "checksum")
+            assert sum(map(len, kept(keeping).values())) <= 2 * RECORD_BYTES
+
+        assert len(kept(keeping)) == 2
+        assert f"{key_of(4).hex()}.checksum" in kept(keeping)
+    small = keeping.model_copy(update={"max_quarantine_bytes": RECORD_BYTES})
+    (keeping.root / "quarantine" / "notes.txt").write_text("mine")
+    async with DiskTier(small):
+        assert len(kept(small)) == 2  # one record, and what is not ours
+
+
+async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(
+    keeping: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = FailingCall(monkeypatch, "rename")
+    async with DiskTier(keeping) as tier:
+        await put(tier, arena, 1)
+        rename.fail(errno.EIO)
+        assert await tier.reject(key_of(1), "checksum")
+
+        assert kept(keeping) == {}
+        assert tier.statistics().bytes == bytes_in(keeping.root) == 0
+
+
+async def test_files_found_broken_at_the_start_go_to_the_quarantine(
+    keeping: DiskConfig, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DiskTier(keeping) as tier:
+        await put(tier, arena, 1, 2)
+    path_of(keeping, 1).write_bytes(b"x" * 100)
+    with caplog.at_level(logging.WARNING):
+        async with DiskTier(keeping) as tier:
+            assert tier.statistics().corrupt_by_cause == {"length": 1}
+            assert kept(keeping) == {f"{key_of(1).hex()}.length": b"x" * 100}
+    assert "1 files were no whole records" in caplog.text
+
+
+async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_count(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = FailingCall(monkeypatch, "unlink")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        unlink.fail(errno.EROFS, times=3)
+        damage(config, 1)
+        assert not await get(tier, allocate, 1)
+        assert await tier.reject(key_of(2), "checksum")
+
+        assert await tier.contains_many([key_of(1), key_of(2), key_of(3)]) == [False, False, True]
+        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
+        await put(tier, arena, 4)  # one is deleted by the way, the other not yet
+        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1)
+        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
+
+
+async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = FailingCall(monkeypatch, "unlink")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        unlink.fail(errno.EIO, times=2)
+        damage(config, 1)
+        assert not await get(tier, allocate, 1)
+        await put(tier, arena, 1)
+
+        assert unlink.times == 0
+        assert await get(tier, allocate, 1)
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
+@pytest.mark.parametrize("thing", ["fifo", "socket", "link", "directory"])
+async def test_something_else_in_a_records_place_is_a_miss_at_once(
+    config: DiskConfig, arena: Arena, allocate: Allocate, tmp_path: Path, thing: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        path = path_of(config, 1)
+        elsewhere.write_bytes(path.read_bytes())
+        path.unlink()
+        if thing == "fifo":
+            os.mkfifo(path)
+        elif thing == "socket":
+            here = Path.cwd()
+            os.chdir(path.parent)  # a socket's path has to be short
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(path.name)
+            os.chdir(here)
+        elif thing == "link":
+            path.symlink_to(elsewhere)
+        else:
+            (path / "inside").mkdir(parents=True)
+
+        assert not await asyncio.wait_for(get(tier, allocate, 1), 30)
+        assert tier.statistics().corrupt_by_cause == {"file": 1}
+        assert not await tier.contains(key_of(1))
+        assert elsewhere.exists()
+        if thing == "directory":  # not ours to delete
+            with record(arena, 1) as buffer, pytest.raises(TierUnavailableError, match="directory"):
+                await tier.put(key_of(1), buffer)
+            assert (path / "inside").exists()
+        else:
+            await put(tier, arena, 1)
+            assert await get(tier, allocate, 1)
+        assert await get(tier, allocate, 2)
+        assert tier.statistics().bytes == bytes_in(config.root)
+
+
+@pytest.mark.parametrize("thing", ["file", "link"])
+async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
+    config: DiskConfig, arena: Arena, allocate: Allocate, tmp_path: Path, thing: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        shard = path_of(config, 1).parent
+        path_of(config, 1).unlink()
+        shard.rmdir()
+        if thing == "file":
+            shard.write_text("notes")
+        else:
+            shard.symlink_to(elsewhere)
+
+        assert not await get(tier, allocate, 1)
+        with record(arena, 1) as buffer, pytest.raises(TierUnavailableError):
+            await tier.put(key_of(1), buffer)
+        assert list(elsewhere.iterdir()) == []
+        assert tier.statistics().bytes == 0
+        shard.unlink()
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1)
+
+
+async def test_a_scrub_proves_every_record_and_finds_what_nobody_asked_for(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, *range(6))
+        flip_payload(config, 2)
+        damage(config, 3, "length")
+        path_of(config, 4).unlink()
+        path_of(config, 5).replace(path_of(config, 0))  # whole, and another's
+
+        report = await tier.scrub()
+
+        assert (report.chunks, report.errors) == (1, 0)
+        assert report.corrupt == {"checksum": 1, "length": 1, "key": 1}
+        assert report.bytes == 4 * RECORD_BYTES
+        assert tier.statistics().corrupt_by_cause == report.corrupt
+        assert [number for number in range(6) if await tier.contains(key_of(number))] == [1]
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+        assert await get(tier, allocate, 1)
+
+
+async def test_a_scrub_leaves_the_order_of_use_and_the_slabs_alone(config: DiskConfig, arena: Arena) -> None:
+    config = config.model_copy(update={"max_bytes": 3 * RECORD_BYTES})
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        peak = arena.statistics().peak_leased_slabs
+        stamps = [path_of(config, number).stat().st_mtime_ns for number in (1, 2, 3)]
+        assert (await tier.scrub()).chunks == 3
+        assert [path_of(config, number).stat().st_mtime_ns for number in (1, 2, 3)] == stamps
+        assert arena.statistics().peak_leased_slabs == peak
+        await put(tier, arena, 4)
+
+        assert [number for number in range(5) if await tier.contains(key_of(number))] == [2, 3, 4]
+
+
+async def test_a_record_that_a_scrub_cannot_read_stays(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = FailingCall(monkeypatch, "preadv")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        preadv.fail(errno.EIO)
+        report = await tier.scrub()
+
+        assert (report.chunks, report.errors, report.corrupt) == (1, 1, {})
+        assert await get(tier, allocate, 1)
+        assert await get(tier, allocate, 2)
+
+
+async def test_a_scrub_keeps_its_rate(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async with DiskTier(config) as tier:
+        await put(tier, arena, *range(4))
+        monkeypatch.setattr(disk_scrub.asyncio, "sleep", note)
+        await tier.scrub(max_bytes_per_s=RECORD_BYTES // 96)
+        monkeypatch.undo()
+
+    # A record takes 96 s at that rate, and the sleeper does not sleep: each pause is longer by that.
+    assert len(pauses) == 4
+    assert all(96 * (n + 1) - 30 < pause <= 96 * (n + 1) for n, pause in enumerate(pauses))
+
+
+async def test_a_scrub_runs_in_the_background_by_option_and_ends_with_the_tier(
+    config: DiskConfig, arena: Arena
+) -> None:
+    config = config.model_copy(update={"scrub_interval_s": 0.001})
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        flip_payload(config, 1)
+        async with asyncio.timeout(60):
+            while tier.statistics().corrupt == 0:
+                await asyncio.sleep(0)
+        assert tier.statistics().corrupt_by_cause == {"checksum": 1}
+        assert await tier.contains(key_of(2))
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_a_background_scrub_outlives_a_failure(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.model_copy(update={"scrub_interval_s": 0.001})
+    preadv = FailingCall(monkeypatch, "preadv")
+    async with DiskTier(config) as tier:
+        preadv.fail(errno.EIO, times=3)
+        await put(tier, arena, 1)
+        async with asyncio.timeout(60):
+            while preadv.times:
+                await asyncio.sleep(0)
+        flip_payload(config, 1)
+        async with asyncio.timeout(60):
+            while tier.statistics().corrupt == 0:
+                await asyncio.sleep(0)
+
+
+async def test_a_scrub_hashes_in_threads_alone(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    real = proof.xxhash.xxh3_128
+
+    def hash_here() -> object:
+        threads.add(threading.get_ident())
+        return real()
+
+    monkeypatch.setattr(proof.xxhash, "xxh3_128", hash_here)
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        await tier.scrub()
+
+    assert threads
+    assert threading.get_ident() not in threads
