@@ -43,6 +43,7 @@ class HashStage:
             request.root or self._namespace.root(),
             chunk_size=self._namespace.chunk_size,
             algorithm=self._namespace.algorithm,
+            hash_key=self._namespace.hash_key,
         )
         whole_rows = len(request.tokens) - len(request.tokens) % self._layout.tokens_per_row
         chunks = hasher.extend(request.tokens[:whole_rows])

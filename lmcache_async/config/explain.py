@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-_SECRET = re.compile(r"password|passwd|secret|token|credential|api_?key", re.IGNORECASE)
+_SECRET = re.compile(
+    r"password|passwd|secret|token|credential|api_?key|^hash_key$|^encryption(\.keys)?$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from lmcache_async.config.sources import (
     Setting,
     read_file,
     read_variables,
+    refuse_secrets,
     settings_of,
 )
 from lmcache_async.config.specs import TierSpec
@@ -70,6 +71,7 @@ def load_config(
     translated, notes = translate(found, _tier_names)
     notes += _replaced_tiers(settings, translated)
     settings += translated + read_variables(env) + settings_of(ours, Origin(EXTRA), Rank.EXTRA)
+    refuse_secrets(settings)
     config = build(settings)
     if lmcache_file := env.get(LMCACHE_FILE, "").strip():
         notes += [] if is_lmcaches else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]

@@ -9,6 +9,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmcache_async.config.explain import disagree
+from lmcache_async.config.secrets import (
+    EncryptionConfig,
+    SecretFile,
+    SecretText,
+    check_one_source,
+    read_secrets,
+)
 from lmcache_async.config.sizes import format_size
 from lmcache_async.config.specs import Section, TierSpec
 from lmcache_async.config.values import (
@@ -23,6 +30,7 @@ from lmcache_async.config.values import (
     parse_list,
     unless_none,
 )
+from lmcache_async.errors import ConfigError
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -176,6 +184,13 @@ class EngineConfig(Section):
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = Field(
         default="xxh3_128", description="Hash of the chunk keys; blake3 or sha256 where tenants are hostile."
     )
+    hash_key_file: SecretFile = Field(
+        default=None,
+        description="File of a secret of 32 bytes, in hex or base64, that keys the hash (blake3 or sha256).",
+    )
+    hash_key: SecretText = Field(
+        default=None, description="That secret itself; as the variable LMCACHE_ASYNC_HASH_KEY only."
+    )
     weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = Field(
         default="sampled",
         description="How the model's weights are told apart: sampled, full (reads every byte) or text:<your own>.",
@@ -194,6 +209,9 @@ class EngineConfig(Section):
     retrieve: RetrieveConfig = Field(
         default_factory=RetrieveConfig, description="From the tiers into device memory."
     )
+    encryption: EncryptionConfig = Field(
+        default_factory=EncryptionConfig, description="Encryption of what leaves the process's memory."
+    )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="What only the vLLM connector uses.")
     plugins: PluginsConfig = Field(
         default_factory=PluginsConfig, description="Where tiers and stages may come from."
@@ -205,8 +223,22 @@ class EngineConfig(Section):
         configured = self.store.max_pending_write_bytes
         return max(1, self.arena.max_bytes // 2) if configured is None else configured
 
+    def read_hash_key(self) -> bytes:
+        """The secret of the keyed hash; b"" where there is none.
+
+        Raises:
+            ConfigError: The file cannot be used, or holds something else than one key.
+        """
+        keys = read_secrets(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
+        if len(keys) > 1:
+            raise ConfigError(f"hash_key: there are {len(keys)} keys; a hash has one")
+        return keys[0] if keys else b""
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
+        check_one_source(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
+        if self.hash_algorithm == "xxh3_128" and (self.hash_key or self.hash_key_file):
+            raise disagree("xxh3_128 takes no hash_key; set it to blake3 or sha256", "hash_algorithm")
         seen: dict[str, int] = {}
         for index, tier in enumerate(self.tiers):
             if (first := seen.setdefault(tier.id, index)) != index:

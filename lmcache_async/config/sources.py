@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from lmcache_async.config.explain import KeyPath, Origin, known_keys, show, spell_path, unknown_key
 from lmcache_async.config.lmcache_keys import RENAMED
 from lmcache_async.config.model import EngineConfig
-from lmcache_async.config.values import parse_mapping
+from lmcache_async.config.secrets import SECRET_PATHS
+from lmcache_async.config.values import parse_mapping, unless_none
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 PREFIX = "LMCACHE_ASYNC_"
@@ -74,6 +75,23 @@ def read_variables(env: Mapping[str, str]) -> list[Setting]:
         content = {key.lower().replace("__", "."): env[name]}
         settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE)
     return settings
+
+
+def refuse_secrets(settings: Iterable[Setting]) -> None:
+    """A secret comes from a file of its own or from a variable: what else there is, others may read and log.
+
+    Raises:
+        ConfigError: One comes from elsewhere.
+    """
+    for setting in settings:
+        file = SECRET_PATHS.get(setting.path)
+        given = unless_none(setting.value) is not None
+        if file is not None and given and setting.rank is not Rank.VARIABLE:
+            key = spell_path(setting.path)
+            raise ConfigError(
+                f"{setting.origin.at(setting.path)}: {key} is a secret, which has no place there: name its file with"
+                f" {file}, or set {PREFIX}{key.upper().replace('.', '__')}"
+            )
 
 
 def is_service_link(name: str, value: str) -> bool:
@@ -145,7 +163,9 @@ def _section(path: tuple[str, ...], value: object, origin: Origin) -> Mapping[st
     try:
         return parse_mapping(value)
     except ValueError as error:
-        raise ConfigError(f"{origin.at(path)}: {spell_path(path)} is {show(value)}: {error}") from None
+        raise ConfigError(
+            f"{origin.at(path)}: {spell_path(path)} is {show(value, spell_path(path))}: {error}"
+        ) from None
 
 
 def _number_lines(file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int]) -> None:

@@ -59,6 +59,7 @@ class LMCacheEngineMetadata:
             tp_size=self.world_size,
             chunk_size=config.chunk_size,
             algorithm=config.hash_algorithm,
+            hash_key=config.read_hash_key(),
         )
 
 

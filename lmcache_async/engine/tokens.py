@@ -87,7 +87,7 @@ class TokenVerbs(ABC):
                 tokens=ids,
                 row_ids=self._rows(rows, len(ids), _leading_false(mask, len(ids))),
                 root=self._root(namespace),
-                request_namespace=namespace.label,
+                request_namespace=self._label(namespace),
                 fence=self.copier.fence() if fence is None else fence,
             )
         )
@@ -118,7 +118,7 @@ class TokenVerbs(ABC):
                 tokens=ids,
                 row_ids=row_ids,
                 root=self._root(namespace),
-                request_namespace=namespace.label,
+                request_namespace=self._label(namespace),
                 fence=self.copier.fence() if fence is None else fence,
             )
         )
@@ -137,7 +137,7 @@ class TokenVerbs(ABC):
         chunks = self._chunks(ids, namespace)
         rows = tuple(np.zeros(len(c.tokens) // self.layout.tokens_per_row, np.int64) for c in chunks)
         return await self.prefetch_chunks(
-            RetrieveRequest(chunks=tuple(chunks), rows=rows, request_namespace=namespace.label)
+            RetrieveRequest(chunks=tuple(chunks), rows=rows, request_namespace=self._label(namespace))
         )
 
     @property
@@ -145,11 +145,18 @@ class TokenVerbs(ABC):
     def copier(self) -> Any: ...
 
     def _root(self, namespace: RequestNamespace) -> bytes:
-        return namespace.root(self.namespace.root(), self.namespace.algorithm)
+        own = self.namespace
+        return namespace.root(own.root(), own.algorithm, own.hash_key)
+
+    def _label(self, namespace: RequestNamespace) -> str:
+        return namespace.keyed_label(self.namespace.hash_key)
 
     def _chunks(self, tokens: Tokens, namespace: RequestNamespace) -> list[Chunk]:
         hasher = ChunkHasher(
-            self._root(namespace), chunk_size=self.config.chunk_size, algorithm=self.namespace.algorithm
+            self._root(namespace),
+            chunk_size=self.config.chunk_size,
+            algorithm=self.namespace.algorithm,
+            hash_key=self.namespace.hash_key,
         )
         chunks = hasher.extend(tokens[: len(tokens) - len(tokens) % self.layout.tokens_per_row])
         tail = hasher.tail()

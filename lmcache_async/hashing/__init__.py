@@ -1,13 +1,21 @@
 """From tokens to keys: pure, incremental, the same in every process and on every machine."""
 
 from lmcache_async.hashing.chain import ChunkHasher, Extra, partial_candidates
-from lmcache_async.hashing.digest import ALGORITHMS, digest_function
+from lmcache_async.hashing.digest import (
+    ALGORITHMS,
+    CRYPTOGRAPHIC,
+    HASH_KEY_BYTES,
+    digest_function,
+    hash_key_id,
+)
 from lmcache_async.hashing.fingerprint import FingerprintMode, weights_fingerprint
 from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
 __all__ = [
     "ALGORITHMS",
+    "CRYPTOGRAPHIC",
+    "HASH_KEY_BYTES",
     "ChunkHasher",
     "Extra",
     "FingerprintMode",
@@ -17,6 +25,7 @@ __all__ = [
     "as_tokens",
     "canonical_text",
     "digest_function",
+    "hash_key_id",
     "partial_candidates",
     "weights_fingerprint",
 ]

@@ -52,7 +52,8 @@ class Extra:
 class ChunkHasher:
     """Hashes one request's tokens as they come; what was hashed is never hashed again.
 
-    However the same tokens are split over the calls, the keys are the same.
+    However the same tokens are split over the calls, the keys are the same. With a `hash_key` nobody can
+    compute keys, not even those that follow a key he knows, who does not have it.
 
     Attributes:
         num_tokens: Tokens given so far.
@@ -60,11 +61,17 @@ class ChunkHasher:
     """
 
     def __init__(
-        self, root: bytes, *, chunk_size: int, algorithm: str = "xxh3_128", extras: Iterable[Extra] = ()
+        self,
+        root: bytes,
+        *,
+        chunk_size: int,
+        algorithm: str = "xxh3_128",
+        hash_key: bytes = b"",
+        extras: Iterable[Extra] = (),
     ) -> None:
         _check(root, chunk_size)
         self.parent = root
-        self._digest = digest_function(algorithm)
+        self._digest = digest_function(algorithm, hash_key)
         self._chunk_size = chunk_size
         self._start = 0  # of the unfinished chunk
         self._tail = b""  # its tokens
@@ -137,6 +144,7 @@ def partial_candidates(
     unit: int,
     chunk_size: int,
     algorithm: str = "xxh3_128",
+    hash_key: bytes = b"",
     extras: Iterable[Extra] = (),
 ) -> list[Chunk]:
     """The partial chunks that a store could have left after the chunk `parent`, longest first.
@@ -150,7 +158,7 @@ def partial_candidates(
     """
     _check(parent, chunk_size)
     ids = _ids(_little_endian(as_tokens(tokens)[: chunk_size - 1]))
-    digest, ordered = digest_function(algorithm), sorted(extras)
+    digest, ordered = digest_function(algorithm, hash_key), sorted(extras)
     return [
         _partial_chunk(parent, ids[:length], start, digest, ordered) for length in _lengths(len(ids), unit)
     ]

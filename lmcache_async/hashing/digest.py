@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -12,32 +13,57 @@ from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.types import KEY_BYTES
 
 ALGORITHMS = ("xxh3_128", "blake3", "sha256")
+CRYPTOGRAPHIC = ("blake3", "sha256")
+"""Those that nobody can find collisions of, and that take a secret key."""
+
+HASH_KEY_BYTES = 32
 
 Digest: TypeAlias = Callable[[bytes], bytes]
 """`digest(message)` gives the first 16 bytes of the message's hash."""
 
 
-def digest_function(algorithm: str) -> Digest:
+def digest_function(algorithm: str, key: bytes = b"") -> Digest:
     """The hash function of that name.
 
+    Args:
+        key: A secret of 32 bytes, without which nobody can compute a digest; b"" for none.
+
     Raises:
-        ConfigError: No such algorithm.
+        ConfigError: No such algorithm, or it takes no key.
         MissingDependencyError: It needs a package that is not installed.
     """
-    if algorithm == "xxh3_128":
-        return xxhash.xxh3_128_digest
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"hash algorithm {algorithm!r} is unknown; there are {', '.join(ALGORITHMS)}")
+    if key and algorithm not in CRYPTOGRAPHIC:
+        raise ConfigError(
+            f"hash algorithm {algorithm!r} takes no key: set hash_algorithm to {' or '.join(CRYPTOGRAPHIC)}"
+        )
+    if key and len(key) != HASH_KEY_BYTES:
+        raise ConfigError(f"a hash key has {HASH_KEY_BYTES} bytes, this one {len(key)}")
     if algorithm == "sha256":
-        return _sha256
+        return _hmac_sha256(key) if key else _sha256
     if algorithm == "blake3":
-        return _blake3()
-    raise ConfigError(f"hash algorithm {algorithm!r} is unknown; there are {', '.join(ALGORITHMS)}")
+        return _blake3(key)
+    return xxhash.xxh3_128_digest
+
+
+def hash_key_id(key: bytes) -> str:
+    """What may be shown of a hash key: the same for two keys only if they are equal; "" for none."""
+    return hmac.digest(key, b"lmcache-async hash key id", "sha256")[:8].hex() if key else ""
 
 
 def _sha256(message: bytes) -> bytes:
     return hashlib.sha256(message).digest()[:KEY_BYTES]
 
 
-def _blake3() -> Digest:
+def _hmac_sha256(key: bytes) -> Digest:
+    def digest(message: bytes) -> bytes:
+        return hmac.digest(key, message, "sha256")[:KEY_BYTES]
+
+    return digest
+
+
+def _blake3(key: bytes) -> Digest:
     try:
         from blake3 import blake3
     except ImportError as error:
@@ -49,4 +75,8 @@ def _blake3() -> Digest:
         result: bytes = blake3(message).digest(length=KEY_BYTES)
         return result
 
-    return digest
+    def keyed_digest(message: bytes) -> bytes:
+        result: bytes = blake3(message, key=key).digest(length=KEY_BYTES)
+        return result
+
+    return keyed_digest if key else digest

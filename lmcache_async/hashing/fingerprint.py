@@ -6,6 +6,7 @@ folder is, so it is the same on every machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import xxhash
 
 from lmcache_async.errors import ConfigError
+from lmcache_async.hashing.digest import CRYPTOGRAPHIC
 from lmcache_async.hashing.namespace import canonical_text
 
 if TYPE_CHECKING:
@@ -39,13 +41,17 @@ _PART_BYTES = 4 << 20
 _THREADS = 8  # reads in flight; most of the time is the disk's latency
 
 
-def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled") -> str:
+def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algorithm: str = "xxh3_128") -> str:
     """Fingerprint of the model at `path`, a folder or one file, as `mode:32 hex digits`.
 
     Both modes read the model's settings whole. Of the weights, `full` reads every byte. `sampled`
     reads each safetensors header and 4 KiB at the start, middle and end of each tensor; of other
     files 4 KiB in each MiB. It is made for models that were trained or quantised anew; only `full`
     sees an edit of single numbers. Blocks: run it in a worker thread.
+
+    Args:
+        algorithm: As for chunk keys. With a cryptographic one the fingerprint is by SHA-256, named in it
+            (`full:sha256:...`), so that nobody can make other weights with the fingerprint of these.
 
     Raises:
         FileNotFoundError: There is nothing at `path`, as for a hub name, or no weights.
@@ -58,10 +64,13 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled") -> str
         raise FileNotFoundError(f"no model at {path}; the weights of a hub name have no local fingerprint")
     weights = _weight_files(path)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
+    new, prefix = (
+        (hashlib.sha256, f"{mode}:sha256") if algorithm in CRYPTOGRAPHIC else (xxhash.xxh3_128, mode)
+    )
     with ThreadPoolExecutor(_THREADS, "lmcache-async-fingerprint") as pool:
-        described = pool.map(partial(_describe, _sample if mode == "sampled" else _all), weights)
-        entries = [*described, *map(partial(_describe, _all), settings)]
-    return f"{mode}:{xxhash.xxh3_128_hexdigest(canonical_text(sorted(entries)).encode())}"
+        described = pool.map(partial(_describe, new, _sample if mode == "sampled" else _all), weights)
+        entries = [*described, *map(partial(_describe, new, _all), settings)]
+    return f"{prefix}:{new(canonical_text(sorted(entries)).encode()).hexdigest()[:32]}"
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -82,9 +91,11 @@ def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
 Parts: TypeAlias = "Iterator[bytes | memoryview]"
 
 
-def _describe(read: Callable[[int, int, str], Parts], file: Path) -> tuple[str, int, str]:
-    """Name, size and digest of what `read` takes of the file."""
-    digest = xxhash.xxh3_128()
+def _describe(
+    new: Callable[[], Any], read: Callable[[int, int, str], Parts], file: Path
+) -> tuple[str, int, str]:
+    """Name, size and digest of what `read` takes of the file; `new()` is an empty hash."""
+    digest = new()
     descriptor = os.open(file, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size

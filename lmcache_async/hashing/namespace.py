@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lmcache_async.hashing.digest import digest_function
+from lmcache_async.hashing.digest import digest_function, hash_key_id
 from lmcache_async.types import KEY_BYTES
 
 Pairs = tuple[tuple[str, str], ...]
@@ -37,6 +38,7 @@ class Namespace:
             the ranks and sizes at their defaults, so that it is stored once.
         format_version: Version of keys and records; another one is another namespace.
         extra: Further names and values that the KV depends on.
+        hash_key: The secret of a keyed hash; the text has its id alone.
     """
 
     model: str
@@ -53,17 +55,20 @@ class Namespace:
     algorithm: str = "xxh3_128"
     format_version: int = 1
     extra: Pairs = ()
+    hash_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", _sorted_pairs(self.extra))
 
     @property
     def text(self) -> str:
-        return canonical_text({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        secret = values.pop("hash_key")
+        return canonical_text(values | {"hash_key": hash_key_id(secret)} if secret else values)
 
     def root(self) -> bytes:
         """The 16 bytes that the keys of all requests without a namespace of their own begin with."""
-        return _root(bytes(KEY_BYTES), self.text, _ENGINE_MARK, self.algorithm)
+        return _root(bytes(KEY_BYTES), self.text, _ENGINE_MARK, self.algorithm, self.hash_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +93,28 @@ class RequestNamespace:
     @property
     def text(self) -> str:
         """Canonical text; empty when the request has nothing of its own."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         own = {name: value for name, value in fields.items() if value}
         return canonical_text(own) if own else ""
 
     @property
     def label(self) -> str:
         """What stands for the text in records: its digest, since a record is no place for a secret."""
-        text = self.text
-        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32] if text else ""
+        return self.keyed_label(b"")
 
-    def root(self, engine_root: bytes, algorithm: str = "xxh3_128") -> bytes:
+    def keyed_label(self, hash_key: bytes) -> str:
+        """The label where a hash key is set: who reads records cannot even try salts until one fits."""
+        text = self.text.encode("utf-8")
+        if not text:
+            return ""
+        if hash_key:
+            return hmac.digest(hash_key, b"lmcache-async label" + text, "sha256").hex()[:32]
+        return hashlib.sha256(text).hexdigest()[:32]
+
+    def root(self, engine_root: bytes, algorithm: str = "xxh3_128", hash_key: bytes = b"") -> bytes:
         """The 16 bytes that this request's keys begin with; the engine's own root for an empty one."""
         text = self.text
-        return _root(engine_root, text, _REQUEST_MARK, algorithm) if text else engine_root
+        return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
 
 
 def canonical_text(value: object) -> str:
@@ -114,9 +127,10 @@ def canonical_text(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _root(parent: bytes, text: str, mark: int, algorithm: str) -> bytes:
+def _root(parent: bytes, text: str, mark: int, algorithm: str, hash_key: bytes) -> bytes:
     body = text.encode("utf-8")
-    return digest_function(algorithm)(b"".join((parent, body, struct.pack("<II", len(body), mark))))
+    message = b"".join((parent, body, struct.pack("<II", len(body), mark)))
+    return digest_function(algorithm, hash_key)(message)
 
 
 def _sorted_pairs(pairs: Pairs) -> Pairs:

@@ -273,3 +273,11 @@ def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
         return  # what is malformed is refused; see above
 
     assert all(0 <= begin <= end <= data_bytes for begin, end in spans)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_a_cryptographic_hash_the_fingerprint_is_one_too(model, mode):
+    fingerprints = {weights_fingerprint(model, mode=mode, algorithm=name) for name in ("sha256", "blake3")}
+
+    assert len(fingerprints) == 1
+    assert fingerprints.pop().startswith(f"{mode}:sha256:")

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError, MissingDependencyError
-from lmcache_async.hashing import ALGORITHMS, Namespace, RequestNamespace, digest_function
+from lmcache_async.hashing import (
+    ALGORITHMS,
+    ChunkHasher,
+    Namespace,
+    RequestNamespace,
+    digest_function,
+    hash_key_id,
+    partial_candidates,
+)
 
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 # Few characters, so that near collisions are met; then any text, halves of surrogate pairs included.
 nasty = st.text(alphabet='a/-_,:"\\[]{}u \0\n\ud83d\ude00\u00e9\u0301😀é', max_size=6)
 texts = nasty | st.text(max_size=8)
@@ -34,6 +46,7 @@ namespaces = st.builds(
     chunk_size=st.sampled_from([16, 256]),
     algorithm=st.sampled_from(ALGORITHMS),
     extra=pairs,
+    hash_key=st.sampled_from([b"", b"", KEY, OTHER_KEY]),
 )
 requests = st.builds(RequestNamespace, lora=texts, lora_path=texts, cache_salt=texts, tags=pairs)
 PLAIN = Namespace(model="m", weights="sampled:1", dtype="bfloat16", layout="NHD")
@@ -76,10 +89,11 @@ def test_lookalikes_have_different_texts_and_roots(one, other):
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Namespace)])
 def test_each_field_changes_the_root(field):
-    value = getattr(PLAIN, field)
-    other = {int: 7, str: "blake3", tuple: (("kv_scale", "1"),)}[type(value)]
+    plain = dataclasses.replace(PLAIN, algorithm="sha256")  # takes a key
+    value = getattr(plain, field)
+    other = {int: 7, str: "blake3", tuple: (("kv_scale", "1"),), bytes: KEY}[type(value)]
 
-    assert dataclasses.replace(PLAIN, **{field: other}).root() != PLAIN.root()
+    assert dataclasses.replace(plain, **{field: other}).root() != plain.root()
 
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt", "tags"])
@@ -159,3 +173,53 @@ def test_blake3_without_its_package_names_the_extra(monkeypatch):
 
     with pytest.raises(MissingDependencyError, match=r"lmcache-async\[blake3\]"):
         digest_function("blake3")
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_a_key_changes_every_digest_and_keys_are_told_apart(algorithm):
+    digests = {digest_function(algorithm, key)(b"message") for key in (b"", KEY, OTHER_KEY)}
+
+    assert len(digests) == 3
+    assert len({hash_key_id(key) for key in (b"", KEY, OTHER_KEY)}) == 3
+
+
+def test_a_keyed_digest_is_the_standards_own():
+    assert digest_function("sha256", KEY)(b"m") == hmac.digest(KEY, b"m", "sha256")[:16]
+    assert digest_function("blake3", KEY)(b"m") == blake3(b"m", key=KEY).digest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"), [("xxh3_128", KEY), ("sha256", KEY[:31]), ("blake3", KEY + b"x")]
+)
+def test_a_key_that_fits_no_algorithm_is_refused(algorithm, key):
+    with pytest.raises(ConfigError, match="key"):
+        digest_function(algorithm, key)
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_what_follows_a_known_key_cannot_be_computed_without_the_secret(algorithm):
+    keyed = ChunkHasher(b"r" * 16, chunk_size=4, algorithm=algorithm, hash_key=KEY).extend_keys(range(8))
+    without = ChunkHasher(keyed[0], chunk_size=4, algorithm=algorithm).extend_keys(range(4, 8))
+    partial = partial_candidates(
+        keyed[0], [4, 5, 6, 7], start=4, unit=2, chunk_size=4, algorithm=algorithm, hash_key=KEY
+    )
+    guessed = partial_candidates(keyed[0], [4, 5, 6, 7], start=4, unit=2, chunk_size=4, algorithm=algorithm)
+
+    assert without[0] != keyed[1]
+    assert partial[0].key != guessed[0].key
+
+
+def test_a_hash_key_is_never_shown_and_its_id_is_in_the_text():
+    namespace = dataclasses.replace(PLAIN, algorithm="sha256", hash_key=KEY)
+
+    assert "hash_key" not in repr(namespace)
+    assert KEY.hex() not in namespace.text
+    assert hash_key_id(KEY) in namespace.text
+    assert hash_key_id(KEY) not in hashlib.sha256(KEY).hexdigest()
+
+
+def test_labels_of_one_salt_differ_by_key():
+    request = RequestNamespace(cache_salt="0000")
+
+    assert len({request.label, request.keyed_label(KEY), request.keyed_label(OTHER_KEY)}) == 3
+    assert RequestNamespace().keyed_label(KEY) == ""

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_async.hashing import weights_fingerprint
+from lmcache_async.hashing import CRYPTOGRAPHIC, FingerprintMode, weights_fingerprint
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -16,9 +16,16 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 
 class AdapterNames:
-    """What stands for an adapter's weights in the keys. Reads files: not for the scheduler's thread."""
+    """What stands for an adapter's weights in the keys. Reads files: not for the scheduler's thread.
 
-    def __init__(self) -> None:
+    Args:
+        algorithm: Hash of the chunk keys. Where that is cryptographic, tenants are hostile and may bring
+            adapters of their own: every byte counts then.
+    """
+
+    def __init__(self, algorithm: str = "xxh3_128") -> None:
+        self._algorithm = algorithm
+        self._mode: FingerprintMode = "full" if algorithm in CRYPTOGRAPHIC else "sampled"
         self._known: dict[Adapter, str] = {}
 
     def content(self, adapter: Adapter) -> str:
@@ -32,7 +39,7 @@ class AdapterNames:
 
     def _read(self, adapter: Adapter) -> str:
         try:
-            return weights_fingerprint(Path(adapter.path))
+            return weights_fingerprint(Path(adapter.path), mode=self._mode, algorithm=self._algorithm)
         except (OSError, ValueError) as error:
             logger.report(
                 adapter.path,

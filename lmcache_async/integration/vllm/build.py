@@ -36,6 +36,8 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         chunk_size=config.chunk_size,
         block_size=block_size,
         lookup_timeout_s=config.vllm.lookup_timeout_s,
+        hash_key=config.read_hash_key(),
+        adapter_algorithm=config.hash_algorithm,
     )
     roles = Roles(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
     return SchedulerHalf(config, block_size=block_size, world_size=world_size, roles=roles, client=client)

@@ -76,6 +76,7 @@ class RequestChain:
     request_namespace: str = ""
     failed: bool = False
     _identity: Identity | None = None
+    _hash_key: bytes = field(default=b"", repr=False)
     _roots: tuple[bytes, ...] = ()
     _hashers: dict[bytes, ChunkHasher] = field(default_factory=dict)
 
@@ -109,13 +110,20 @@ class RequestChain:
     def opened(self) -> bool:
         return self._identity is not None
 
-    def open(self, roots: Sequence[bytes], identity: Identity, request_namespace: str) -> None:
+    def open(
+        self, roots: Sequence[bytes], identity: Identity, request_namespace: str, hash_key: bytes = b""
+    ) -> None:
         """Begin. `roots` are the ranks' roots for this request; ranks of one root share the work."""
         self._identity = identity
+        self._hash_key = hash_key
         self._roots = tuple(roots)
         self._hashers = {
             root: ChunkHasher(
-                root, chunk_size=identity.chunk_size, algorithm=identity.algorithm, extras=self.extras
+                root,
+                chunk_size=identity.chunk_size,
+                algorithm=identity.algorithm,
+                hash_key=hash_key,
+                extras=self.extras,
             )
             for root in roots
         }
@@ -162,6 +170,7 @@ class RequestChain:
                 unit=identity.block_size,
                 chunk_size=identity.chunk_size,
                 algorithm=identity.algorithm,
+                hash_key=self._hash_key,
                 extras=self.extras,
             )
             for root in self._hashers

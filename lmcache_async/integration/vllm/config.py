@@ -68,7 +68,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
     rank = parallel.rank
     return Namespace(
         model=_model_name(model),
-        weights=_weights(config.weights_fingerprint, model, vllm_config.load_config.load_format),
+        weights=_weights(config, model, vllm_config.load_config.load_format),
         dtype=str(model.dtype).removeprefix("torch."),
         layout=layout_text,
         quantization=model.quantization or "",
@@ -79,6 +79,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         pp_size=parallel.pipeline_parallel_size,
         chunk_size=config.chunk_size,
         algorithm=config.hash_algorithm,
+        hash_key=config.read_hash_key(),
         extra=(
             ("attention", _attention(vllm_config, kv_cache_config)),
             ("block_size", str(block_size_of(kv_cache_config))),
@@ -103,13 +104,16 @@ def _model_name(model: Any) -> str:
     return path.name if path.is_dir() else str(model.model)
 
 
-def _weights(mode: str, model: Any, load_format: str) -> str:
+def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
+    mode = config.weights_fingerprint
     if mode.startswith(_TEXT):
         return mode
     if load_format == "dummy":
         return "dummy"  # vLLM makes them from a seed of its own
     try:
-        return weights_fingerprint(_local_path(model), mode=cast("FingerprintMode", mode))
+        return weights_fingerprint(
+            _local_path(model), mode=cast("FingerprintMode", mode), algorithm=config.hash_algorithm
+        )
     except (OSError, ValueError) as error:
         logger.warning(
             "the weights of %s cannot be told apart (%s): what is cached now serves this process alone. "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from lmcache_async.hashing import RequestNamespace
+from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.adapters import AdapterNames
 from lmcache_async.integration.vllm.link import Link
 from lmcache_async.integration.vllm.lookups import MISS, Lookup
@@ -43,6 +43,8 @@ class LookupClient:
         chunk_size: What the ranks must agree on with the scheduler half, else they are not asked.
         block_size: The same.
         lookup_timeout_s: Longest time of one lookup.
+        hash_key: The secret of the ranks' keyed hash; b"" for none.
+        adapter_algorithm: Hash of the chunk keys, by which adapters are told apart too.
         clock: Seconds, monotonic.
     """
 
@@ -53,13 +55,16 @@ class LookupClient:
         chunk_size: int,
         block_size: int,
         lookup_timeout_s: float,
+        hash_key: bytes = b"",
+        adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sizes = (chunk_size, block_size)
+        self._expected = (chunk_size, block_size, hash_key_id(hash_key))
+        self._hash_key = hash_key
         self._timeout_s = lookup_timeout_s
         self._clock = clock
         self._links = [Link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
-        self._adapters = AdapterNames()
+        self._adapters = AdapterNames(adapter_algorithm)
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
         self._connected = False
@@ -215,8 +220,9 @@ class LookupClient:
             cache_salt=chain.cache_salt,
             tags=chain.tags,
         )
-        roots = [namespace.root(identity.root, identity.algorithm) for identity in identities]
-        chain.open(roots, identities[0], namespace.label)
+        key = self._hash_key
+        roots = [namespace.root(identity.root, identity.algorithm, key) for identity in identities]
+        chain.open(roots, identities[0], namespace.keyed_label(key), key)
 
     def _release(self, lookup: Lookup) -> None:
         if lookup.answer is None:
@@ -245,7 +251,8 @@ class LookupClient:
         self._connected = agreed and len(known) == len(identities)
 
     def _fits(self, first: Identity, other: Identity) -> bool:
-        if (other.chunk_size, other.block_size, other.algorithm) == (*self._sizes, first.algorithm):
+        found = (other.chunk_size, other.block_size, other.hash_key_id)
+        if found == self._expected and other.algorithm == first.algorithm:
             return True
         logger.report("identity", "the ranks' configurations differ (%s, %s); all are misses", first, other)
         return False

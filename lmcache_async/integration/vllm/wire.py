@@ -22,7 +22,7 @@ from lmcache_async.errors import ConfigError
 if TYPE_CHECKING:
     import asyncio
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20  # keys of a prompt of a billion tokens; more is no message of ours
 MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
@@ -38,6 +38,7 @@ class Identity:
     algorithm: str
     chunk_size: int
     block_size: int
+    hash_key_id: str = ""
 
 
 def encode(message: Message) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
+from lmcache_async.hashing import hash_key_id
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.transfers import Transfers
@@ -176,4 +177,5 @@ class WorkerHalf:
             algorithm=self.config.hash_algorithm,
             chunk_size=self.config.chunk_size,
             block_size=self._block_size,
+            hash_key_id=hash_key_id(namespace.hash_key),
         )

@@ -1,0 +1,146 @@
+"""Secret keys: from a file or a variable, never from a config file, never in a message, a repr or a dump."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+from lmcache_async.config.explain import disagree
+from lmcache_async.config.values import unless_none
+from lmcache_async.errors import ConfigError
+
+SECRET_BYTES = 32
+SECRET_PATHS = {("hash_key",): "hash_key_file", ("encryption", "keys"): "encryption.key_file"}
+"""Where the config holds a secret itself, and which key names a file instead."""
+
+_MAX_FILE_BYTES = 64 << 10
+_FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
+
+
+def _parse_text(value: object) -> SecretStr | None:
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"expected {_FORM}")
+    return None if value is None else SecretStr(value)
+
+
+def _parse_file(value: object) -> Path | None:
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError("expected the path of a file")
+    return None if value is None else Path(value)
+
+
+SecretText = Annotated[SecretStr | None, BeforeValidator(_parse_text)]
+SecretFile = Annotated[Path | None, BeforeValidator(_parse_file)]
+
+
+class EncryptionConfig(BaseModel):
+    """Encryption of what leaves the process's memory for a tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key_file: SecretFile = Field(
+        default=None,
+        description="File of the keys, one a line, 32 bytes each in hex or base64: the first encrypts, all decrypt.",
+    )
+    keys: SecretText = Field(
+        default=None,
+        description="The keys themselves, between spaces or commas; as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS only.",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        return self.key_file is not None or self.keys is not None
+
+    def read_keys(self) -> tuple[bytes, ...]:
+        """The keys, the one to encrypt with first; none where encryption is off.
+
+        Raises:
+            ConfigError: The file cannot be read or is open to others, or holds something else than keys.
+        """
+        return read_secrets(self.keys, self.key_file, "encryption.keys", "encryption.key_file")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        check_one_source(self.keys, self.key_file, "keys", "key_file")
+        return self
+
+
+def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, file_name: str) -> None:
+    if text is not None and file is not None:
+        raise disagree(f"{text_name} and {file_name} are both set; one of them is enough", file_name)
+
+
+def read_secrets(
+    text: SecretStr | None, file: Path | None, text_name: str, file_name: str
+) -> tuple[bytes, ...]:
+    """The keys of the text or of the file, in order; none where neither is given.
+
+    Raises:
+        ConfigError: The file cannot be used, or what there is are no keys. No message shows a key.
+    """
+    if text is not None:
+        return _parse_keys(text.get_secret_value(), text_name)
+    if file is not None:
+        return _parse_keys(_read(file, file_name), f"{file_name}: {file}")
+    return ()
+
+
+def _read(file: Path, name: str) -> str:
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for ever
+    except OSError as error:
+        raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{name}: {file} is no regular file")
+        if status.st_mode & 0o007:
+            raise ConfigError(
+                f"{name}: {file} has mode {stat.S_IMODE(status.st_mode):04o}, so everybody may read it:"
+                " chmod 600 it (in Kubernetes set the secret's defaultMode to 0400)"
+            )
+        content = os.read(descriptor, _MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{name}: {file} has more than {_MAX_FILE_BYTES} bytes; it is no file of keys")
+    return content.decode("ascii", "replace")
+
+
+def _parse_keys(text: str, where: str) -> tuple[bytes, ...]:
+    words = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE).replace(",", " ").split()
+    if not words:
+        raise ConfigError(f"{where}: there is no key; expected {_FORM}")
+    keys = tuple(_parse_key(word, f"{where}: key {number}") for number, word in enumerate(words, 1))
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{where}: the same key is there twice")
+    return keys
+
+
+def _parse_key(word: str, where: str) -> bytes:
+    key = b""
+    try:
+        if re.fullmatch(r"[0-9a-fA-F]{64}", word):
+            key = bytes.fromhex(word)
+        elif re.fullmatch(r"[A-Za-z0-9+/_-]{43}=?", word):
+            key = base64.urlsafe_b64decode(word.rstrip("=").replace("+", "-").replace("/", "_") + "=")
+    except (ValueError, binascii.Error):
+        key = b""
+    if len(key) != SECRET_BYTES:
+        raise ConfigError(f"{where} has {len(word)} characters; expected {_FORM}")
+    if len(set(key)) == 1:
+        raise ConfigError(f"{where} is one byte {SECRET_BYTES} times, which is no secret; expected {_FORM}")
+    return key
