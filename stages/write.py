@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from lmcache_async.pipeline.batch import SealedBatch
+from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.tiers.stack import TierStack
 
@@ -29,7 +29,8 @@ class WriteStage:
                 outcomes[position].set_result(cause)
 
         items = [(chunk.key, buffer) for chunk, buffer in zip(batch.chunks, batch.buffers, strict=True)]
-        await self._stack.write(items, on_outcome)
+        at_rest = batch.at_rest if isinstance(batch, EncryptedBatch) else None
+        await self._stack.write(items, on_outcome, at_rest=at_rest)
         return BatchStored(
             chunks=batch.chunks,
             outcomes=tuple(outcomes),

@@ -11,10 +11,12 @@ from typing import Any
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, open_copier
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.secrets import check_hash_key, open_cipher, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.encryption import ENVELOPE_BYTES
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.observability.logging import LimitedLogger
@@ -59,12 +61,19 @@ def build(
             f"chunk_size is {config.chunk_size}, which is no multiple of the {layout.tokens_per_row} "
             f"tokens of a block: set it to {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
         )
+    check_hash_key(config, namespace)
+    cipher = open_cipher(config)
     stack = TierStack(
         stacked_tiers(registry, config, namespace, logger),
         write_timeout_s=config.store.allocate_timeout_s,
+        encrypted=cipher is not None,
     )
     record_format = RecordFormat(
-        namespace=namespace.text, layout=layout.text, dtype=layout.dtype, chunk_size=config.chunk_size
+        namespace=namespace.text,
+        layout=layout.text,
+        dtype=layout.dtype,
+        chunk_size=config.chunk_size,
+        reserved_bytes=ENVELOPE_BYTES if cipher else 0,
     )
     payload = layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
     with contextlib.ExitStack() as undo:
@@ -83,6 +92,7 @@ def build(
         undo.callback(workers.shutdown)
         resources: dict[str, Any] = {
             "arena": arena,
+            "cipher": cipher,
             "config": config,
             "copier": copier,
             "layout": layout,
@@ -92,9 +102,11 @@ def build(
             "stack": stack,
             "workers": workers,
         }
-        store = _chain(registry, config.store.stages, resources, third_party=config.plugins.third_party)
+        store = _chain(registry, store_stages(config), resources, third_party=config.plugins.third_party)
         store.check_ends(StoreRequest, BatchStored)
-        retrieve = _chain(registry, config.retrieve.stages, resources, third_party=config.plugins.third_party)
+        retrieve = _chain(
+            registry, retrieve_stages(config), resources, third_party=config.plugins.third_party
+        )
         retrieve.check_ends(RetrieveRequest, RetrieveReport)
         undo.pop_all()
     return Parts(arena, copier, stack, workers, record_format, store, retrieve, resources)

@@ -164,6 +164,17 @@ class SealedBatch(LeasedBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncryptedBatch(SealedBatch):
+    """What tiers outside of the arena are given is encrypted.
+
+    Attributes:
+        at_rest: The secret form of the first so many records; the others are for the arena's tiers alone.
+    """
+
+    at_rest: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch(Batch):
     """The hit: a prefix of the request's chunks.
 

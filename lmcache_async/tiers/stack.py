@@ -6,48 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Self
 
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.outcome import no_room, release_all, when_all
 from lmcache_async.tiers.plan import Cover, runs
-from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.tiers.stacked import Fetched, StackedTier
 from lmcache_async.types import ChunkKey
 
-
-@dataclass(frozen=True, slots=True)
-class StackedTier:
-    """A tier in its place.
-
-    Attributes:
-        id: Its name in config, log lines and counters; unique in the stack.
-        tier: The tier with its layers.
-        writer: The queue before it; None for a tier in the arena, which takes a chunk at once.
-    """
-
-    id: str
-    tier: Tier
-    writer: TierWriter | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What a fetch came to: the leading chunks' buffers, leased to the caller.
-
-    Attributes:
-        buffers: One for each chunk up to the first hole.
-        tiers: Which tier gave each.
-        cause: Why there is a hole; "" when all chunks were there.
-    """
-
-    buffers: tuple[Buffer, ...]
-    tiers: tuple[int, ...]
-    cause: str
+__all__ = ["Fetched", "StackedTier", "TierStack"]
 
 
 class TierStack:
@@ -56,13 +27,22 @@ class TierStack:
     Args:
         tiers: Fastest first.
         write_timeout_s: How long a chunk waits for room in a slow tier's queue before it is dropped.
+        encrypted: Nothing but encrypted records may leave the process's memory.
     """
 
-    def __init__(self, tiers: Sequence[StackedTier], *, write_timeout_s: float) -> None:
+    def __init__(
+        self, tiers: Sequence[StackedTier], *, write_timeout_s: float, encrypted: bool = False
+    ) -> None:
         self.tiers = tuple(tiers)
         self.counts: Counter[str] = Counter()
         self._write_timeout_s = write_timeout_s
+        self._encrypted = encrypted
         self._exit = AsyncExitStack()
+
+    @property
+    def leaves_memory(self) -> bool:
+        """Whether any tier takes records out of the process's memory."""
+        return any(stacked.leaves_memory for stacked in self.tiers)
 
     @property
     def late_calls(self) -> int:
@@ -110,21 +90,13 @@ class TierStack:
                 if not positions:
                     break
                 try:
-                    cover.mark(index, await self._holds(stacked, keys, positions))
+                    cover.mark(index, await stacked.holds(keys, positions))
                 except TierError as error:
                     failed = True
                     self._count(stacked, "errors", error)
         found = cover.tiers[: cover.prefix]
         cause = "" if cover.prefix == len(keys) else "tier_error" if failed else "miss"
         return tuple(tier for tier in found if tier is not None), cause
-
-    @staticmethod
-    async def _holds(stacked: StackedTier, keys: Sequence[ChunkKey], positions: list[int]) -> list[int]:
-        wanted = [keys[position] for position in positions]
-        if stacked.tier.capabilities.local_index:
-            there = await stacked.tier.contains_many(wanted)
-            return [position for position, present in zip(positions, there, strict=True) if present]
-        return positions[: await stacked.tier.count_prefix(wanted)]
 
     async def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Positions of the chunks that at least one tier lacks, as far as it is cheap to know.
@@ -136,7 +108,7 @@ class TierStack:
         answered = not self.tiers
         for stacked in self.tiers:
             try:
-                held = await self._holds(stacked, keys, everything)
+                held = await stacked.holds(keys, everything)
             except TierError as error:
                 self._count(stacked, "errors", error)
                 continue  # a tier that fails takes no write now either
@@ -232,23 +204,33 @@ class TierStack:
         return leases
 
     async def write(
-        self, items: Sequence[tuple[ChunkKey, Buffer]], on_outcome: Callable[[int, str], None]
+        self,
+        items: Sequence[tuple[ChunkKey, Buffer]],
+        on_outcome: Callable[[int, str], None],
+        *,
+        at_rest: Sequence[Buffer] | None = None,
     ) -> None:
         """Give the chunks to every tier. Ends when each tier has them or has queued them.
 
         Args:
             on_outcome: Called once for each chunk, with its position and "" when at least one tier keeps
                 it or else the cause; for queued chunks when the last tier has answered.
+            at_rest: What tiers outside of the arena are given for the first so many chunks, instead of the
+                same buffers; the other chunks they are not given. None is refused where all is encrypted.
         """
+        outside = self._outside(items, at_rest)
         errors: list[TierError | None] = [None] * len(items)
         kept = [False] * len(items)
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         for stacked in self.tiers:
             if stacked.writer is not None:
-                futures = await stacked.writer.submit(items, timeout_s=self._write_timeout_s)
+                futures = await stacked.writer.submit(outside, timeout_s=self._write_timeout_s)
                 for position, future in enumerate(futures):
                     queued[position].append(future)
                     future.add_done_callback(lambda f, s=stacked: self._written(s, f.result()))  # type: ignore[misc]
+                for position in range(len(outside), len(items)):
+                    errors[position] = TierFullError("no arena memory to encrypt it in")
+                    self._written(stacked, errors[position])
                 continue
             try:
                 outcomes = await stacked.tier.put_many(items)
@@ -261,6 +243,17 @@ class TierStack:
         for position, futures in enumerate(queued):
             when_all(futures, kept[position], errors[position], position, on_outcome)
 
+    def _outside(
+        self, items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None
+    ) -> Sequence[tuple[ChunkKey, Buffer]]:
+        if at_rest is not None:
+            return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
+        if self._encrypted and self.leaves_memory:
+            raise ChainError(
+                "encryption is on, but a stage of store.stages gives `write` no encrypted records"
+            )
+        return items
+
     def _written(self, stacked: StackedTier, error: TierError | None) -> None:
         if error is None:
             self.counts[f"{stacked.id}.stored"] += 1
@@ -268,10 +261,13 @@ class TierStack:
             self._count(stacked, "dropped", error)
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
-        """Copy chunks that came from slower tiers into the faster ones; without waiting for room."""
+        """Copy chunks that came from slower tiers into the faster ones; without waiting for room.
+
+        Where all is encrypted, into those in the arena alone: these buffers are decrypted.
+        """
         for index, stacked in enumerate(self.tiers):
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
-            if not wanted:
+            if not wanted or (self._encrypted and stacked.leaves_memory):
                 continue
             if stacked.writer is not None:
                 await stacked.writer.submit(wanted, timeout_s=0.0)

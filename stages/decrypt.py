@@ -1,0 +1,111 @@
+"""Records from outside of the process's memory lose their secret form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.errors import ChunkCorruptError, ConfigError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.pipeline.batch import FetchedBatch
+from lmcache_async.pipeline.threads import in_thread
+from lmcache_async.tiers.stack import TierStack
+
+
+class DecryptStage:
+    """Decrypts what came from tiers outside of the arena, each record in its own slab.
+
+    A slab that others read too is left alone: its record goes into one of its own. A record that is not
+    encrypted, not by a key of ours, changed or another chunk's ends the prefix, is counted by cause and
+    rejected by its tier. One hop to a worker thread a batch.
+
+    Raises:
+        ConfigError: There is no key.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        arena: Arena,
+        workers: Executor,
+        config: EngineConfig,
+        cipher: RecordCipher | None,
+        logger: LimitedLogger | None = None,
+    ) -> None:
+        if cipher is None:
+            raise ConfigError("retrieve.stages: decrypt has no key; set encryption.key_file")
+        self._cipher = cipher
+        self._stack = stack
+        self._arena = arena
+        self._workers = workers
+        self._timeout_s = config.retrieve.timeout_s
+        self._logger = logger or LimitedLogger(logging.getLogger(__name__))
+
+    async def __call__(self, batch: FetchedBatch) -> FetchedBatch:
+        secret = [i for i, tier in enumerate(batch.tiers) if self._stack.tiers[tier].leaves_memory]
+        if not secret:
+            return batch
+        targets = await self._targets(batch, secret)
+        error = await in_thread(self._workers, lambda: self._decrypt(batch, secret[: len(targets)], targets))
+        if error is None and len(targets) == len(secret):
+            count, cause = len(batch.chunks), batch.cause
+        elif error is None:
+            count, cause = secret[len(targets)], "no_room"
+        else:
+            count, cause = secret[error[0]], "corrupt"
+            await self._reject(batch, count, error[1])
+        buffers = list(batch.buffers)
+        for index, target in zip(secret, targets, strict=False):
+            buffers[index] = target
+        return replace(
+            batch,
+            chunks=batch.chunks[:count],
+            rows=batch.rows[:count],
+            tiers=batch.tiers[:count],
+            buffers=tuple(buffers[:count]),
+            cause=cause,
+        )
+
+    async def _targets(self, batch: FetchedBatch, secret: Sequence[int]) -> list[Buffer]:
+        """Where the plain record of each goes, for as many as there is memory."""
+        shared = [batch.buffers[i].nbytes for i in secret if batch.buffers[i].shared]
+        fresh = await self._arena.lease_many(shared, timeout_s=self._timeout_s) if shared else []
+        batch.scope.add(fresh)
+        left = iter(fresh)
+        targets: list[Buffer] = []
+        for index in secret:
+            buffer = batch.buffers[index]
+            target = next(left, None) if buffer.shared else buffer
+            if target is None:
+                break
+            targets.append(target)
+        return targets
+
+    def _decrypt(
+        self, batch: FetchedBatch, secret: Sequence[int], targets: Sequence[Buffer]
+    ) -> tuple[int, ChunkCorruptError] | None:
+        """Which is the first that is not what was stored, and why; None when all are."""
+        for position, (index, target) in enumerate(zip(secret, targets, strict=True)):
+            try:
+                self._cipher.decrypt(batch.buffers[index].view, target.view, batch.chunks[index].key)
+            except ChunkCorruptError as error:
+                return position, error.with_traceback(None)  # its frames would keep the slabs
+        return None
+
+    async def _reject(self, batch: FetchedBatch, index: int, error: ChunkCorruptError) -> None:
+        chunk, tier = batch.chunks[index], batch.tiers[index]
+        self._logger.report(
+            f"decrypt.{error.cause}",
+            "tier %r: record %s cannot be decrypted (%s: %s); rejected, counted as a miss",
+            self._stack.tiers[tier].id,
+            chunk.key.hex(),
+            error.cause,
+            error,
+        )
+        await self._stack.discard(tier, chunk.key, error.cause)

@@ -1,0 +1,60 @@
+"""Sealed records get the secret form that leaves the process's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import fields
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.errors import ConfigError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
+from lmcache_async.pipeline.threads import in_thread
+from lmcache_async.tiers.stack import TierStack
+
+
+class EncryptStage:
+    """Encrypts a copy of each record for the tiers outside of the arena; those in it keep the record itself.
+
+    So a hit in host memory costs nothing more, and a store needs a second slab for each chunk until it is
+    written. Chunks that get none within the configured wait, the last ones of the batch, are given to the
+    arena's tiers alone. One hop to a worker thread a batch.
+
+    Raises:
+        ConfigError: There is no key.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        arena: Arena,
+        workers: Executor,
+        config: EngineConfig,
+        cipher: RecordCipher | None,
+    ) -> None:
+        if cipher is None:
+            raise ConfigError("store.stages: encrypt has no key; set encryption.key_file")
+        self._cipher = cipher
+        self._stack = stack
+        self._arena = arena
+        self._workers = workers
+        self._timeout_s = config.store.allocate_timeout_s
+
+    async def __call__(self, batch: SealedBatch) -> EncryptedBatch:
+        sizes = [buffer.nbytes for buffer in batch.buffers] if self._stack.leaves_memory else []
+        copies = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
+        batch.scope.add(copies)
+        at_rest = tuple(copies)
+        del copies
+        if at_rest:
+            await in_thread(self._workers, lambda: self._encrypt(batch, at_rest))
+        return EncryptedBatch(
+            **{field.name: getattr(batch, field.name) for field in fields(SealedBatch)}, at_rest=at_rest
+        )
+
+    def _encrypt(self, batch: SealedBatch, copies: Sequence[Buffer]) -> None:
+        for chunk, buffer, copy in zip(batch.chunks, batch.buffers, copies, strict=False):
+            self._cipher.encrypt(buffer.view, copy.view, chunk.key)

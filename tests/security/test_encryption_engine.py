@@ -1,0 +1,296 @@
+"""Encryption at rest through the whole engine: what is on disk is secret, and what comes back is what was stored."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_async.errors import ChainError, ConfigError
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.rig import Rig
+from tests.made import registry_of
+
+TOKENS = list(range(100, 136))  # four chunks of 8 and a partial one of 4
+SLOTS = list(range(len(TOKENS)))
+BACK = [slot + 64 for slot in SLOTS]  # where a retrieve writes to
+
+
+def key_file(folder: Path, *keys: bytes, name: str = "keys") -> str:
+    path = folder / name
+    path.write_text("".join(f"{key.hex()}\n" for key in keys))
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def keys():
+    return [secrets.token_bytes(32) for _ in range(3)]
+
+
+def disk(folder: Path, **options):
+    return {
+        "name": "disk",
+        "path": str(folder / "records"),
+        "max_bytes": "16MiB",
+        "odirect": "auto",
+        **options,
+    }
+
+
+def rig_of(**options) -> Rig:
+    return Rig(**{"slabs": 32, **options})
+
+
+async def stored(rig: Rig, tokens=TOKENS, **config):
+    rig.wipe()
+    rig.write(range(len(tokens)), rig.content(tokens))
+    async with rig.open(**config) as engine:
+        report = await engine.store(tokens, torch.arange(len(tokens)))
+        assert await engine.flush(timeout_s=30)
+        return report, engine.statistics()
+
+
+async def retrieved(rig: Rig, tokens=TOKENS, **config):
+    """How many tokens came back, right to the last bit; and the engine's counts."""
+    rig.wipe()
+    async with rig.open(**config) as engine:
+        mask = await engine.retrieve(tokens, torch.arange(64, 64 + len(tokens)))
+        statistics = engine.statistics()
+    hit = int(mask.sum())
+    assert torch.equal(rig.read(range(64, 64 + hit)), rig.content(tokens)[:, :, :hit])
+    assert (rig.read(range(64 + hit, 64 + len(tokens))) == -7.0).all()
+    return hit, statistics
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "records").rglob("*") if path.is_file() and path.stat().st_size > 4096]
+
+
+@pytest.mark.parametrize("tiers", [["cpu"], []], ids=["behind memory", "alone"])
+async def test_what_was_stored_comes_back_after_a_restart(tmp_path, keys, tiers):
+    config = {"tiers": [*tiers, disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    report, _ = await stored(rig_of(), **config)
+
+    hit, statistics = await retrieved(rig_of(), **config)
+
+    assert report.stored == 5
+    assert hit == len(TOKENS)
+    assert statistics.counts["disk.hits"] == 5
+    assert statistics.arena.leased_slabs == 5 * len(tiers)  # promoted, and nothing else
+
+
+async def test_nothing_on_disk_is_in_the_clear(tmp_path, keys):
+    rig = rig_of()
+    await stored(rig, tiers=["cpu", disk(tmp_path)], **{"encryption.key_file": key_file(tmp_path, keys[0])})
+    content = b"".join(path.read_bytes() for path in files(tmp_path))
+    plain = rig.content(TOKENS)
+
+    assert len(files(tmp_path)) == 5
+    assert rig.layout.text.encode() not in content
+    assert b"namespace" not in content
+    assert torch.tensor(TOKENS[:4], dtype=torch.int32).numpy().tobytes() not in content
+    for token in range(len(TOKENS)):
+        assert plain[0, 0, token].numpy().tobytes() not in content
+
+
+async def test_hits_in_memory_are_not_decrypted(tmp_path, keys):
+    rig = rig_of()
+    rig.write(SLOTS, rig.content(TOKENS))
+    config = {"tiers": ["cpu", disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    async with rig.open(**config) as engine:
+        await engine.store(TOKENS, torch.tensor(SLOTS))
+        assert await engine.flush(timeout_s=30)
+        for path in files(tmp_path):
+            path.unlink()
+
+        mask = await engine.retrieve(TOKENS, torch.tensor(BACK))
+
+        assert mask.all()
+        assert torch.equal(rig.read(BACK), rig.content(TOKENS))
+
+
+async def test_a_promoted_chunk_is_served_from_memory_and_stays_secret_elsewhere(tmp_path, keys):
+    second = {"name": "disk", "id": "far", "path": str(tmp_path / "far"), "max_bytes": "16MiB"}
+    near = disk(tmp_path, id="near")
+    config = {"encryption.key_file": key_file(tmp_path, keys[0])}
+    await stored(rig_of(), tiers=[second], **config)
+    rig = rig_of()
+    async with rig.open(tiers=["cpu", near, second], **config) as engine:
+        first = await engine.retrieve(TOKENS, torch.tensor(BACK))
+        again = await engine.retrieve(TOKENS, torch.tensor(BACK))
+        assert await engine.flush(timeout_s=30)
+        counts = engine.statistics().counts
+
+    assert first.all()
+    assert again.all()
+    assert counts["far.hits"] == counts["cpu.hits"] == 5
+    assert files(tmp_path) == []  # in the clear it would have been
+
+
+@pytest.mark.parametrize("other", [[1], []], ids=["another key", "no key"])
+async def test_without_the_key_all_are_misses(tmp_path, keys, other):
+    await stored(
+        rig_of(), tiers=[disk(tmp_path)], **{"encryption.key_file": key_file(tmp_path, keys[0], name="one")}
+    )
+    config = {"encryption.key_file": key_file(tmp_path, keys[1], name="other")} if other else {}
+
+    hit, statistics = await retrieved(rig_of(), tiers=[disk(tmp_path)], **config)
+
+    assert hit == 0
+    assert statistics.counts["disk.corrupt.cipher_key" if other else "disk.corrupt.encrypted"] >= 1
+
+
+async def test_records_from_before_encryption_are_misses(tmp_path, keys):
+    await stored(rig_of(), tiers=[disk(tmp_path)])
+
+    hit, statistics = await retrieved(
+        rig_of(), tiers=[disk(tmp_path)], **{"encryption.key_file": key_file(tmp_path, keys[0])}
+    )
+
+    assert hit == 0
+    assert statistics.counts["disk.corrupt.unencrypted"] >= 1
+
+
+async def test_a_key_is_replaced_without_losing_the_cache(tmp_path, keys):
+    old, new, _ = keys
+    longer = [*TOKENS[:32], *range(500, 516)]
+    tiers = [disk(tmp_path)]
+    await stored(rig_of(), tiers=tiers, **{"encryption.key_file": key_file(tmp_path, old, name="1")})
+
+    both = {"encryption.key_file": key_file(tmp_path, new, old, name="2")}
+    assert (await retrieved(rig_of(), tiers=tiers, **both))[0] == len(TOKENS)
+    await stored(rig_of(), longer, tiers=tiers, **both)
+    assert (await retrieved(rig_of(), longer, tiers=tiers, **both))[0] == len(longer)
+
+    hit, statistics = await retrieved(
+        rig_of(), longer, tiers=tiers, **{"encryption.key_file": key_file(tmp_path, new, name="3")}
+    )
+    assert hit == 0  # its first chunks are of the old key
+    assert statistics.counts["disk.corrupt.cipher_key"] >= 1
+
+
+@settings(max_examples=8)
+@given(where=st.floats(0, 1), bit=st.integers(0, 7), victim=st.integers(0, 4))
+async def test_a_flipped_bit_ends_the_prefix(tmp_path_factory, where, bit, victim):
+    folder = tmp_path_factory.mktemp("flip")
+    config = {"tiers": [disk(folder)], "encryption.key_file": key_file(folder, secrets.token_bytes(32))}
+    await stored(rig_of(), **config)
+    order = sorted(files(folder))
+    data = bytearray(order[victim].read_bytes())
+    data[int(where * (len(data) - 1))] ^= 1 << bit
+    order[victim].write_bytes(data)
+
+    hit, _ = await retrieved(rig_of(), **config)  # which compares what came back
+
+    assert hit in {0, 8, 16, 24, 32, len(TOKENS)}
+
+
+async def test_a_record_under_another_name_is_a_miss(tmp_path, keys):
+    config = {"tiers": [disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    await stored(rig_of(), **config)
+    first, second = sorted(path for path in files(tmp_path))[:2]
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+    hit, statistics = await retrieved(rig_of(), **config)
+
+    assert hit < len(TOKENS)
+    assert statistics.counts["disk.corrupt.tag"] + statistics.counts.get("disk.corrupt.length", 0) >= 1
+
+
+class SharingTier(DictTier):
+    """Answers two readers with one buffer, as a tier that joins equal reads may."""
+
+    shared: ClassVar[list] = []
+
+    async def get_many(self, keys, allocate):
+        buffers = await super().get_many(keys, allocate)
+        type(self).shared += [buffer.retain() for buffer in buffers if buffer is not None]
+        return buffers
+
+
+async def test_a_slab_that_others_read_is_not_decrypted_in_its_place(tmp_path, keys):
+    SharingTier.shared = []
+    rig = rig_of()
+    rig.write(SLOTS, rig.content(TOKENS))
+    registry = registry_of(sharing=SharingTier)
+    config = {"tiers": ["sharing"], "encryption.key_file": key_file(tmp_path, keys[0])}
+    async with rig.open(registry=registry, **config) as engine:
+        await engine.store(TOKENS, torch.tensor(SLOTS))
+        assert await engine.flush(timeout_s=30)
+
+        mask = await engine.retrieve(TOKENS, torch.tensor(BACK))
+
+        assert mask.all()
+        assert torch.equal(rig.read(BACK), rig.content(TOKENS))
+        assert len(SharingTier.shared) == 5
+        for buffer in SharingTier.shared:
+            assert buffer.view[8:10] == b"\x01\x80"  # still an encrypted record
+            buffer.release()
+    assert engine.statistics().arena.leased_slabs == 0
+
+
+async def test_a_store_without_room_for_secret_copies_stays_in_memory(tmp_path, keys):
+    rig = rig_of(slabs=5)
+    rig.write(SLOTS, rig.content(TOKENS))
+    config = {
+        "tiers": ["cpu", disk(tmp_path)],
+        "encryption.key_file": key_file(tmp_path, keys[0]),
+        "store.batch_bytes": 4 * rig.slab_bytes,
+        "store.max_in_flight_bytes": 4 * rig.slab_bytes,
+    }
+    async with rig.open(**config) as engine:
+        report = await engine.store(TOKENS[:32], torch.tensor(SLOTS[:32]))
+        assert await engine.flush(timeout_s=30)
+        counts = engine.statistics().counts
+
+        assert report.stored == 4
+        assert counts["disk.stored"] == 1
+        assert counts["disk.dropped.TierFullError"] == 3
+    assert engine.statistics().arena.leased_slabs == 0
+
+
+async def test_a_stage_after_encrypt_cannot_let_plain_records_out(tmp_path, keys):
+    config = {
+        "tiers": [disk(tmp_path)],
+        "encryption.key_file": key_file(tmp_path, keys[0]),
+        "store.stages": ["hash", "lookup", "allocate", "device_to_host", "encrypt", "seal", "write"],
+    }
+
+    with pytest.raises(ChainError, match="encrypt"):
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(rig_of().open(**config))
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"store.stages": ["hash", "lookup", "allocate", "device_to_host", "seal", "encrypt", "write"]},
+        {"retrieve.stages": ["hash", "plan", "fetch", "decrypt", "verify", "host_to_device"]},
+    ],
+    ids=["encrypt", "decrypt"],
+)
+async def test_the_stages_without_a_key_stop_the_start(tmp_path, stages):
+    with pytest.raises(ConfigError, match=r"encryption\.key_file"):
+        async with rig_of().open(tiers=[disk(tmp_path)], **stages):
+            pass
+
+
+async def test_named_or_not_the_stages_are_there_once(tmp_path, keys):
+    config = {
+        "tiers": [disk(tmp_path)],
+        "encryption.key_file": key_file(tmp_path, keys[0]),
+        "store.stages": ["hash", "lookup", "allocate", "device_to_host", "seal", "encrypt", "write"],
+        "retrieve.stages": ["hash", "plan", "fetch", "decrypt", "verify", "host_to_device"],
+    }
+    await stored(rig_of(), **config)
+
+    assert (await retrieved(rig_of(), **config))[0] == len(TOKENS)
