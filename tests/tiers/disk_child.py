@@ -1,0 +1,361 @@
+"""Processes of their own for the disk tier's tests: forked from one that has imported everything and has no threads.
+
+Each line of its input, `<function> <JSON arguments>`, forks a child that runs that function of this module. What
+the child prints is passed on; when it is dead, `dead <status>` is printed. A child that is to stay says
+`ready` and reads its orders from a FIFO of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmcache_async.errors import TierError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
+
+REPOSITORY = Path(__file__).parents[2]
+NOBODY = 65534
+
+
+class Children:
+    """The parent's side: start functions of this module in processes of their own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.tiers.disk_child"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._line() == "ready"
+
+    def start(self, function: str, **arguments: object) -> Iterator[str]:
+        """What it prints, line by line; the last one is `dead <status>`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{function} {json.dumps(arguments)}\n")
+        while True:
+            line = self._line()
+            yield line
+            if line.startswith("dead "):
+                return
+
+    def run(self, function: str, **arguments: object) -> list[str]:
+        """All that it printed; it ended well."""
+        *lines, last = self.start(function, **arguments)
+        assert last == "dead 0", "\n".join(lines)
+        return lines
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the program ended"
+        return line.rstrip("\n")
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+class Rig:
+    """A tier, an arena for it, and verbs that tell what became of it in a word."""
+
+    def __init__(self, config: DiskConfig, slabs: int = 8) -> None:
+        self.config = config
+        self.arena: Arena = small_arena(slabs)
+        self.tier = DiskTier(config)
+
+    async def put(self, number: int) -> str:
+        with record(self.arena, number) as buffer:
+            try:
+                await self.tier.put(key_of(number), buffer)
+            except TierError as error:
+                return type(error).__name__
+        return "stored"
+
+    async def get(self, number: int) -> str:
+        try:
+            buffer = await self.tier.get(key_of(number), self.allocate)
+        except TierError as error:
+            return type(error).__name__
+        if buffer is None:
+            return "miss"
+        with buffer:
+            check_record(buffer, number)
+        return "hit"
+
+    async def allocate(self, nbytes: int) -> Buffer:
+        return await self.arena.lease(nbytes, timeout_s=5)
+
+    def check(self) -> None:
+        """Nothing is leaked, and what is counted is what is there."""
+        assert self.arena.statistics().leased_slabs == 0
+        files = [p for p in self.config.root.rglob("*") if p.is_file() and p.name != "lock"]
+        assert all(path.parent.name == path.name[:2] for path in files), files
+        assert self.tier.statistics().bytes == sum(path.stat().st_size for path in files)
+
+
+def open_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# What children do.
+
+
+def own(path: str, ready: str) -> None:
+    """Open the directory and keep it until killed; with a forked child of its own that does nothing."""
+
+    async def do() -> None:
+        async with DiskTier(DiskConfig(path=path, max_bytes=1 << 20)):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            say(f"{ready} {os.getpid()} {child}")
+            signal.pause()
+
+    asyncio.run(do())
+
+
+def use_after_fork(path: str) -> None:
+    """A forked child is refused by the tier that it inherited, and by the directory; the parent goes on."""
+
+    async def do() -> None:
+        rig = Rig(DiskConfig(path=path, max_bytes=1 << 20))
+        async with rig.tier:
+            say(await rig.put(1))
+            child = os.fork()
+            if child == 0:
+                _in_forked_child(rig)
+            _, status = os.waitpid(child, 0)  # noqa: ASYNC222 - nothing else is to run
+            say(f"child {status}")
+            say(await rig.put(2))
+            say(await rig.get(1))
+            left = os.fork()
+            if left == 0:
+                signal.pause()
+                os._exit(0)
+        async with DiskTier(rig.config):  # though a child lives that was forked while it was open
+            say("reopened")
+        os.kill(left, signal.SIGKILL)
+        os.waitpid(left, 0)  # noqa: ASYNC222
+
+    asyncio.run(do())
+
+
+def _in_forked_child(rig: Rig) -> None:
+    status = 1
+    try:
+        for coroutine in (
+            rig.tier.contains(key_of(1)),
+            rig.tier.remove(key_of(1)),
+            DiskTier(rig.config).__aenter__(),
+        ):
+            try:
+                say(f"answer {asyncio.run(coroutine)}")
+            except TierError as error:
+                say(type(error).__name__)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def small_files(path: str) -> None:
+    """No file may have more than two pages; then they may."""
+
+    async def do() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        rig = Rig(DiskConfig(path=path, max_bytes=1 << 20))
+        async with rig.tier:
+            say(await rig.put(1))
+            fds = open_fds()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+            say(f"{await rig.put(2)} {await rig.get(1)}")
+            assert open_fds() == fds
+            rig.check()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            say(f"{await rig.put(2)} {await rig.get(2)} {await rig.get(1)}")
+            rig.check()
+
+    asyncio.run(do())
+
+
+def full_disk(path: str) -> None:
+    """A file system of its own that is much smaller than the tier thinks; without one, files may not grow."""
+
+    async def do(root: Path, mounted: bool) -> None:
+        rig = Rig(DiskConfig(path=root / "kv", max_bytes=64 * SLAB_BYTES))
+        async with rig.tier:
+            say(await rig.put(0))
+            fds = open_fds()
+            if mounted:
+                for number in range(1, 40):
+                    assert await rig.put(number) == "stored"  # old ones make room
+                    rig.check()
+                assert rig.tier.statistics().evictions > 20
+                ballast = root / "ballast"
+                _fill(ballast)
+                for number in range(2):  # somebody else takes it all: the tier gives up what it has
+                    say(f"full {await rig.put(100 + number)}")
+                    _fill(ballast)
+                rig_bytes = rig.tier.statistics().bytes
+                await rig.tier.clear()
+                _fill(ballast)
+                assert rig_bytes > 0
+                say(f"nothing left: {await rig.put(200)}")
+                rig.check()
+                ballast.unlink()
+            say(f"{await rig.put(200)} {await rig.get(200)}")
+            rig.check()
+            assert open_fds() == fds
+
+    mounted = _mount_tmpfs(Path(path))
+    say("mounted" if mounted else "not mounted")
+    asyncio.run(do(Path(path), mounted))
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def _mount_tmpfs(path: Path) -> bool:
+    """In a mount namespace of this process alone, so nothing is left behind."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_user, new_mounts, private = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(new_mounts) != 0:
+        if libc.unshare(new_user | new_mounts) != 0:
+            return False
+        with contextlib.suppress(OSError):
+            Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    libc.mount(b"none", b"/", None, private, None)
+    return libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=512k,mode=700") == 0
+
+
+def two_mounts(path: str, other: str) -> None:
+    """The same directory by another mount, where that can be had, and by a link."""
+
+    async def do() -> None:
+        ways = [Path(other) / "link"]
+        ways[0].symlink_to(path)
+        if _bind(path, Path(other) / "mount"):
+            ways.append(Path(other) / "mount")
+        async with DiskTier(DiskConfig(path=path, max_bytes=1 << 20)):
+            for way in ways:
+                try:
+                    async with DiskTier(DiskConfig(path=way, max_bytes=1 << 20)):
+                        say("opened")
+                except TierError as error:
+                    say(f"refused: {error}")
+
+    asyncio.run(do())
+
+
+def _bind(path: str, other: Path) -> bool:
+    import ctypes
+
+    other.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000) != 0:
+        return False
+    libc.mount(b"none", b"/", None, (1 << 18) | (1 << 14), None)
+    return libc.mount(os.fsencode(path), os.fsencode(other), None, 1 << 12, None) == 0
+
+
+def no_rights(path: str) -> None:
+    """Rights are taken away and given back, as somebody who is not root."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+    async def do() -> None:
+        rig = Rig(DiskConfig(path=Path(path) / "kv", max_bytes=1 << 20))
+        root = rig.config.root
+        shard = root / "00"
+        async with rig.tier:
+            say(f"{await rig.put(1)} {await rig.get(1)}")
+            fds = open_fds()
+            for place, mode in ((root, 0), (root, 0o500), (shard, 0), (shard, 0o500), (root / "tmp", 0)):
+                place.chmod(mode)
+                removed = "removed"
+                try:
+                    await rig.tier.remove(key_of(1))
+                except TierError as error:
+                    removed = type(error).__name__
+                if removed == "removed":
+                    assert place.name == "tmp" or place == root  # the record's own directory was not touched
+                say(f"{place.name} {mode:o}: {await rig.put(2)} {await rig.get(1)} {removed}")
+                place.chmod(0o700)
+                if removed == "removed":
+                    assert await rig.put(1) == "stored"
+                rig.check()
+                say(f"back: {await rig.put(2)} {await rig.get(2)} {await rig.get(1)}")
+                await rig.tier.remove(key_of(2))
+            assert open_fds() == fds
+        root.chmod(0o500)
+        (root / "lock").unlink(missing_ok=True)
+        try:
+            await DiskTier(rig.config).__aenter__()
+        except TierError as error:
+            say(f"start: {type(error).__name__} {error}")
+        root.chmod(0o700)
+        async with rig.tier:
+            say(f"{await rig.get(1)}")
+
+    asyncio.run(do())
+
+
+def main() -> None:
+    say("ready")
+    for line in sys.stdin:
+        function, arguments = line.split(" ", 1)
+        child = os.fork()
+        if child == 0:
+            _run(function, json.loads(arguments))
+        _, status = os.waitpid(child, 0)
+        say(f"dead {status}")
+
+
+def _run(function: str, arguments: dict[str, Any]) -> None:
+    status = 1
+    try:
+        globals()[function](**arguments)
+        status = 0
+    except BaseException:  # noqa: BLE001 - the parent is to see it
+        say(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""A directory has one owner at a time, by whatever name and in whatever process; its files are nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk.directory import RecordDirectory
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.types import ChunkKey
+from tests.tiers.disk_child import Children
+from tests.tiers.disk_tools import RECORD_BYTES, bytes_in, get, path_of, put
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children()
+    yield children
+    children.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture
+def allocate(arena: Arena) -> Allocate:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=5)
+
+    return allocate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DiskConfig:
+    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+async def open_and_close(config: DiskConfig) -> None:
+    async with DiskTier(config):
+        pass
+
+
+def test_another_process_is_refused_until_the_owner_is_killed_also_when_its_child_lives_on(
+    children: Children, config: DiskConfig
+) -> None:
+    lines = children.start("own", path=str(config.path), ready="owner")
+    _, owner, orphan = next(lines).split()
+    try:
+        with pytest.raises(
+            TierUnavailableError, match=rf"{config.root} is in use by process {owner}: give each"
+        ):
+            asyncio.run(open_and_close(config))
+        os.kill(int(owner), signal.SIGKILL)
+        assert [*lines] == [f"dead {int(signal.SIGKILL)}"]
+
+        asyncio.run(open_and_close(config))
+    finally:
+        os.kill(int(orphan), signal.SIGKILL)
+
+
+def test_a_forked_child_cannot_use_the_tier_and_takes_nothing_from_the_parent(
+    children: Children, config: DiskConfig
+) -> None:
+    said = children.run("use_after_fork", path=str(config.path))
+
+    assert said == [
+        "stored",
+        "TierClosedError",
+        "TierClosedError",
+        "TierUnavailableError",
+        "child 0",
+        "stored",
+        "hit",
+        "reopened",
+    ]
+
+
+def test_links_and_further_mounts_lead_to_the_same_lock(
+    children: Children, config: DiskConfig, tmp_path: Path
+) -> None:
+    config.path.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    said = children.run("two_mounts", path=str(config.path), other=str(other))
+
+    assert len(said) in {1, 2}  # the mount needs rights
+    assert all(line.startswith("refused: ") and "is in use by process" in line for line in said)
+
+
+async def test_deleting_the_lock_file_gives_nothing_away(config: DiskConfig) -> None:
+    async with DiskTier(config):
+        (config.root / "lock").unlink()
+        with pytest.raises(TierUnavailableError, match="in use by process"):
+            await open_and_close(config)
+    await open_and_close(config)
+
+
+async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(config: DiskConfig) -> None:
+    config.root.mkdir()
+    (config.root / "lock").symlink_to("/etc/passwd")
+    with pytest.raises(TierUnavailableError, match="lock"):
+        await open_and_close(config)
+    assert (config.root / "lock").is_symlink()
+    (config.root / "lock").unlink()
+    (config.root / "lock").write_bytes(b"\xff\0not a number" * 1000)
+    await open_and_close(config)
+
+
+async def test_a_directory_moved_away_stays_ours_and_another_in_its_place_is_not_touched(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    moved = config.path.with_name("moved")
+    async with DiskTier(config) as first:
+        await put(first, arena, 1, 2)
+        config.root.rename(moved)
+        async with DiskTier(config) as second:
+            await put(second, arena, 3)
+            await put(first, arena, 4)
+
+            assert bytes_in(config.root) == second.statistics().bytes == RECORD_BYTES
+            assert bytes_in(moved) == first.statistics().bytes == 3 * RECORD_BYTES
+            assert await first.clear() == 3
+            assert await get(second, allocate, 3)
+        with pytest.raises(TierUnavailableError, match="in use"):
+            await open_and_close(config.model_copy(update={"path": moved}))
+
+
+async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    async with DiskTier(config) as first:
+        await put(first, arena, 1)
+        shutil.rmtree(config.root)
+        async with DiskTier(config) as second:
+            await put(second, arena, 1, 2)
+            with record(arena, 3) as buffer, pytest.raises(TierUnavailableError, match="in use by process"):
+                await first.put(key_of(3), buffer)
+            assert not await get(first, allocate, 1)
+            assert await first.clear() == 0
+
+            assert await get(second, allocate, 1)
+            assert second.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+        assert first.statistics().bytes == 0
+        await put(first, arena, 3)  # the other has closed
+        assert await get(first, allocate, 3)
+
+
+async def test_every_directory_that_is_made_is_the_owners_alone(config: DiskConfig, arena: Arena) -> None:
+    config = config.model_copy(
+        update={
+            "path": config.path / "a" / "b",
+            "subdirectory": "c/rank-0",
+            "quarantine": True,
+            "fsync": True,
+        }
+    )
+    old = os.umask(0)
+    try:
+        async with DiskTier(config) as tier:
+            await put(tier, arena, 1, 2)
+            await tier.reject(key_of(2), "checksum")
+            shutil.rmtree(config.path)
+            await put(tier, arena, 3)
+            await tier.reject(key_of(3), "checksum")
+            await put(tier, arena, 4)
+    finally:
+        os.umask(old)
+    top = config.path.parent.parent
+    there = [top, *top.rglob("*")]
+
+    assert len(there) > 8
+    for path in there:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+async def test_files_are_the_owners_alone_while_they_are_written(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = os.pwrite
+
+    def look(descriptor: int, *args: object) -> int:
+        seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        return real(descriptor, *args)  # type: ignore[arg-type]
+
+    old = os.umask(0)
+    try:
+        async with DiskTier(config) as tier:
+            monkeypatch.setattr(os, "pwrite", look)
+            await put(tier, arena, 1)
+    finally:
+        os.umask(old)
+    assert seen == [0o600]
+
+
+async def test_a_directory_that_others_may_write_to_is_warned_of(
+    config: DiskConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.root.mkdir()
+    config.root.chmod(0o770)
+    await open_and_close(config)
+    assert "has mode 770" in caplog.text
+    assert "chmod 700" in caplog.text
+    caplog.clear()
+    config.root.chmod(0o750)
+    await open_and_close(config)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("key", [b"", b"../../../../etc", b"x" * 15, b"x" * 17, b"/" * 32])
+def test_a_key_of_another_length_names_no_file(tmp_path: Path, key: bytes) -> None:
+    directory = RecordDirectory(tmp_path)
+    with pytest.raises(ValueError, match="a key has 16 bytes"):
+        directory.record_name(ChunkKey(key))
+    with pytest.raises(ValueError, match="a key has 16 bytes"):
+        directory.temporary_name(ChunkKey(key))
+
+
+def test_no_key_leads_out_of_the_directory(tmp_path: Path) -> None:
+    directory = RecordDirectory(tmp_path)
+    for key in (b"../../../../etc/p", b"\0" * 17, b"////////////////x", b"a" * 17):
+        name = directory.record_name(ChunkKey(key[:16]))
+        assert (tmp_path / name).resolve().is_relative_to(tmp_path)
+        assert name.count("/") == 1
+
+
+def test_opening_many_times_leaves_nothing_open(config: DiskConfig) -> None:
+    code = """
+import asyncio, os, sys
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+async def main():
+    for n in range(20):
+        async with DiskTier(DiskConfig(path=sys.argv[1], max_bytes=1 << 20)):
+            pass
+        count = len(os.listdir("/proc/self/fd"))
+        first = count if n == 0 else first
+        assert count == first, (count, first)
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code, str(config.path)], check=True, timeout=120)
+
+
+async def test_what_was_there_before_keeps_its_mode(config: DiskConfig, arena: Arena) -> None:
+    config.path.mkdir(mode=0o755)
+    config.path.chmod(0o755)
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+
+    assert stat.S_IMODE(config.path.stat().st_mode) == 0o755
+    assert stat.S_IMODE(path_of(config, 1).stat().st_mode) == 0o600
