@@ -33,6 +33,7 @@ class Answer:
     Attributes:
         cached_tokens: Prompt tokens that were not computed, by vLLM's count.
         logprobs: For each generated place the best tokens and their log-probabilities.
+        seconds: From when vLLM was given the request to its end.
         log: What was logged until its end.
     """
 
@@ -40,6 +41,7 @@ class Answer:
     finish_reason: str
     tokens: list[int]
     logprobs: list[dict[str, float]]
+    seconds: float
     log: str = ""
 
     @property

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ class Child:
         self._llm = LLM(enable_prefix_caching=True, disable_log_stats=False, seed=0, **options)
         self._engine: Any = self._llm.llm_engine
         self._answers: dict[str, dict[str, Any]] = {}
+        self._begun: dict[str, float] = {}
 
     def add(self, requests: list[dict[str, Any]]) -> None:
         """Give requests to vLLM."""
@@ -57,12 +59,14 @@ class Child:
                 detokenize=False,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
+            self._begun[request["name"]] = time.monotonic()
             self._engine.add_request(request["name"], prompt, sampling)
 
     def step(self) -> None:
         for output in self._engine.step():
             if output.finished:
-                self._answers[output.request_id] = _answer(output)
+                seconds = time.monotonic() - self._begun.pop(output.request_id)
+                self._answers[output.request_id] = _answer(output) | {"seconds": seconds}
 
     def run(self) -> None:
         """Step until no request is left."""

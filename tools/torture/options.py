@@ -18,6 +18,7 @@ class Options:
         kills: Of storing engines.
         damages: Of records on disk.
         operations: Of the churn, at most `churn_seconds` long.
+        questions: To a vLLM with faults below it.
     """
 
     seed: int
@@ -26,6 +27,7 @@ class Options:
     damages: int = 1_000
     operations: int = 1_000_000
     churn_seconds: float = 60.0
+    questions: int = 24
 
 
 LONG = {
@@ -33,6 +35,7 @@ LONG = {
     "damages": 10_000,
     "operations": 1_000_000,
     "churn_seconds": 3600.0,
+    "questions": 200,
 }
 """What a release is put through: more than an hour on two cores."""
 

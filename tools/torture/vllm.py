@@ -1,0 +1,116 @@
+"""A real vLLM over a disk that fails, stalls and lies: the same answers, none later than its deadline."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.integration.vllm_answers import TOLERANCE, Answer, Question, difference, tokens
+from tests.integration.vllm_driver import Engine, Engines, Reference, connector
+from tools.torture.outcome import Outcome
+
+AT_ONCE = 4
+FAMILIES = 5
+LOOKUP_S, RETRIEVE_S = 0.5, 1.0
+DEADLINE_S = LOOKUP_S + RETRIEVE_S
+"""What a request may wait for the cache in all."""
+NOISE_S = 2.5
+"""What two runs of one request may differ by on a busy machine; with the deadline less than one delay."""
+DELAY_S = 5.0
+FAULTS = {"error": 0.1, "delay": 0.1, "delay_s": DELAY_S, "corrupt": 0.1}
+"""Three operations in ten."""
+
+
+def faulty(disk: Path, seed: int) -> dict[str, Any]:
+    """The connector of an engine whose disk has faults; its memory is emptied between the rounds."""
+    transfer = connector(disk=disk)
+    settings = transfer["kv_connector_extra_config"]
+    settings["tiers"][1] |= {"timeout_s": RETRIEVE_S, "layers": [{"name": "faults", "seed": seed, **FAULTS}]}
+    settings |= {
+        "retrieve.timeout_s": RETRIEVE_S,
+        "vllm.lookup_timeout_s": LOOKUP_S,
+        "vllm.reset_cache": "memory",
+    }
+    return transfer
+
+
+def ask(engine: Engine, reference: Reference, questions: Sequence[Question], outcome: Outcome) -> None:
+    """Ask some at once, then empty vLLM's cache and the host's memory, so that the disk is all that is left."""
+    expected = [reference(question) for question in questions]
+    answers = engine.ask_all(questions)
+    for question, answer, right in zip(questions, answers, expected, strict=True):
+        compare(question, answer, right, outcome)
+    outcome.add("tokens from disk", answers[0].tiers.get("disk", 0))
+    outcome.counts["faults seen"] = faults_seen(engine.settle()["counts"])
+    engine.forget()
+
+
+def compare(question: Question, answer: Answer, right: Answer, outcome: Outcome) -> None:
+    what = f"prompt of {len(question.prompt)} tokens"
+    outcome.add("requests")
+    outcome.expect(answer.finish_reason == "length", f"{what} ended with {answer.finish_reason!r}")
+    distance = difference(answer, right)
+    outcome.expect(distance <= TOLERANCE, f"{what}: log-probabilities are {distance} apart")
+    late = answer.seconds - AT_ONCE * right.seconds  # they share one engine, and were alone in the other
+    outcome.counts["latest, in seconds"] = round(max(outcome.counts["latest, in seconds"], late), 2)
+    outcome.expect(late <= DEADLINE_S + NOISE_S, f"{what} came {late:.1f} s later than without connector")
+
+
+def faults_seen(counts: dict[str, int]) -> int:
+    """Errors, late calls and damaged records that the engine counted."""
+    return sum(count for name, count in counts.items() if ".errors." in name or ".corrupt." in name)
+
+
+def rounds(seed: int) -> Iterator[list[Question]]:
+    """Questions to be asked at once; each prompt begins like others, and most come more than once."""
+    generator = random.Random(seed)
+    families = [tokens(f"family {seed} {family}", 640) for family in range(FAMILIES)]
+    while True:
+        yield [
+            Question(
+                generator.choice(families)[: generator.choice((320, 480, 640))]
+                + tokens(f"end {seed} {generator.randrange(3)}", generator.choice((40, 100)))
+            )
+            for _ in range(AT_ONCE)
+        ]
+
+
+def torture(engines: Engines, reference: Reference, disk: Path, outcome: Outcome, **lengths: Any) -> Outcome:
+    """Ask `questions`, or for `seconds` if that is not 0; for `seed`."""
+    questions, seconds, seed = lengths["questions"], lengths["seconds"], lengths["seed"]
+    outcome.counts |= {"requests": 0, "latest, in seconds": 0.0, "deadline, in seconds": DEADLINE_S}
+    deadline = time.monotonic() + seconds
+    with engines.started(faulty(disk, seed)) as engine:
+        for part in rounds(seed):
+            enough = time.monotonic() > deadline if seconds else outcome.counts["requests"] >= questions
+            if outcome.hopeless or enough:
+                break
+            ask(engine, reference, part, outcome)
+            outcome.tell(outcome.counts["requests"], questions, "requests")
+    return outcome
+
+
+def run(*, questions: int, seconds: float, seed: int) -> Outcome:
+    """A vLLM without connector and one with faults below, side by side."""
+    outcome = Outcome("vllm", {"seed": seed})
+    with tempfile.TemporaryDirectory(prefix="lmcache-async-vllm-") as name:
+        engines = Engines(Path(name))
+        try:
+            reference = Reference(engines.start())
+            torture(
+                engines,
+                reference,
+                Path(name) / "kv",
+                outcome,
+                questions=questions,
+                seconds=seconds,
+                seed=seed,
+            )
+        finally:
+            engines.close()
+    outcome.expect(outcome.counts.get("faults seen", 0) > 0, "no fault was seen: nothing was tested")
+    return outcome.end()
