@@ -54,6 +54,15 @@ async def cancelled_at_each_await(
             return
 
 
+async def cancelled_at_await(call: Coroutine[Any, Any, Any], number: int) -> asyncio.Task[Any]:
+    """The task of `call`, ended: cancelled at its await of that number, or by itself before.
+
+    Raises:
+        AssertionError: The cancelled call did not end.
+    """
+    return await _AwaitCounter(number).run(call)
+
+
 class _AwaitCounter:
     """Counts the awaits of a call and of all tasks that are made meanwhile; cancels the call at one of them."""
 

@@ -1,0 +1,257 @@
+"""A tier against a dict."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_async.errors import TierError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.conformance.base import are_answers, leases_are_back, listed, release_all, scribble
+from lmcache_async.testing.conformance.damage import EDITS
+from lmcache_async.testing.machines.model import TierModel
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
+from lmcache_async.testing.steps import cancelled_at_await, turns
+from lmcache_async.tiers.base import Tier
+from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+NUMBERS = st.integers(0, 9)
+SOME = st.lists(NUMBERS, min_size=1, max_size=6, unique=True)
+LENGTHS = (0, 1, 4095, 4096, 4097, 9000, 20_000, 30_000, 50_000, 64 * 1024)
+"""Of the payloads, by number: a chunk's record always has the same content."""
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Any calls in any order, some at the same time, some cancelled; with restarts, damage and a limit.
+
+    Subclass it, override `make_tier`, and have it run:
+
+    ```python
+    class MyMachine(TierMachine):
+        def make_tier(self, directory, max_bytes):
+            return MyTier(MyConfig(path=directory))
+
+    TestMyMachine = MyMachine.TestCase
+    ```
+
+    It checks that
+
+    - a chunk that is got is what was put under that key, to the byte; or, damaged, proves itself wrong;
+    - what was never put, or was removed, is a miss;
+    - what was put is there, also after a restart of a persistent tier, unless the tier counts an
+      eviction for it, or the put failed, was cancelled or overlapped a removal;
+    - `contains`, `count_prefix`, `get`, `keys`, `remove` and `statistics` agree with each other;
+    - no more bytes are held than `max_bytes`, and no tier without one evicts;
+    - after each call, cancelled ones included, every lease is back and no free memory is read;
+    - a cancelled call ends.
+
+    Attributes:
+        loop_factory: Makes the event loop; `staticmethod(uvloop.new_event_loop)` in a subclass.
+        reliable: False for a tier that loses or garbles chunks by intention. What passes for right has
+            to be right all the same, and limits and leases hold.
+    """
+
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
+    reliable: ClassVar[bool] = True
+
+    def make_tier(self, directory: Path, max_bytes: int | None) -> Tier:
+        """To be overridden: a tier, neither bound nor opened.
+
+        Args:
+            directory: Is empty at first, and the tier's alone. A restart calls with the same one again.
+            max_bytes: The capacity to set, for tiers that have one; None: as much as they like.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no make_tier(directory, max_bytes)")
+
+    async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        """Replace what `self.tier` holds under `key` by `edit` of it; whether it was done."""
+        del key, edit
+        return False
+
+    @initialize(max_slabs=st.none() | st.integers(2, 8))
+    def start(self, max_slabs: int | None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="lmcache-async-test-"))
+        self.max_bytes = None if max_slabs is None else max_slabs * SLAB_BYTES
+        self.runner = asyncio.Runner(loop_factory=self.loop_factory)
+        self.arena = small_arena(24)
+        self.model = TierModel(LENGTHS, reliable=self.reliable)
+        self.run(self.open())
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """What a call comes to, on the machine's loop."""
+        return self.runner.run(call)
+
+    async def open(self) -> None:
+        self.tier = self.make_tier(self.directory, self.max_bytes)
+        self.tier.bind(self.arena)
+        await self.tier.__aenter__()
+        self.model.opened(self.tier.statistics())
+
+    async def close(self) -> None:
+        await self.tier.__aexit__(None, None, None)
+        leased = self.arena.statistics().leased_slabs
+        assert leased == 0, f"closed, and {leased} leases are not back"
+
+    @rule(numbers=SOME)
+    def put_some(self, numbers: list[int]) -> None:
+        self.run(self._put(numbers))
+
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=6))
+    def get_some(self, numbers: list[int]) -> None:
+        self.run(self._get(numbers))
+
+    @rule(number=NUMBERS)
+    def get_one(self, number: int) -> None:
+        async def get() -> Buffer | TierError | None:
+            try:
+                return await self.tier.get(key_of(number), self.allocate)
+            except TierError as error:
+                return error
+
+        self.run(self._take_answers([number], [self.run(get())]))
+
+    @rule(numbers=SOME)
+    def look(self, numbers: list[int]) -> None:
+        async def ask() -> tuple[list[bool], int, bool]:
+            keys = [key_of(number) for number in numbers]
+            there = await self.tier.contains_many(keys)
+            return there, await self.tier.count_prefix(keys), await self.tier.contains(keys[0])
+
+        try:
+            there, count, first = self.run(ask())
+        except TierError:
+            assert not self.reliable
+            return
+        self.model.check_found(numbers, there, count, first)
+
+    @rule(number=NUMBERS)
+    def remove(self, number: int) -> None:
+        removed = self.run(self.tier.remove(key_of(number)))
+        assert self.tier.capabilities.removes or not removed
+        if self.tier.capabilities.removes:
+            self.model.removed(number, removed)
+
+    @rule()
+    def clear(self) -> None:
+        if not (self.tier.capabilities.lists and self.tier.capabilities.removes):
+            return
+        count = self.run(self.tier.clear())
+        self.model.cleared(count)
+
+    @rule()
+    def restart(self) -> None:
+        persistent = self.tier.capabilities.persistent
+        self.run(self.close())
+        if not persistent:
+            self.model.forget_all()
+        self.run(self.open())
+
+    @rule(puts=SOME, gets=SOME, removals=st.lists(NUMBERS, max_size=3, unique=True))
+    def overlap(self, puts: list[int], gets: list[int], removals: list[int]) -> None:
+        async def together() -> None:
+            # What is put may evict what is got.
+            self.model.unsure({*puts, *removals, *gets}, maybe=puts)
+            await asyncio.gather(
+                self._put(puts[:3], sure=False),
+                self._get(gets),
+                self._put(puts[3:], sure=False),
+                *(self.tier.remove(key_of(number)) for number in removals),
+            )
+
+        self.run(together())
+
+    @rule(verb=st.sampled_from(["put", "get", "remove", "look"]), numbers=SOME, awaits=st.integers(0, 25))
+    def cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
+        self.run(self._cancel(verb, numbers, awaits))
+
+    @precondition(lambda self: self.model.sure)
+    @rule(data=st.data(), edit=st.sampled_from(sorted(EDITS)))
+    def damage(self, data: st.DataObject, edit: str) -> None:
+        number = data.draw(st.sampled_from(sorted(self.model.sure)))
+        if self.run(self.damage_content(key_of(number), EDITS[edit])):
+            self.model.damaged_one(number)
+
+    @invariant()
+    def the_tier_is_sound(self) -> None:
+        if hasattr(self, "tier"):
+            self.run(self._check_sound())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        try:
+            self.run(self.close())
+        finally:
+            self.runner.close()
+            self.arena.close()
+            shutil.rmtree(self.directory)
+
+    async def allocate(self, nbytes: int) -> Buffer:
+        return await self.arena.lease(nbytes, timeout_s=5)
+
+    async def _check_sound(self) -> None:
+        await leases_are_back(self.tier, self.arena)
+        scribble(self.arena)
+        statistics = self.tier.statistics()
+        keys = await listed(self.tier) if self.tier.capabilities.lists else None
+        self.model.check_held(statistics, keys)
+
+    async def _put(self, numbers: list[int], *, sure: bool = True) -> None:
+        items = [(key_of(number), record(self.arena, number, LENGTHS[number])) for number in numbers]
+        answers: Sequence[TierError | None]
+        try:
+            answers = await self.tier.put_many(items)
+        except TierError as error:  # of the whole batch
+            answers = [error] * len(items)
+        for _, buffer in items:
+            buffer.release()
+        assert len(answers) == len(items)
+        assert are_answers(answers)
+        if sure:
+            self.model.put(numbers, answers)
+
+    async def _get(self, numbers: list[int]) -> None:
+        answers: Sequence[Buffer | TierError | None]
+        try:
+            answers = await self.tier.get_many([key_of(number) for number in numbers], self.allocate)
+        except TierError as error:
+            answers = [error] * len(numbers)
+        assert len(answers) == len(numbers), f"{len(answers)} answers for {len(numbers)} keys"
+        await self._take_answers(numbers, answers)
+
+    async def _take_answers(self, numbers: list[int], answers: Sequence[Buffer | TierError | None]) -> None:
+        try:
+            wrong = self.model.check_got(numbers, answers)
+        finally:
+            release_all([*answers])
+        for number in wrong:  # as the framework does with what it finds out
+            self.model.removed(number, await self.tier.remove(key_of(number)))
+
+    async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
+        keys = [key_of(number) for number in numbers]
+        if verb == "put":
+            self.model.unsure(numbers, maybe=numbers)
+            items = [(key_of(number), record(self.arena, number, LENGTHS[number])) for number in numbers]
+            await cancelled_at_await(self.tier.put_many(items), awaits)
+            for _, buffer in items:
+                buffer.release()
+            scribble(self.arena)
+        elif verb == "get":
+            task = await cancelled_at_await(self.tier.get_many(keys, self.allocate), awaits)
+            if not task.cancelled() and not isinstance(task.exception(), TierError):
+                await self._take_answers(numbers, task.result())
+        elif verb == "remove":
+            self.model.unsure(numbers[:1], maybe=())
+            await cancelled_at_await(self.tier.remove(keys[0]), awaits)
+        else:
+            await cancelled_at_await(self.tier.count_prefix(keys), awaits)
+        await turns(5)  # a call left behind ends by itself

@@ -1,0 +1,113 @@
+"""Hypothesis strategies for the values of this package; all options are keyword-only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.testing.caches import DTYPES, cache_forms
+from lmcache_async.testing.fakes import DictConfig, DictTier
+from lmcache_async.testing.faults import Fault, FaultKind, FaultPlan, FaultyTier
+from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.stack import StackedTier, TierStack
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+ODD_LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 8192, 8193, 65_535, MAX_PAYLOAD_BYTES)
+"""Lengths around sectors and pages."""
+
+HARMLESS: tuple[FaultKind, ...] = ("error", "refuse", "bug", "delay", "drop", "lie", "flip", "cut")
+"""Every kind of fault that needs no deadline to end; `hang` is the one that does."""
+
+
+def token_streams(
+    *, min_size: int = 1, max_size: int = 36, vocabulary: int = 2
+) -> st.SearchStrategy[list[int]]:
+    """Prompts, as token ids below `vocabulary`; few ids and short prompts, so that they share prefixes often."""
+    return st.lists(st.integers(0, vocabulary - 1), min_size=min_size, max_size=max_size)
+
+
+def chunk_keys() -> st.SearchStrategy[ChunkKey]:
+    """Keys of 16 bytes: random ones, close neighbours, and those that a careless backend trips over."""
+    odd = [bytes(KEY_BYTES), b"\xff" * KEY_BYTES, b"../../etc/passwd", b"a/b\n\r\t \"'*?;&|\x00%"]
+    few = st.integers(0, 9).map(lambda number: number.to_bytes(KEY_BYTES, "big"))
+    return (st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | few | st.sampled_from(odd)).map(ChunkKey)
+
+
+def payloads(*, max_bytes: int = MAX_PAYLOAD_BYTES) -> st.SearchStrategy[bytes]:
+    """What a record may carry: bytes of every length, odd ones often; content that does not compress away."""
+    odd = [length for length in ODD_LENGTHS if length <= max_bytes]
+    lengths = st.integers(0, max_bytes) | st.sampled_from(odd)
+    return st.builds(
+        lambda length, seed: np.random.default_rng(seed).bytes(length), lengths, st.integers(0, 255)
+    )
+
+
+@st.composite
+def kv_layouts(
+    draw: st.DrawFn,
+    *,
+    max_blocks: int = 8,
+    granularities: Sequence[str] = ("block", "token"),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> KVLayout:
+    """Layouts of small paged KV caches in host memory, in every form that we know, filled with random bytes."""
+    form = draw(cache_forms(granularities=granularities, dtypes=dtypes))
+    return form.build(draw(st.integers(1, max_blocks)), seed=draw(st.integers(0, 255))).layout
+
+
+@st.composite
+def fault_plans(
+    draw: st.DrawFn,
+    *,
+    max_size: int = 12,
+    kinds: Sequence[FaultKind] = HARMLESS,
+    max_delay_s: float = 0.0,
+) -> FaultPlan:
+    """What the next calls of a FaultyTier come to: about half of them work.
+
+    Args:
+        max_size: Calls that the plan is about.
+        kinds: Of faults. `hang` needs something above the tier that gives up.
+        max_delay_s: Of a `delay`; 0 gives way to the loop and takes no time.
+    """
+    fault = st.builds(
+        Fault,
+        kind=st.sampled_from(list(kinds)),
+        seconds=st.floats(0, max_delay_s),
+        position=st.integers(0, 2 * SLAB_BYTES),
+    )
+    return FaultPlan(tuple(draw(st.lists(st.none() | fault, max_size=max_size))))
+
+
+@st.composite
+def tier_stacks(
+    draw: st.DrawFn,
+    *,
+    max_tiers: int = 3,
+    max_slabs: int = 8,
+    fault_kinds: Sequence[FaultKind] = HARMLESS,
+    timeout_s: float = 30.0,
+) -> TierStack:
+    """Stacks, not opened, of one to `max_tiers` tiers as an engine makes them: guarded, with a queue before each.
+
+    Each tier is a FaultyTier with a plan of its own around a DictTier, some with a limit of a few slabs
+    (of `lmcache_async.testing.records`).
+    """
+    stacked = []
+    logger = LimitedLogger(logging.getLogger("lmcache_async.testing"))
+    for index in range(draw(st.integers(1, max_tiers))):
+        limit = draw(st.none() | st.integers(1, max_slabs))
+        inner = DictTier(DictConfig(max_bytes=None if limit is None else limit * SLAB_BYTES))
+        faulty = FaultyTier(inner, draw(fault_plans(kinds=fault_kinds)) if fault_kinds else None)
+        guarded = GuardLayer(faulty, name=f"tier{index}", timeout_s=timeout_s, logger=logger)
+        writer = TierWriter(guarded, name=f"tier{index}", max_bytes=64 * SLAB_BYTES)
+        stacked.append(StackedTier(f"tier{index}", guarded, writer))
+    return TierStack(stacked, write_timeout_s=timeout_s)

@@ -1,0 +1,70 @@
+"""Every bundled tier and fake against a dict, on both loops."""
+
+import asyncio
+import logging
+
+import pytest
+import uvloop
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, LatencyTier
+from lmcache_async.testing.machines import TierMachine
+from lmcache_async.testing.strategies import fault_plans
+from lmcache_async.tiers.layers.guard import GuardLayer
+
+LOGGER = LimitedLogger(logging.getLogger("tests"))
+
+
+class DictMachine(TierMachine):
+    def make_tier(self, directory, max_bytes):
+        return DictTier(DictConfig(max_bytes=max_bytes))
+
+
+class PersistentDictMachine(TierMachine):
+    def make_tier(self, directory, max_bytes):
+        if not hasattr(self, "records"):
+            self.records = {}
+        return DictTier(DictConfig(max_bytes=max_bytes), records=self.records)
+
+    async def damage_content(self, key, edit):
+        self.records[key] = edit(self.records[key])
+        return True
+
+
+class CPUMachine(TierMachine):
+    def make_tier(self, directory, max_bytes):
+        return CPUTier(CPUConfig(max_bytes=max_bytes))
+
+
+class GuardedMachine(TierMachine):
+    def make_tier(self, directory, max_bytes):
+        inner = LatencyTier(DictTier(DictConfig(max_bytes=max_bytes)))
+        return GuardLayer(inner, name="dict", timeout_s=30, logger=LOGGER)
+
+
+class FaultyMachine(TierMachine):
+    reliable = False
+
+    def make_tier(self, directory, max_bytes):
+        self.faulty = FaultyTier(DictTier(DictConfig(max_bytes=max_bytes)))
+        return GuardLayer(self.faulty, name="faulty", timeout_s=30, logger=LOGGER)
+
+    @rule(plan=fault_plans(), again=st.booleans())
+    def plan(self, plan, again):
+        self.faulty.faults.extend(plan.faults * (1 + again))
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize(
+    "machine", [DictMachine, PersistentDictMachine, CPUMachine, GuardedMachine, FaultyMachine]
+)
+def test_a_tier_is_a_dict(machine, loop_factory):
+    on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})
+
+    run_state_machine_as_test(
+        on_loop, settings=settings(max_examples=12, stateful_step_count=20, deadline=None)
+    )
