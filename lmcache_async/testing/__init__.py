@@ -1,0 +1,105 @@
+"""The test kit: what every tier and layer must do, as tests to subclass; state machines, strategies and fakes.
+
+Install it with `pip install 'lmcache-async[testing]'`. docs/test-your-tier.md shows its use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from lmcache_async.testing.conformance import (
+        LayerConformance,
+        SuffixEvictionConformance,
+        TierConformance,
+    )
+    from lmcache_async.testing.fakes import DictConfig, DictTier, GatedTier, LatencyTier
+    from lmcache_async.testing.faults import Fault, FaultPlan, FaultyTier
+    from lmcache_async.testing.machines import CacheMachine, TierMachine
+    from lmcache_async.testing.registry import FakeRegistry, FaultyRegistry
+    from lmcache_async.testing.steps import cancelled_at_await, cancelled_at_each_await
+    from lmcache_async.testing.strategies import (
+        chunk_keys,
+        fault_plans,
+        kv_layouts,
+        payloads,
+        tier_stacks,
+        token_streams,
+    )
+
+__all__ = [
+    "CacheMachine",
+    "DictConfig",
+    "DictTier",
+    "FakeRegistry",
+    "Fault",
+    "FaultPlan",
+    "FaultyRegistry",
+    "FaultyTier",
+    "GatedTier",
+    "LatencyTier",
+    "LayerConformance",
+    "SuffixEvictionConformance",
+    "TierConformance",
+    "TierMachine",
+    "cancelled_at_await",
+    "cancelled_at_each_await",
+    "chunk_keys",
+    "fault_plans",
+    "kv_layouts",
+    "payloads",
+    "tier_stacks",
+    "token_streams",
+]
+
+_MODULES = {
+    "conformance": ("LayerConformance", "SuffixEvictionConformance", "TierConformance"),
+    "fakes": ("DictConfig", "DictTier", "GatedTier", "LatencyTier"),
+    "faults": ("Fault", "FaultPlan", "FaultyTier"),
+    "machines": ("CacheMachine", "TierMachine"),
+    "registry": ("FakeRegistry", "FaultyRegistry"),
+    "steps": ("cancelled_at_await", "cancelled_at_each_await"),
+    "strategies": ("chunk_keys", "fault_plans", "kv_layouts", "payloads", "tier_stacks", "token_streams"),
+}
+_NEEDED = ("pytest", "pytest_asyncio", "hypothesis")
+
+
+def __getattr__(name: str) -> object:
+    """Import on use: the fakes need no test runner, and who lacks one is told what to install.
+
+    Raises:
+        MissingDependencyError: The name needs a package that is not installed.
+    """
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(_import(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _import(module: str) -> object:
+    _explain_assertions()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _NEEDED:
+            raise
+        raise MissingDependencyError(
+            f"{module} needs the package {error.name}, which is not installed:"
+            " pip install 'lmcache-async[testing]'"
+        ) from error
+
+
+def _explain_assertions() -> None:
+    """Have pytest show the values in our assertions, as it does in a test's own."""
+    pytest = sys.modules.get("pytest")
+    modules = [f"{__name__}.{name}" for name in ("conformance", "machines", "records")]
+    if pytest is not None and not any(module in sys.modules for module in modules):
+        pytest.register_assert_rewrite(*modules)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
+from lmcache_async.testing.faults import FaultyTier
+from lmcache_async.tiers.base import Tier, TierConfig
 
 
 class FakeRegistry(Registry):
@@ -30,3 +32,40 @@ class FakeRegistry(Registry):
         if name in self._given[group]:
             return self._given[group][name]
         return super().load(group, name, third_party=third_party)
+
+
+class FaultyRegistry(Registry):
+    """Loads what another registry has, and puts a FaultyTier around each tier that is not in the arena.
+
+    Attributes:
+        made: The FaultyTiers, in the order in which they were made.
+    """
+
+    def __init__(self, inner: Registry) -> None:
+        super().__init__([])  # no plug-ins of its own
+        self.made: list[FaultyTier] = []
+        self._inner = inner
+
+    def available(self, group: str, *, third_party: bool = True) -> dict[str, Plugin]:
+        return self._inner.available(group, third_party=third_party)
+
+    def load(self, group: str, name: str, *, third_party: bool = True) -> object:
+        loaded = self._inner.load(group, name, third_party=third_party)
+        if group == TIERS and isinstance(loaded, type) and issubclass(loaded, Tier):
+            return self._faulty(loaded)
+        return loaded
+
+    def _faulty(self, tier_class: type[Tier]) -> type[Tier]:
+        made = self.made
+
+        class Faulty(Tier):
+            config_type = tier_class.config_type
+
+            def __new__(cls, config: TierConfig) -> Tier:  # type: ignore[misc]  # what config names stands in it
+                tier = tier_class(config)
+                if tier.capabilities.in_arena:
+                    return tier
+                made.append(FaultyTier(tier))
+                return made[-1]
+
+        return Faulty

@@ -1,0 +1,283 @@
+"""A whole engine against a list of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.registry import Registry
+from lmcache_async.testing.faults import FaultPlan
+from lmcache_async.testing.machines.prompts import Prompts
+from lmcache_async.testing.registry import FaultyRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import cancelled_at_await
+from lmcache_async.testing.strategies import fault_plans, token_streams
+from lmcache_async.types import StoreReport
+
+T = TypeVar("T")
+
+SPACES = (RequestNamespace(), RequestNamespace(cache_salt="tenant"))
+PROMPTS = token_streams(max_size=36)
+SPACE = st.sampled_from(range(len(SPACES)))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Stores and retrieves of two tenants, with faults, evictions, restarts and cancellations in between.
+
+    It runs the bundled tiers `cpu` and `disk`; subclass it and override `make_tiers` to have others:
+
+    ```python
+    class MyMachine(CacheMachine):
+        def make_tiers(self, directory, max_bytes):
+            return ["cpu", {"name": "mine", "path": str(directory / "kv")}]
+
+    TestMyMachine = MyMachine.TestCase
+    ```
+
+    It checks that
+
+    - every token that a retrieve reports is in its slots as it was stored for these tokens in this
+      namespace, and no other slot is touched;
+    - a mask is of the form F* T* F*;
+    - no hit is longer than what was ever stored of the prompt in its own namespace;
+    - what was stored is found, as long as no tier is full, none fails, and nothing was evicted;
+    - an eviction makes no hit longer;
+    - no tier holds more than its capacity;
+    - a call that was cancelled at any await ends, and after it, as after all others, every lease is
+      back but those of the tiers and the pins, every queue is empty, and nothing runs any more.
+
+    Attributes:
+        loop_factory: Makes the event loop; `staticmethod(uvloop.new_event_loop)` in a subclass.
+        settings: Of the config, beside the tiers; dotted keys.
+    """
+
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
+    settings: ClassVar[dict[str, Any]] = {"retrieve.verify_arena": True}
+
+    def make_tiers(self, directory: Path, max_bytes: int) -> Sequence[object]:
+        """The config's `tiers`, fastest first.
+
+        Args:
+            directory: Is empty at first. A restart calls with the same one again.
+            max_bytes: The capacity of tiers that have one; more than enough in half of the runs.
+        """
+        return ["cpu", {"name": "disk", "path": str(directory / "kv"), "max_bytes": max_bytes}]
+
+    def make_registry(self) -> Registry:
+        """Where the tiers come from: what is installed. A FakeRegistry offers classes that are not."""
+        return Registry()
+
+    @initialize(slabs=st.none() | st.integers(1, 12))
+    def start(self, slabs: int | None) -> None:
+        self.runner = asyncio.Runner(loop_factory=self.loop_factory)
+        self.directory = Path(tempfile.mkdtemp(prefix="lmcache-async-test-"))
+        self.rig = Rig(blocks=24, slabs=6)
+        self.roomy = slabs is None
+        self.max_bytes = (1000 if slabs is None else slabs) * self.rig.slab_bytes
+        self.prompts = [Prompts(self.rig.chunk_size) for _ in SPACES]
+        self.registry = FaultyRegistry(self.make_registry())
+        self.exit = AsyncExitStack()
+        self.run(self.open())
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """What a call comes to, on the machine's loop."""
+        return self.runner.run(call)
+
+    async def open(self) -> None:
+        self.registry.made.clear()
+        self.calm = self.roomy
+        tiers = list(self.make_tiers(self.directory, self.max_bytes))
+        self.engine: CacheEngine = await self.exit.enter_async_context(
+            self.rig.open(registry=self.registry, **{"tiers": tiers, **self.settings})
+        )
+
+    @rule(tokens=PROMPTS, space=SPACE)
+    def store(self, tokens: list[int], space: int) -> None:
+        self.run(self._store(tokens, space))
+
+    @rule(tokens=PROMPTS, space=SPACE, skip=st.integers(0, 10))
+    def retrieve(self, tokens: list[int], space: int, skip: int) -> None:
+        self.run(self._retrieve(tokens, space, min(skip, len(tokens))))
+
+    @rule(tokens=PROMPTS, other=PROMPTS, space=SPACE, other_space=SPACE)
+    def store_and_retrieve(self, tokens: list[int], other: list[int], space: int, other_space: int) -> None:
+        async def both() -> None:
+            self.prompts[space].may_be.add(tuple(tokens))
+            await asyncio.gather(self._store(tokens, space), self._retrieve(other, other_space, 0))
+
+        self.run(both())
+
+    @rule(tokens=PROMPTS, space=SPACE)
+    def lookup(self, tokens: list[int], space: int) -> None:
+        self.run(self._lookup(tokens, space))
+
+    @rule(tokens=PROMPTS, space=SPACE, lookup_id=st.sampled_from(["a", "b"]))
+    def pin(self, tokens: list[int], space: int, lookup_id: str) -> None:
+        self.run(self.engine.lookup(tokens, namespace=SPACES[space], lookup_id=lookup_id))
+
+    @rule(lookup_id=st.sampled_from(["a", "b"]))
+    def unpin(self, lookup_id: str) -> None:
+        self.engine.unpin(lookup_id)
+
+    @rule(tokens=PROMPTS, space=SPACE)
+    def prefetch(self, tokens: list[int], space: int) -> None:
+        fetched = self.run(self.engine.prefetch(tokens, namespace=SPACES[space]))
+        assert fetched <= self.prompts[space].longest(tokens), "more was fetched than was ever stored"
+
+    @rule(
+        tokens=PROMPTS,
+        space=SPACE,
+        verb=st.sampled_from(["store", "retrieve", "lookup", "prefetch"]),
+        awaits=st.integers(0, 60),
+    )
+    def cancel(self, tokens: list[int], space: int, verb: str, awaits: int) -> None:
+        async def cancelled() -> None:
+            rows = range(len(tokens))
+            calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+                "store": lambda: self.engine.store(tokens, rows, namespace=SPACES[space]),
+                "retrieve": lambda: self.engine.retrieve(tokens, rows, namespace=SPACES[space]),
+                "lookup": lambda: self.engine.lookup(tokens, namespace=SPACES[space]),
+                "prefetch": lambda: self.engine.prefetch(tokens, namespace=SPACES[space]),
+            }
+            if verb == "store":
+                self._compute(tokens, space)
+            await cancelled_at_await(calls[verb](), awaits)
+
+        self.run(cancelled())
+
+    @rule(tokens=PROMPTS, space=SPACE, which=st.integers(0, 100), tier=st.integers(0, 3))
+    def evict(self, tokens: list[int], space: int, which: int, tier: int) -> None:
+        self.run(self._evict(tokens, space, which, tier))
+
+    @rule(memory_only=st.booleans())
+    def clear(self, memory_only: bool) -> None:
+        self.run(self.engine.clear(memory_only=memory_only))
+        if not memory_only:
+            for prompts in self.prompts:
+                prompts.forget()
+
+    @rule()
+    def restart(self) -> None:
+        self.run(self.exit.aclose())
+        if not self._is_persistent():
+            for prompts in self.prompts:
+                prompts.forget()
+        self.run(self.open())
+
+    @precondition(lambda self: self.registry.made)
+    @rule(plan=fault_plans(), tier=st.integers(0, 3))
+    def fail(self, plan: FaultPlan, tier: int) -> None:
+        self.registry.made[tier % len(self.registry.made)].faults.extend(plan.faults)
+        if any(plan.faults):
+            self._not_calm()
+
+    @invariant()
+    def nothing_is_left_behind(self) -> None:
+        if hasattr(self, "engine"):
+            self.run(self._check_quiet())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "runner"):
+            return
+        try:
+            self.run(self.exit.aclose())
+        finally:
+            self.runner.close()
+            shutil.rmtree(self.directory)
+
+    async def _store(self, tokens: list[int], space: int) -> StoreReport:
+        self._compute(tokens, space)
+        report = await self.engine.store(tokens, range(len(tokens)), namespace=SPACES[space])
+        flushed = await self.engine.flush(timeout_s=30)
+        assert flushed, "a flush did not end"
+        if self.calm and not report.dropped:
+            self.prompts[space].must_be.add(tuple(tokens))
+        return report
+
+    async def _retrieve(self, tokens: list[int], space: int, skip: int) -> None:
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[:skip] = False
+        slots = list(range(self.rig.num_slots - len(tokens), self.rig.num_slots))
+        others = list(range(self.rig.num_slots - len(tokens)))  # a store may read the first of them meanwhile
+        before = self.rig.read(others)
+        self.rig.write(slots, torch.full_like(self.rig.read(slots), -7.0))
+
+        got = await self.engine.retrieve(tokens, slots, mask=mask, namespace=SPACES[space])
+
+        hit = [position for position, there in enumerate(got.tolist()) if there]
+        assert hit == list(range(skip, skip + len(hit))), f"the mask {got.tolist()} is not F* T* F*"
+        assert skip + len(hit) <= max(skip, self.prompts[space].longest(tokens)), "a hit nobody has stored"
+        expected = self._content(tokens, space)[:, :, hit]
+        assert torch.equal(self.rig.read([slots[position] for position in hit]), expected), "wrong bytes"
+        missed = sorted(set(slots) - {slots[position] for position in hit})
+        assert (self.rig.read(missed) == -7.0).all(), "a slot outside the hit was written"
+        assert torch.equal(self.rig.read(others), before), "another's slot was written"
+
+    async def _lookup(self, tokens: list[int], space: int) -> int:
+        lies = any(faulty.faults for faulty in self.registry.made)
+        found = await self.engine.lookup(tokens, namespace=SPACES[space])
+        assert lies or found <= self.prompts[space].longest(tokens), "found what was never stored"
+        if self.calm:
+            assert found >= self.prompts[space].shortest(tokens), "what was stored is not found"
+        return found
+
+    async def _evict(self, tokens: list[int], space: int, which: int, tier: int) -> None:
+        await self.engine.flush(timeout_s=30)
+        for faulty in self.registry.made:
+            faulty.faults.clear()  # else the two lookups are not alike
+        before = await self._lookup(tokens, space)
+        tiers = self.engine._parts.stack.tiers
+        chosen = tiers[tier % len(tiers)].tier
+        keys = sorted([key async for key in chosen.keys()])  # noqa: SIM118 - no dict
+        if keys and await chosen.remove(keys[which % len(keys)]):
+            for prompts in self.prompts:
+                prompts.must_be.clear()
+        after = await self._lookup(tokens, space)
+        assert after <= before or not self.calm, "an eviction has made a hit longer"
+
+    async def _check_quiet(self) -> None:
+        assert await self.engine.flush(timeout_s=30), "calls or writes do not end"
+        statistics = self.engine.statistics()
+        if statistics.arena.lingering_slabs:
+            gc.collect()  # a cancelled call's traceback may still know its buffers' arrays
+            statistics = self.engine.statistics()
+        assert (statistics.running, statistics.late_calls) == (0, 0)
+        kept = sum(
+            stacked.tier.statistics().chunks
+            for stacked in self.engine._parts.stack.tiers
+            if stacked.tier.capabilities.in_arena
+        )
+        leased = statistics.arena.leased_slabs
+        assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} slabs leased, {kept} kept"
+        for name, writer in statistics.writers.items():
+            assert (writer.queued_chunks, writer.queued_bytes) == (0, 0), f"{name} has writes queued"
+        for name, tier in statistics.tiers.items():
+            assert tier.max_bytes is None or tier.bytes <= tier.max_bytes, f"{name} holds too much"
+
+    def _compute(self, tokens: list[int], space: int) -> None:
+        """Put into slots 0 on what a model would, and note that it may be found from now on."""
+        self.rig.write(range(len(tokens)), self._content(tokens, space))
+        self.prompts[space].may_be.add(tuple(tokens))
+
+    def _content(self, tokens: list[int], space: int) -> torch.Tensor:
+        return self.rig.content([token + 2 * space + 1 for token in tokens])
+
+    def _not_calm(self) -> None:
+        self.calm = False
+        for prompts in self.prompts:
+            prompts.must_be.clear()
+
+    def _is_persistent(self) -> bool:
+        return any(stacked.tier.capabilities.persistent for stacked in self.engine._parts.stack.tiers)
