@@ -18,7 +18,7 @@ from tools.mutants.mutations import MUTATIONS, Mutation
 TIMEOUT_S = 600.0
 """Of one pytest run; a mutant that hangs is noticed as well, by pytest's own limit of a test."""
 
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 30
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
@@ -83,10 +83,13 @@ def check(tree: Path, mutation: Mutation) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--only", default="", help="mutations whose name or file has this text")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="mutations with it in name or file; repeatable"
+    )
     parser.add_argument("--list", action="store_true", help="only list them")
     options = parser.parse_args()
-    chosen = [m for m in MUTATIONS if options.only in m.name or options.only in m.path]
+    texts = options.only or [""]
+    chosen = [m for m in MUTATIONS if any(text in m.name or text in m.path for text in texts)]
     if options.list or not chosen:
         tell("\n".join(f"{m.path}: {m.name}" for m in chosen or MUTATIONS))
         return 0 if chosen else 2

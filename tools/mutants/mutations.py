@@ -14,7 +14,7 @@ class Mutation:
         path: The file, relative to the root.
         old: Text that is in the file exactly once.
         new: What stands there instead.
-        tests: Files that are run; at least one test of them fails.
+        tests: Files, or single tests of long ones; at least one test of them fails.
     """
 
     name: str
@@ -35,7 +35,6 @@ DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
 
 TEST_RECORD = ("tests/unit/test_record.py",)
-TEST_DISK = ("tests/tiers/test_disk.py",)
 TEST_CRASH = ("tests/tiers/test_disk_crash.py",)
 TEST_ENGINE = ("tests/unit/test_engine.py",)
 TEST_CANCEL = ("tests/cancellation/test_engine_cancellation.py",)
@@ -116,14 +115,14 @@ RECORDS = (
         "stages/verify.py",
         "return self._verify_arena or not ",
         "return self._verify_arena and not ",
-        TEST_ENGINE,
+        ("tests/unit/test_engine.py::test_a_flipped_byte_on_disk_ends_the_prefix_and_the_record_is_gone",),
     ),
     Mutation(
         "the request's namespace is not in its keys",
         "lmcache_async/engine/tokens.py",
-        "return namespace.root(self.namespace.root(), self.namespace.algorithm)",
-        "return self.namespace.root()",
-        TEST_ENGINE,
+        "return namespace.root(own.root(), own.algorithm, own.hash_key)",
+        "return own.root()",
+        ("tests/unit/test_engine.py::test_namespaces_never_share_a_chunk",),
     ),
     Mutation(
         "a payload size from outside is not bounded",
@@ -156,7 +155,7 @@ DISK = (
         DIRECTORY,
         "return self.nbytes > 0 and self.nbytes % PAGE == 0",
         "return True",
-        TEST_DISK,
+        ("tests/tiers/test_disk.py::test_a_file_that_is_no_whole_pages_is_removed_at_the_start",),
     ),
     Mutation(
         "the start does not sweep what dead writers left",
@@ -170,14 +169,14 @@ DISK = (
         "plugins/disk/lock.py",
         "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        TEST_DISK,
+        ("tests/tiers/test_disk.py::test_a_second_owner_is_refused_until_the_first_has_closed",),
     ),
     Mutation(
         "others may read records",
         "plugins/disk/io.py",
         "return os.open(name, flags, 0o600, ",
         "return os.open(name, flags, 0o644, ",
-        TEST_DISK,
+        ("tests/tiers/test_disk.py::test_only_the_owner_may_read",),
     ),
     Mutation(
         "disk capacity is not checked",
@@ -198,7 +197,7 @@ DISK = (
         "plugins/disk/workers.py",
         "if not future.cancel() and not abandon:",
         "if False:",
-        TEST_DISK,
+        ("tests/tiers/test_disk.py::test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended",),
     ),
 )
 
@@ -257,7 +256,7 @@ LEASES = (
         ARENA,
         "self._free.extend(waiter.slabs)",
         "pass",
-        ("tests/unit/test_arena.py", "tests/unit/test_arena_machine.py"),
+        ("tests/unit/test_arena.py::test_cancelled_in_the_turn_of_its_grant_it_gives_the_slab_on",),
     ),
     Mutation(
         "memory evicts what is in use",
@@ -295,7 +294,7 @@ WAITS = (
         ARENA,
         "async with asyncio.timeout(timeout_s):",
         "async with asyncio.timeout(None):",
-        ("tests/unit/test_arena.py",),
+        ("tests/unit/test_arena.py::test_a_deadline_ends_the_wait_and_hangs_nobody",),
     ),
     Mutation(
         "a cancelled copy is not waited for",

@@ -18,6 +18,7 @@ class Options:
         kills: Of storing engines.
         damages: Of records on disk.
         operations: Of the churn, at most `churn_seconds` long.
+        fuzz_seconds: Of the fuzzing, shared by its tests.
         questions: To a vLLM with faults below it.
     """
 
@@ -27,6 +28,7 @@ class Options:
     damages: int = 1_000
     operations: int = 1_000_000
     churn_seconds: float = 60.0
+    fuzz_seconds: float = 60.0
     questions: int = 24
 
 
@@ -35,6 +37,7 @@ LONG = {
     "damages": 10_000,
     "operations": 1_000_000,
     "churn_seconds": 3600.0,
+    "fuzz_seconds": 1800.0,
     "questions": 200,
 }
 """What a release is put through: more than an hour on two cores."""
