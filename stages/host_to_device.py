@@ -19,6 +19,7 @@ class HostToDeviceStage:
     """
 
     ordered = True
+    writes_device = True
 
     def __init__(
         self, copier: Copier, layout: KVLayout, record_format: RecordFormat, stack: TierStack

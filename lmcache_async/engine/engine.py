@@ -15,7 +15,7 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger
 from lmcache_async.engine.pins import Pins
 from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
-from lmcache_async.engine.runners import Once, open_runners
+from lmcache_async.engine.runners import Once, countdown, open_runners
 from lmcache_async.engine.tokens import TokenVerbs
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import Namespace
@@ -200,14 +200,14 @@ class CacheEngine(TokenVerbs):
 
     async def _do_store(self, request: StoreRequest, copied: Once) -> StoreReport:
         start = time.perf_counter()
-        timeout_s = self.config.store.timeout_s
+        left = countdown(self.config.store.timeout_s)
         try:
-            batches = await self._runners.store.run(request, timeout_s=timeout_s, on_copied=copied)
+            batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
         except (BudgetExceededError, TierError) as error:
             batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
         waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
         if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
+            await asyncio.wait(waiting, timeout=left())
         report = merge_stored(batches, start, copied.time or start)
         self._instrument.stored(request.request_id, report)
         return report
@@ -268,20 +268,17 @@ class CacheEngine(TokenVerbs):
         """Cancelled, it waits no longer for writes, but frees everything all the same."""
         self._closed = True
         timeout_s = self.config.shutdown_timeout_s
-        deadline = time.monotonic() + timeout_s
-        stack = self._parts.stack
+        left = countdown(timeout_s)
         try:
             if self._running:
                 await asyncio.wait(self._running, timeout=timeout_s)
         except asyncio.CancelledError:
-            deadline = 0.0
+            left = countdown(0.0)
             raise
         finally:
             async with contextlib.AsyncExitStack() as steps:  # each is taken, whatever becomes of the others
                 steps.callback(_free, self._parts)
-                steps.push_async_callback(
-                    lambda: stack.aclose(timeout_s=max(0.0, deadline - time.monotonic()))
-                )
+                steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
                 steps.callback(self._pins.close)
                 for task in self._running:
                     task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,13 @@ def _retrieve_bounds(config: EngineConfig, arena: Arena, max_pinned: int) -> tup
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:
     return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
+
+
+def countdown(timeout_s: float) -> Callable[[], float]:
+    """How many seconds are left of `timeout_s` from now on, by the running loop's clock; never less than 0."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout_s
+    return lambda: max(0.0, deadline - clock())
 
 
 class Once:

@@ -58,21 +58,23 @@ class Runner(Generic[Out]):
         """The results of the request's batches, in prefix order; up to the one that ended the run.
 
         Args:
-            timeout_s: After this the rest is given up: it becomes `failed(batch, "deadline")`.
+            timeout_s: After this the rest is given up: it becomes `failed(batch, "deadline")`. A batch
+                that is being written to the device by then is waited for, and counts.
             on_copied: Called once, as soon as no batch will touch device memory any more.
 
         Raises:
             LMCacheAsyncError: A stage that takes the whole request failed.
         """
         gate = _Gate(on_copied)
+        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 head: Any = request
                 for info in self.chain.head:
                     head = await info.stage(head)
             batches = self._split(head)
             gate.expect(len(batches))
-            return await self._run_batches(batches, timeout_s, gate)
+            return await self._run_batches(batches, deadline, gate)
         except TimeoutError as error:
             raise BudgetExceededError(f"no answer from {self.chain!r} in {timeout_s} s") from error
         finally:
@@ -85,14 +87,16 @@ class Runner(Generic[Out]):
             return [batch]
         return [batch.part(start, stop) for start, stop in pairwise([0, *cuts])]
 
-    async def _run_batches(self, batches: list[Batch], timeout_s: float, gate: _Gate) -> list[Out]:
+    async def _run_batches(self, batches: list[Batch], deadline: float, gate: _Gate) -> list[Out]:
         run = _Run[Out](batches)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(deadline, run.give_up)
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as group:
                 for index, batch in enumerate(batches):
                     nbytes = min(len(batch.chunks) * self._chunk_bytes, self._budget.max_bytes)
                     try:
-                        await self._budget.reserve(nbytes, timeout_s=timeout_s)
+                        await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
                     except BudgetExceededError:
                         break
                     if run.ended:
@@ -102,8 +106,8 @@ class Runner(Generic[Out]):
                     run.tasks.append(task)
                     # A callback and not a `finally`: a task cancelled before its first step runs no code.
                     task.add_done_callback(lambda _, i=index, n=nbytes: self._finish(run, i, n, gate))  # type: ignore[misc]
-        except TimeoutError:
-            run.ended = True
+        finally:
+            timer.cancel()
         results: list[Out] = []
         for batch, result in zip(batches, run.results, strict=True):
             results.append(self._failed(batch, "deadline") if result is None else result)
@@ -118,6 +122,8 @@ class Runner(Generic[Out]):
             for info in self.chain.tail:
                 if info.ordered and index and not await run.turn(index):
                     return
+                if info.writes_device:
+                    run.writing.add(index)
                 value = await info.stage(value)
                 if info.reads_device:
                     gate.pass_one(index)
@@ -165,6 +171,7 @@ class _Run(Generic[Out]):
         self.done = [asyncio.Event() for _ in range(count)]
         self.tasks: list[asyncio.Task[None]] = []
         self.ended = False
+        self.writing: set[int] = set()
         self._last = count
 
     async def turn(self, index: int) -> bool:
@@ -178,6 +185,13 @@ class _Run(Generic[Out]):
         self._last = min(self._last, index)
         for task in self.tasks[index + 1 :]:
             task.cancel()
+
+    def give_up(self) -> None:
+        """The deadline: end what has not come so far that rows of the device may be written already."""
+        self.ended = True
+        for index, task in enumerate(self.tasks):
+            if index not in self.writing:
+                task.cancel()
 
 
 class _Gate:

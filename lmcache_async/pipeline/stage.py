@@ -24,6 +24,8 @@ class Stage(Protocol[In_contra, Out_co]):
         per_request: It takes the whole request, not a batch of its chunks; such stages lead a chain.
         ordered: It starts on a batch only when the batch before has passed the whole chain.
         reads_device: When it has ended, the batch's device memory is not read any more.
+        writes_device: Once begun, it is not cut short by the request's deadline: what it wrote is to
+            be told. It has to end by itself, and soon.
     """
 
     async def __call__(self, batch: In_contra, /) -> Out_co: ...
@@ -40,6 +42,7 @@ class StageInfo:
     per_request: bool
     ordered: bool
     reads_device: bool
+    writes_device: bool
 
 
 def describe(name: str, stage: Stage[Any, Any]) -> StageInfo:
@@ -66,6 +69,7 @@ def describe(name: str, stage: Stage[Any, Any]) -> StageInfo:
         per_request=bool(getattr(stage, "per_request", False)),
         ordered=bool(getattr(stage, "ordered", False)),
         reads_device=bool(getattr(stage, "reads_device", False)),
+        writes_device=bool(getattr(stage, "writes_device", False)),
     )
 
 

@@ -1,0 +1,111 @@
+"""One world, drawn from a seed: how large things are, which tiers there are, how bad the weather is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from lmcache_async.config import EngineConfig
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.simulation.faults import ODDS, Faults, Odds, Weather
+from lmcache_async.testing.simulation.prompts import Prompt, make_prompts
+from lmcache_async.testing.simulation.tier import Backend
+
+CHUNK = 4
+MAX_TOKENS = 24
+CLIENTS = 4
+
+STORE_S, RETRIEVE_S, SHUTDOWN_S = 3.0, 2.0, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What stays the same in a simulation, whatever crashes.
+
+    Attributes:
+        all_fits: Whether nothing is evicted, refused or damaged, so that every hit can be asked for.
+        call_s: The deadline of one call to a tier.
+        backends: The tiers that outlive a process, by the name of their plug-in.
+    """
+
+    rig: Rig
+    config: EngineConfig
+    prompts: list[tuple[Prompt, ...]]
+    backends: dict[str, Backend]
+    weather: Weather
+    all_fits: bool
+    call_s: float
+
+
+def draw_scenario(rng: Random, faults: Faults) -> Scenario:
+    rig = Rig(layers=1, blocks=CLIENTS * MAX_TOKENS // 4, chunk_size=CHUNK, head_dim=2)
+    prompts = make_prompts(
+        rng,
+        count=rng.randint(2, 10),
+        max_tokens=MAX_TOKENS,
+        chunk_size=CHUNK,
+        row_bytes=rig.layout.payload_bytes(1),
+    )
+    chunks = len({number for group in prompts for prompt in group for number, _ in prompt.chunks})
+    odds = (
+        ODDS[faults].scaled(2 * rng.random())
+        if faults is not Faults.NONE
+        else Odds(cancel=0.1 * rng.random())
+    )
+    roomy = rng.random() < 0.5
+    # Beside every chunk there is room for what all clients have under way at one time, and for pins.
+    rig.slabs = chunks + 2 * CLIENTS * MAX_TOKENS // CHUNK if roomy else rng.randint(2, 16)
+    call_s = rng.choice((0.5, 0.5, 5.0))  # the tiers' deadline may be the tighter one, or the request's
+    weather = Weather(rng, odds, call_timeout_s=call_s)
+    backends = {
+        name: Backend(
+            weather,
+            max_records=None if roomy or rng.random() < 0.3 else rng.randint(1, chunks),
+            local_index=local_index,
+        )
+        for name, local_index in rng.choice(_STACKS)
+    }
+    return Scenario(
+        rig=rig,
+        config=rig.config(**_settings(rng, rig, list(backends), roomy=roomy, call_s=call_s)),
+        prompts=prompts,
+        backends=backends,
+        weather=weather,
+        all_fits=roomy and faults is Faults.NONE,
+        call_s=call_s,
+    )
+
+
+_STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
+    (),
+    (("disk", True),),
+    (("disk", True),),
+    (("remote", False),),
+    (("disk", True), ("remote", False)),
+)
+
+
+def _settings(rng: Random, rig: Rig, backends: list[str], *, roomy: bool, call_s: float) -> dict[str, Any]:
+    cpu: dict[str, Any] = {"name": "cpu"}
+    if not roomy and rng.random() < 0.5:
+        cpu["max_bytes"] = rng.randint(1, rig.slabs) * rig.slab_bytes
+    tiers = [{"name": f"simulated_{name}", "id": name, "timeout_s": call_s} for name in backends]
+    alone = bool(tiers) and rng.random() < 0.2
+    slabs = rig.slabs
+    in_flight = slabs if roomy else rng.randint(1, slabs)
+    return {
+        "tiers": tiers if alone else [cpu, *tiers],
+        "store.batch_bytes": rng.randint(1, min(4, in_flight)) * rig.slab_bytes,
+        "store.max_in_flight_bytes": in_flight * rig.slab_bytes,
+        "store.max_pending_write_bytes": (slabs if roomy else rng.randint(1, slabs)) * rig.slab_bytes,
+        "store.allocate_timeout_s": STORE_S / 2 if roomy else rng.choice((0.0, 0.05)),
+        "store.timeout_s": STORE_S,
+        "retrieve.batch_bytes": rng.randint(1, min(4, in_flight)) * rig.slab_bytes,
+        "retrieve.max_in_flight_bytes": in_flight * rig.slab_bytes,
+        "retrieve.timeout_s": RETRIEVE_S,
+        "retrieve.verify_arena": rng.random() < 0.3,
+        "retrieve.promote": rng.random() < 0.8,
+        "vllm.lookup_pin_ttl_s": rng.choice((0.05, 30.0)),
+        "shutdown_timeout_s": SHUTDOWN_S,
+    }

@@ -1,0 +1,212 @@
+"""A tier whose backend outlives the process, and which does everything that backends do to people."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.simulation.faults import Weather
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
+from lmcache_async.types import ChunkKey
+
+
+class Backend:
+    """What a simulated tier keeps its records in; it outlives processes.
+
+    Args:
+        weather: What goes wrong.
+        max_records: The capacity; the oldest record goes first. None for no bound.
+        local_index: Whether the tier knows its keys by itself, as a disk does and a remote store does not.
+
+    Attributes:
+        records: The records by key, oldest first.
+        process: Which process may use it: calls of dead ones reach nothing.
+        complaints: What callers did to it that they must not do.
+    """
+
+    def __init__(self, weather: Weather, *, max_records: int | None, local_index: bool) -> None:
+        self.weather = weather
+        self.max_records = max_records
+        self.local_index = local_index
+        self.records: dict[ChunkKey, bytes] = {}
+        self.process = 0
+        self.evictions = 0
+        self.complaints: list[str] = []
+        self._writing: dict[int, tuple[ChunkKey, bytes]] = {}
+        self._writes = 0
+        self._recent: list[ChunkKey] = []
+
+    def begin(self, key: ChunkKey, record: bytes) -> int:
+        """A write is on its way; its number."""
+        self._writes += 1
+        self._writing[self._writes] = (key, record)
+        return self._writes
+
+    def end(self, write: int, *, whole: bool) -> None:
+        """It arrived; or it was broken off, and who knows what of it is there."""
+        key, record = self._writing.pop(write)
+        weather, odds = self.weather, self.weather.odds
+        if not whole:
+            if weather.strikes(odds.torn):
+                self._keep(key, _cut(weather, record))
+            return
+        if weather.strikes(odds.lost):
+            return
+        self._keep(key, _flip(weather, record) if weather.strikes(odds.rot) else record)
+        self._recent.append(key)
+
+    def crash(self) -> None:
+        """The process is gone: what it wrote last may be there, be torn, or not be there at all."""
+        self.process += 1
+        for write in list(self._writing):
+            self.end(write, whole=self.weather.rng.random() < 0.3)
+        for key in self._recent[-8:]:
+            if key in self.records and self.weather.strikes(self.weather.odds.lost):
+                del self.records[key]
+            elif key in self.records and self.weather.strikes(self.weather.odds.torn / 4):
+                self.records[key] = _cut(self.weather, self.records[key])
+        self._recent.clear()
+
+    def synced(self) -> None:
+        """What was written until now survives a crash."""
+        self._recent.clear()
+
+    def _keep(self, key: ChunkKey, record: bytes) -> None:
+        self.records.pop(key, None)
+        self.records[key] = record
+        while self.max_records is not None and len(self.records) > self.max_records:
+            del self.records[next(iter(self.records))]
+            self.evictions += 1
+
+
+class SimulatedTier(Tier):
+    """Honest in good weather; see `Odds` for the rest. Made by `tier_over`."""
+
+    backend: Backend
+
+    def __init__(self, config: TierConfig) -> None:
+        super().__init__(config)
+        self._process = self.backend.process
+        self._weather = self.backend.weather
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            persistent=True, removes=True, lists=True, local_index=self.backend.local_index, max_concurrency=2
+        )
+
+    async def contains(self, key: ChunkKey) -> bool:
+        await self._arrive("contains")
+        return self._has(key)
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._arrive("contains_many")
+        return [self._has(key) for key in keys]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        await self._arrive("count_prefix")
+        return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        await self._arrive("get")
+        record = self._read(key)
+        if record is None:
+            return None
+        buffer = await allocate(len(record))
+        try:
+            await self._weather.travel()
+            buffer.view[:] = record
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        await self._arrive("put")
+        if self._weather.strikes(self._weather.odds.error / 2):
+            raise TierFullError("the backend has no room")
+        record = bytes(buffer.view)
+        write = self.backend.begin(key, record)
+        whole = False
+        try:
+            await self._weather.travel()
+            self._check_process()
+            whole = True
+            if bytes(buffer.view) != record:
+                self.backend.complaints.append(f"the record of {key.hex()} changed while it was written")
+        finally:
+            if self._process == self.backend.process:
+                self.backend.end(write, whole=whole)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        await self._arrive("remove")
+        return self.backend.records.pop(key, None) is not None
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        await self._arrive("keys")
+        for key in list(self.backend.records):
+            yield key
+
+    async def clear(self) -> int:
+        await self._arrive("clear")
+        count = len(self.backend.records)
+        self.backend.records.clear()
+        return count
+
+    def statistics(self) -> TierStatistics:
+        records = self.backend.records
+        return TierStatistics(
+            chunks=len(records),
+            bytes=sum(map(len, records.values())),
+            max_bytes=None,
+            evictions=self.backend.evictions,
+        )
+
+    async def _arrive(self, verb: str) -> None:
+        await self._weather.travel()
+        self._check_process()
+        if self._weather.strikes(self._weather.odds.error):
+            raise _error(self._weather, verb)
+
+    def _check_process(self) -> None:
+        if self._process != self.backend.process:
+            raise TierUnavailableError("the process that asks has crashed")
+
+    def _has(self, key: ChunkKey) -> bool:
+        return (key in self.backend.records) != self._weather.strikes(self._weather.odds.lie)
+
+    def _read(self, key: ChunkKey) -> bytes | None:
+        record = self.backend.records.get(key)
+        weather = self._weather
+        if record is None or not weather.strikes(weather.odds.corrupt):
+            return record
+        damage: Callable[[Weather, bytes], bytes] = weather.rng.choice((_flip, _cut))
+        if weather.rng.random() < 0.4:
+            return weather.rng.choice(list(self.backend.records.values()))
+        return damage(weather, record)
+
+
+def tier_over(backend: Backend) -> type[SimulatedTier]:
+    """A tier class, for a registry, whose tiers all keep their records in `backend`."""
+    members: dict[str, Any] = {"backend": backend}
+    return type("TierOverBackend", (SimulatedTier,), members)
+
+
+def _error(weather: Weather, verb: str) -> Exception:
+    kinds = (TierError, TierUnavailableError, OSError, KeyError)
+    return weather.rng.choice(kinds)(f"{verb}: injected")
+
+
+def _flip(weather: Weather, record: bytes) -> bytes:
+    damaged = bytearray(record)
+    if damaged:
+        damaged[weather.rng.randrange(len(damaged))] ^= 1 << weather.rng.randrange(8)
+    return bytes(damaged)
+
+
+def _cut(weather: Weather, record: bytes) -> bytes:
+    """The beginning of the record; the rest is missing, or zeros."""
+    length = weather.rng.randrange(len(record) + 1)
+    return record[:length] + (bytes(len(record) - length) if weather.rng.random() < 0.5 else b"")

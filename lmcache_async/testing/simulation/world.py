@@ -1,0 +1,238 @@
+"""A simulation: processes one after another over the same backends, until the steps are done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from random import Random
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.observability.instrument import Instrument
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.registry import TIERS, Registry
+from lmcache_async.testing.simulation.checks import check_closed, check_settled, settle
+from lmcache_async.testing.simulation.client import Client
+from lmcache_async.testing.simulation.crash import abandon
+from lmcache_async.testing.simulation.device import make_regions
+from lmcache_async.testing.simulation.errors import ProcessCrashed, Violation
+from lmcache_async.testing.simulation.faults import STALL_SECONDS, Faults
+from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
+from lmcache_async.testing.simulation.model import Model
+from lmcache_async.testing.simulation.prompts import Prompt
+from lmcache_async.testing.simulation.report import SimulationReport
+from lmcache_async.testing.simulation.scenario import CLIENTS, MAX_TOKENS, SHUTDOWN_S, draw_scenario
+from lmcache_async.testing.simulation.threads import threads_as_steps
+from lmcache_async.testing.simulation.tier import tier_over
+from lmcache_async.testing.simulation.trace import Trace
+
+PATIENCE_S = 1000.0
+"""Virtual seconds in which a process ends, whatever happens to it: far beyond all deadlines together."""
+
+
+class SimulatedRegistry(Registry):
+    """The installed plug-ins, and before them the given tiers."""
+
+    def __init__(self, installed: Registry, tiers: Mapping[str, object]) -> None:
+        self._installed = installed
+        self._tiers = tiers
+
+    def load(self, group: str, name: str, *, third_party: bool = True) -> object:
+        if group == TIERS and name in self._tiers:
+            return self._tiers[name]
+        return self._installed.load(group, name, third_party=third_party)
+
+
+class World:
+    """Everything of one simulation. Made and run by `simulate`.
+
+    Attributes:
+        step: Operations begun.
+        closing: Whether the engine is being closed, so that its callers may be turned away.
+        slack_s: How much later than its deadline a call may end: by as much as threads dawdle.
+    """
+
+    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry) -> None:
+        self.rng = Random(f"{seed} {faults}")
+        self.trace = Trace()
+        self.scenario = draw_scenario(self.rng, faults)
+        self.model = Model(all_fits=self.scenario.all_fits, persistent=bool(self.scenario.backends))
+        self.step = 0
+        self.closing = False
+        self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
+        self.counts: Counter[str] = Counter()
+        self.recent: deque[str] = deque(maxlen=20)
+        self.frozen: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self.now = 0.0
+        self._steps = steps
+        self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
+        self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
+        tiers = {f"simulated_{name}": tier_over(backend) for name, backend in self.scenario.backends.items()}
+        self._registry = SimulatedRegistry(installed, tiers)
+
+    def run(self, progress: Callable[[int], object]) -> None:
+        """Run to the end.
+
+        Raises:
+            Violation: Something happened that must not happen.
+        """
+        while self.step < self._steps:
+            self._live()
+            progress(self.step)
+
+    def begin_step(self, verb: str) -> None:
+        self.step += 1
+        self.counts[verb.strip("_")] += 1
+        self.recent.append(f"{self.step} {verb.strip('_')}")
+        self.trace.note(self.recent[-1])
+
+    def freeze(self) -> None:
+        """Keep what happened last for the report."""
+        if not self.frozen:
+            steps = tuple(f"{now:.6f} {what}" for now, what, _ in self.trace.recent)
+            self.frozen = (tuple(self.recent), steps)
+
+    def count(self, what: str, number: int) -> None:
+        self.counts[what] += number
+
+    def draw_prompt(self) -> Prompt:
+        return self.rng.choice(self.rng.choice(self.scenario.prompts))
+
+    def _live(self) -> None:
+        """One process, from its start to its crash or its end."""
+        weather = self.scenario.weather
+        loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
+        loop.deadline = self.now + PATIENCE_S
+        if self.rng.random() < 0.4:
+            loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
+        self.closing = False
+        try:
+            loop.run_until_complete(self._process(loop))
+            self.model.closed()
+        except ProcessCrashed:
+            self.counts["crash"] += 1
+            for backend in self.scenario.backends.values():
+                backend.crash()
+            self.model.crash()
+        finally:
+            self.now = loop.time()
+            abandon(loop)
+            weather.forget()
+            for region in self._regions:
+                region.poison()
+
+    async def _process(self, loop: SimulatedLoop) -> None:
+        scenario = self.scenario
+        self.counts["start"] += 1
+        async with CacheEngine.open(
+            scenario.config,
+            layout=scenario.rig.layout,
+            namespace=scenario.rig.namespace,
+            instrument=Instrument(),
+            logger=self._logger,
+            registry=self._registry,
+        ) as engine:
+            own_tasks = len(loop.live_tasks())
+            for _ in range(self.rng.randint(1, 12)):
+                await self._round(engine)
+                await settle(self, engine)
+                check_settled(self, engine, loop, own_tasks)
+                if self.step >= self._steps:
+                    break
+            late = self._start_clients(engine) if self.rng.random() < 0.5 else []
+            for _ in range(self.rng.randrange(100) if late else 0):
+                await asyncio.sleep(0)
+            self.closing = True
+            start = loop.time()
+        limit = 2 * SHUTDOWN_S + len(scenario.backends) * min(SHUTDOWN_S, scenario.call_s) + self.slack_s
+        if loop.time() - start > limit:
+            raise Violation(f"closing took {loop.time() - start:.3f} s of virtual time, more than {limit}")
+        await _all(late)
+        await check_closed(self, engine, loop)
+
+    async def _round(self, engine: CacheEngine) -> None:
+        self.scenario.weather.storm()
+        await _all(self._start_clients(engine))
+
+    def _start_clients(self, engine: CacheEngine) -> list[asyncio.Task[None]]:
+        count = self.rng.randint(1, CLIENTS)
+        operations = self.rng.randint(1, 12)
+        return [
+            asyncio.ensure_future(Client(self, engine, region, str(number)).run(operations))
+            for number, region in enumerate(self._regions[:count])
+        ]
+
+
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    if tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+
+@contextlib.contextmanager
+def _no_surprises() -> Iterator[None]:
+    """Garbage is collected where the simulation says so: when else would differ from run to run."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def simulate(
+    seed: int,
+    *,
+    steps: int,
+    faults: Faults = Faults.SOME,
+    installed: Registry | None = None,
+    progress: Callable[[int], object] = lambda step: None,
+) -> SimulationReport:
+    """Run one simulation; what it found is in the report, also when that is a violation.
+
+    Not to be called where an event loop runs. The same arguments give the same report, but for the
+    seconds that it took.
+
+    Args:
+        seed: Decides everything.
+        steps: Operations to make.
+        faults: How much goes wrong.
+        installed: The plug-ins, where they were read already.
+        progress: Called now and then with the operations made so far.
+    """
+    start = time.perf_counter()
+    violation = ""
+    with threads_as_steps(), _no_surprises():
+        world = World(seed, steps, faults, installed or Registry())
+        try:
+            world.run(progress)
+        except Violation as error:
+            world.freeze()
+            violation = str(error)
+        except Exception as error:  # noqa: BLE001 - nothing that an engine raises is meant to come this far
+            world.freeze()
+            violation = "".join(traceback.format_exception(error))
+    return SimulationReport(
+        seed=seed,
+        steps=steps,
+        faults=faults,
+        made=world.step,
+        decisions=world.trace.decisions,
+        digest=world.trace.digest(),
+        virtual_s=world.now,
+        real_s=time.perf_counter() - start,
+        counts=dict(sorted(world.counts.items())),
+        violation=violation,
+        last_steps=world.frozen[0] if world.frozen else (),
+        last_decisions=world.frozen[1] if world.frozen else (),
+    )

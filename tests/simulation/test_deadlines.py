@@ -1,0 +1,138 @@
+"""Deadlines, where time is virtual: how long a call really takes when everything is as slow as it may be."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.simulation import Trace, new_loop
+from lmcache_async.testing.simulation.threads import threads_as_steps
+from lmcache_async.tiers.base import Capabilities
+
+
+class SlowTier(DictTier):
+    """Takes `SECONDS` for whatever it is asked."""
+
+    SECONDS = 0.9
+
+    @property
+    def capabilities(self):
+        return Capabilities(persistent=True, removes=True, lists=True, local_index=True)
+
+    async def contains_many(self, keys):
+        await asyncio.sleep(self.SECONDS)
+        return [key in self.records for key in keys]
+
+    async def get(self, key, allocate):
+        await asyncio.sleep(self.SECONDS)
+        return await super().get(key, allocate)
+
+    async def put(self, key, buffer):
+        await asyncio.sleep(self.SECONDS)
+        await super().put(key, buffer)
+
+
+class StuckTier(SlowTier):
+    SECONDS = 1000.0
+
+
+def run(coroutine_function, *, thread_s=0.0):
+    """What the function gives, on a loop whose time is virtual."""
+    loop = new_loop(Random(1), Trace(), thread_delay=lambda: thread_s)
+    with threads_as_steps():
+        try:
+            return loop.run_until_complete(coroutine_function())
+        finally:
+            loop.close()
+
+
+def open_engine(rig, tier, **settings):
+    return rig.open(
+        registry=FakeRegistry(tiers={"slow": tier}),
+        tiers=["cpu", {"name": "slow", "timeout_s": 100.0}],
+        **{"store.timeout_s": 1.0, "retrieve.timeout_s": 1.0, **settings},
+    )
+
+
+async def seconds_of(awaitable):
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    result = await awaitable
+    return loop.time() - start, result
+
+
+@pytest.mark.parametrize("tier", [SlowTier, StuckTier])
+def test_a_store_has_one_deadline_for_the_lookup_the_copies_and_the_writes(tier):
+    async def check():
+        rig = Rig()
+        async with open_engine(rig, tier) as engine:
+            seconds, report = await seconds_of(engine.store(list(range(40)), range(40)))
+            return seconds, report
+
+    seconds, report = run(check)
+
+    assert 0.9 <= seconds <= 1.01
+    assert report.stored + report.dropped.total() == 5 or report.dropped == {"BudgetExceededError": 1}
+
+
+@pytest.mark.parametrize("tier", [SlowTier, StuckTier])
+def test_a_retrieve_has_one_deadline_for_the_plan_and_the_reads(tier):
+    async def check():
+        rig = Rig()
+        async with open_engine(rig, tier) as engine:
+            return await seconds_of(engine.retrieve(list(range(40)), range(40)))
+
+    seconds, _ = run(check)
+
+    assert 0.9 <= seconds <= 1.01
+
+
+def test_what_is_being_copied_to_the_device_at_the_deadline_is_told_as_a_hit():
+    """It is in the rows whatever we say: to answer that it is not would be wrong."""
+    rig = Rig()
+    values = rig.content(range(24))
+
+    one = {"retrieve.batch_bytes": rig.slab_bytes, "retrieve.max_in_flight_bytes": rig.slab_bytes}
+    settings = {"retrieve.timeout_s": 1.0} | one
+
+    async def check():
+        async with rig.open(**settings) as engine:
+            rig.write(range(24), values)
+            await engine.store(list(range(24)), range(24))
+            rig.wipe()
+            return await seconds_of(engine.retrieve(list(range(24)), range(24)))
+
+    seconds, mask = run(check, thread_s=0.4)
+
+    hit = mask.sum()
+    assert 1.0 < seconds < 2.0, "no copy was under way at the deadline"
+    assert 0 < hit < 24
+    assert (rig.read(range(hit)) == values[:, :, :hit]).all()
+    assert (rig.read(range(hit, 24)) == -7.0).all()
+
+
+def test_closing_has_a_deadline_in_the_loops_own_time():
+    async def check():
+        rig = Rig()
+        loop = asyncio.get_running_loop()
+        async with open_engine(rig, StuckTier, shutdown_timeout_s=1.0) as engine:
+            store = asyncio.ensure_future(engine.store(list(range(8)), range(8)))
+            await asyncio.sleep(0.1)
+            start = loop.time()
+        await asyncio.wait({store})
+        return loop.time() - start
+
+    assert run(check) == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_copier_is_the_real_one():
+    assert isinstance(run(copier_of_an_engine), CpuCopier)
+
+
+async def copier_of_an_engine():
+    async with Rig().open() as engine:
+        return engine.copier
