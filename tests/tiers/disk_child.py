@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,17 +215,15 @@ def full_disk(path: str) -> None:
                 for number in range(1, 40):
                     assert await rig.put(number) == "stored"  # old ones make room
                     rig.check()
-                assert rig.tier.statistics().evictions > 20
+                assert rig.tier.statistics().evictions > 10
                 ballast = root / "ballast"
                 _fill(ballast)
-                for number in range(2):  # somebody else takes it all: the tier gives up what it has
-                    say(f"full {await rig.put(100 + number)}")
-                    _fill(ballast)
-                rig_bytes = rig.tier.statistics().bytes
+                _fill(ballast)
+                assert await rig.put(100) == "stored"  # in the place of an old one
+                rig.check()
                 await rig.tier.clear()
                 _fill(ballast)
-                assert rig_bytes > 0
-                say(f"nothing left: {await rig.put(200)}")
+                assert [await rig.put(200), await rig.get(200)] == ["TierFullError", "miss"]
                 rig.check()
                 ballast.unlink()
             say(f"{await rig.put(200)} {await rig.get(200)}")
@@ -258,7 +258,7 @@ def _mount_tmpfs(path: Path) -> bool:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     libc.mount(b"none", b"/", None, private, None)
-    return libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=512k,mode=700") == 0
+    return libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"size=256k,mode=700") == 0
 
 
 def two_mounts(path: str, other: str) -> None:
@@ -322,8 +322,8 @@ def no_rights(path: str) -> None:
                 say(f"back: {await rig.put(2)} {await rig.get(2)} {await rig.get(1)}")
                 await rig.tier.remove(key_of(2))
             assert open_fds() == fds
+        (root / "lock").unlink()
         root.chmod(0o500)
-        (root / "lock").unlink(missing_ok=True)
         try:
             await DiskTier(rig.config).__aenter__()
         except TierError as error:
@@ -333,6 +333,70 @@ def no_rights(path: str) -> None:
             say(f"{await rig.get(1)}")
 
     asyncio.run(do())
+
+
+SYSTEM_CALLS = (
+    *("open", "close", "mkdir", "scandir", "stat", "fstat", "ftruncate", "pwrite", "preadv"),
+    *("utime", "fsync", "replace", "rename", "unlink"),
+)
+
+
+def die_at_call(path: str, max_bytes: int, call: int, torn: bool) -> None:
+    """Use a tier; before its `call`-th system call be killed, or in the middle of it if it is a write.
+
+    Prints every call that has ended, with the names it was given, and every verb that has.
+    """
+    _kill_before(call, torn=torn)
+
+    async def do() -> None:
+        rig = Rig(
+            DiskConfig(
+                path=path, max_bytes=max_bytes, io_threads=1, fsync=True, quarantine=True, odirect=True
+            )
+        )
+        async with rig.tier:
+            for number in (1, 2, 3, 4):  # one too many
+                say(f"put {number} {await rig.put(number)}")
+            await rig.tier.reject(key_of(3), "checksum")
+            await rig.tier.remove(key_of(2))
+            say(f"put 300 {await rig.put(300)}")  # in another directory
+        async with rig.tier:
+            say(f"put 5 {await rig.put(5)}")
+            say(f"get 4 {await rig.get(4)}")
+        say("finished")
+
+    asyncio.run(do())
+
+
+def _kill_before(call: int, *, torn: bool) -> None:
+    count = 0
+
+    def wrap(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            if not threading.current_thread().name.startswith("lmcache-disk"):
+                return real(*args, **options)
+            count += 1
+            if count == call:
+                if torn and name == "pwrite":
+                    real(args[0], memoryview(args[1])[:4096], args[2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                result = real(*args, **options)
+            except OSError:
+                say(f"failed {name}")
+                raise
+            names = [arg for arg in args if isinstance(arg, str)]
+            say(f"call {name} {' '.join(names)}")
+            return result
+
+        setattr(module, name, wrapped)
+
+    for name in SYSTEM_CALLS:
+        wrap(os, name)
+    wrap(fcntl, "flock")
 
 
 def main() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ import pytest
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from tests.tiers.records import SLAB_BYTES, check_record, key_of
+from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of
+from tests.tiers.disk_child import Children, Rig
+from tests.tiers.disk_tools import RECORD_BYTES
 
 REPOSITORY = Path(__file__).parents[2]
 # Writers killed from outside after so many records, and those that die at a system call of theirs.
@@ -118,3 +122,86 @@ def test_a_directory_survives_kill_9_at_any_moment(writers: Writers, tmp_path: P
         else:
             assert len(there) >= 2
         stored = there
+
+
+@dataclass
+class Crash:
+    """What one life of a process came to, from the system calls that had ended when it was killed."""
+
+    config: DiskConfig
+    finished: bool = False
+    calls: list[str] = field(default_factory=list)
+    there: set[str] = field(default_factory=set)
+    put_aside: int = 0
+
+    def note(self, line: str) -> None:
+        word, *rest = line.split()
+        if word == "call":
+            self.calls.append(rest[0])
+            names = [Path(name).name for name in rest[1:]]
+            if rest[0] == "replace":
+                self.there.add(names[1])
+            elif rest[0] == "rename":
+                self.there.discard(names[0])
+                self.put_aside += 1
+            elif rest[0] == "unlink":
+                self.there.discard(names[0])
+        elif word == "failed":
+            self.calls.append(rest[0])
+        elif word == "put":
+            assert rest[1] == "stored"
+            assert key_of(int(rest[0])).hex() in self.there
+        elif word == "finished":
+            self.finished = True
+        else:
+            assert word in {"get", "dead"}, line
+
+    async def check(self) -> None:
+        """The directory opens, has what was published and nothing else, and takes more."""
+        rig = Rig(self.config)
+        async with rig.tier as tier:
+            rig_keys = {key.hex() async for key in tier.keys()}  # noqa: SIM118 - no dict
+            assert rig_keys == self.there
+            assert tier.statistics().corrupt == 0
+            kept = [path for path in (self.config.root / "quarantine").glob("*") if path.is_file()]
+            assert len(kept) == self.put_aside
+            for path in kept:
+                path.unlink()
+            rig.check()
+            for name in sorted(self.there):
+                assert await rig.get(int(name, 16)) == "hit"
+            assert (await tier.scrub()).chunks == len(self.there)
+            assert await rig.put(77) == "stored"
+            assert tier.statistics().bytes <= self.config.max_bytes
+            rig.check()
+        rig.arena.close()
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children()
+    yield children
+    children.close()
+
+
+def test_a_directory_survives_kill_9_before_every_system_call(children: Children, tmp_path: Path) -> None:
+    """Before each, and so after each; of each write the first page is written already."""
+    call = 0
+    seen: set[str] = set()
+    while True:
+        call += 1
+        config = DiskConfig(path=tmp_path / f"kv-{call}", max_bytes=3 * RECORD_BYTES)
+        crash = Crash(config)
+        arguments = {"path": str(config.path), "max_bytes": config.max_bytes, "call": call, "torn": True}
+        for line in children.start("die_at_call", **arguments):
+            crash.note(line)
+        seen.update(crash.calls)
+        asyncio.run(crash.check())
+        shutil.rmtree(config.path)
+        if crash.finished:
+            break
+        assert line == f"dead {int(signal.SIGKILL)}"
+        assert len(crash.calls) == call - 1
+
+    assert call > 100
+    assert {"pwrite", "replace", "rename", "unlink", "fsync", "mkdir", "flock", "ftruncate"} <= seen

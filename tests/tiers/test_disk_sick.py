@@ -1,0 +1,267 @@
+"""A disk that is full, read-only, gone, locked up or stuck: misses and drops, and it works again when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.tiers.disk_child import Children
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children()
+    yield children
+    children.close()
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where somebody who is not root may make directories, and get to."""
+    path = tmp_path_factory.mktemp("open")
+    path.chmod(0o777)
+    closed = [
+        parent for parent in path.parents if parent.stat().st_uid == os.getuid() and parent != Path("/")
+    ]
+    modes = {parent: parent.stat().st_mode for parent in closed}
+    for parent in closed:
+        parent.chmod(modes[parent] | 0o011)
+    yield path
+    for parent in closed:
+        parent.chmod(modes[parent])
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture
+def allocate(arena: Arena) -> Allocate:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=5)
+
+    return allocate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DiskConfig:
+    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+def open_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_file_that_may_not_grow_costs_the_chunk_alone(children: Children, place: Path) -> None:
+    said = children.run("small_files", path=str(place / "kv"))
+
+    assert said == ["stored", "TierUnavailableError hit", "stored hit hit"]
+
+
+def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_room(
+    children: Children, place: Path
+) -> None:
+    said = children.run("full_disk", path=str(place))
+
+    assert said[0] in {
+        "mounted",
+        "not mounted",
+    }  # without the right to mount, see the test of files that may not grow
+    assert said[1:] == ["stored", "stored hit"]
+
+
+def test_rights_taken_away_cost_hits_and_come_back(children: Children, place: Path) -> None:
+    said = children.run("no_rights", path=str(place))
+
+    refused = "TierUnavailableError"
+    assert said[0] == "stored hit"
+    assert [line for line in said if line.startswith("back: ")] == ["back: stored hit hit"] * 5
+    assert [line for line in said if ": " in line and not line.startswith(("back", "start"))] == [
+        f"kv 0: {refused} {refused} {refused}",
+        "kv 500: stored miss removed",
+        f"00 0: {refused} {refused} {refused}",
+        f"00 500: {refused} hit {refused}",
+        f"tmp 0: {refused} miss removed",
+    ]
+    assert said[-2].startswith(f"start: {refused} cannot open {place / 'kv'}: ")
+    assert "Permission denied" in said[-2]
+    assert said[-1] == "hit"
+
+
+async def test_a_disk_gone_read_only_serves_what_it_has_and_takes_records_again_later(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+    read_only = True
+
+    def refuse_writers(path: object, flags: int, *args: object, **options: object) -> int:
+        if read_only and flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real_open(path, flags, *args, **options)  # type: ignore[arg-type]
+
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        fds = open_fds()
+        monkeypatch.setattr(os, "open", refuse_writers)
+        for name in ("unlink", "replace", "utime", "mkdir"):
+            FailingCall(monkeypatch, name).fail(errno.EROFS, times=1_000_000)
+        for _ in range(3):
+            with record(arena, 3) as buffer, pytest.raises(TierUnavailableError, match="Read-only"):
+                await tier.put(key_of(3), buffer)
+            with pytest.raises(TierUnavailableError, match="Read-only"):
+                await tier.remove(key_of(1))
+            assert await get(tier, allocate, 1)
+            assert await get(tier, allocate, 2)
+        assert await tier.reject(key_of(2), "checksum")
+        assert not await get(tier, allocate, 2)
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+
+        monkeypatch.undo()
+        await put(tier, arena, 3)
+        assert [await get(tier, allocate, number) for number in (1, 2, 3)] == [True, False, True]
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+        assert open_fds() <= fds
+
+
+async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_when_it_can_be_made(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    parent = config.path.parent / "mount"
+    config = config.model_copy(update={"path": parent / "kv"})
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2, 3)
+        fds = open_fds()
+        shutil.rmtree(parent)
+        parent.write_text("no directory can be made here")
+        for _ in range(2):
+            assert not await get(tier, allocate, 1)
+            with record(arena, 4) as buffer, pytest.raises(TierUnavailableError):
+                await tier.put(key_of(4), buffer)
+        assert open_fds() <= fds
+        parent.unlink()
+
+        await put(tier, arena, 4)
+        assert [await get(tier, allocate, number) for number in (1, 2, 3, 4)] == [False] * 3 + [True]
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+        assert open_fds() <= fds
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_moves(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    gate = Gate(monkeypatch, call)
+    config = config.model_copy(update={"io_threads": 2})
+    tier = GuardLayer(
+        DiskTier(config), name="disk", timeout_s=0.05, logger=LimitedLogger(logging.getLogger("test"))
+    )
+    free = arena.statistics().leased_slabs
+    async with tier:
+        with record(arena, 1) as buffer:
+            await tier.inner.put(key_of(1), buffer)
+        fds = open_fds()
+        gate.shut()
+        for number in range(2, 6):  # more than there are threads
+            if call == "preadv":
+                with pytest.raises(TierUnavailableError, match="no answer in"):
+                    await tier.get(key_of(1), allocate)
+            else:
+                with (
+                    record(arena, number) as buffer,
+                    pytest.raises(TierUnavailableError, match="no answer in"),
+                ):
+                    await tier.put(key_of(number), buffer)
+        await turns()
+        late, leased = tier.late_calls, arena.statistics().leased_slabs - free
+        there = await tier.contains(key_of(1))  # what needs no disk goes on
+        gate.open()
+        assert (late, leased, there) == (2, 2, True)  # the other two never began, and have ended
+        assert await tier.drain(timeout_s=60)
+
+        assert arena.statistics().leased_slabs == free
+        assert await get(tier.inner, allocate, 1)
+        await put(tier.inner, arena, 9)
+        assert tier.statistics().bytes == bytes_in(config.root)
+        assert open_fds() <= fds
+
+
+async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_until_the_end(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    tier = DiskTier(config)
+    await tier.__aenter__()
+    buffer = record(arena, 1)
+    gate.shut()
+    writing = asyncio.ensure_future(tier.put(key_of(1), buffer))
+    await gate.reached()
+    closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
+    await turns()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+    with pytest.raises(TierUnavailableError, match="in use by process"):
+        await DiskTier(config).__aenter__()
+    with pytest.raises(TierError, match="not open"):
+        await tier.put(key_of(1), buffer)
+    gate.open()
+    await writing
+    buffer.release()
+    await reopened(config, holds=1)
+
+
+async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
+    config: DiskConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    real = os.scandir
+
+    def scandir(path: object = ".") -> object:
+        if not go_on.is_set():
+            entered.set()
+            assert go_on.wait(60)
+        return real(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    opening = asyncio.ensure_future(DiskTier(config).__aenter__())
+    assert await asyncio.to_thread(entered.wait, 60)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+
+    go_on.set()
+    await reopened(config, holds=0)
+
+
+async def reopened(config: DiskConfig, *, holds: int) -> None:
+    """It can be opened, soon, and has so many records."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                async with DiskTier(config) as tier:
+                    assert tier.statistics().chunks == holds
+                    return
+            except TierUnavailableError:
+                await asyncio.sleep(0)
