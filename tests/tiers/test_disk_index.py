@@ -30,7 +30,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
     writing: dict[int, Reservation] = {}
     taken: dict[int, Entry] = {}
     numbers = st.integers(0, 7)
-    for verb in data.draw(st.lists(st.sampled_from("rcfxtgs"), max_size=40), label="verbs"):
+    for verb in data.draw(st.lists(st.sampled_from("rcfxtgsda"), max_size=40), label="verbs"):
         number = data.draw(numbers, label="number")
         key = key_of(number)
         busy = {key_of(n) for n in [*writing, *taken]}
@@ -48,8 +48,9 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             reservation = writing.pop(number)
             for victim in reservation.victims:
                 del disk[int.from_bytes(victim, "big")]
-            disk[number] = reservation.entry.nbytes
+            disk[number] = reservation.entry.nbytes  # in the place of one condemned, if there is one
             index.commit(reservation)
+            assert key not in index.condemned
         elif verb == "f" and number in writing:
             reservation = writing.pop(number)
             victims = sorted(reservation.victims)
@@ -67,6 +68,12 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             index.forget(taken.pop(number))
         elif verb == "s" and number in taken:
             index.restore(key, taken.pop(number))
+        elif verb == "d" and number in taken:
+            index.condemn(key, taken.pop(number))
+            assert key not in index
+        elif verb == "a" and key in index.condemned and number not in writing:
+            index.absolve([key])
+            del disk[number]
         elif verb == "x":
             index.touch([key_of(n) for n in data.draw(st.lists(numbers))], gapless=False)
 
@@ -76,7 +83,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
         assert sum(disk.values()) + being_written <= index.used_bytes <= 10 * PAGE
         if not writing:
             assert index.used_bytes == sum(disk.values())
-            assert len(index) == len(disk) - len(taken)
+            assert len(index) == len(disk) - len(taken) - len(index.condemned)
 
 
 def test_a_record_read_or_busy_is_not_evicted() -> None:
@@ -88,6 +95,27 @@ def test_a_record_read_or_busy_is_not_evicted() -> None:
             index.reserve(key_of(3), PAGE, busy={key_of(2)})
         assert set(index.reserve(key_of(3), PAGE, busy=set()).victims) == {key_of(2)}
     assert set(index.reserve(key_of(4), PAGE, busy=set()).victims) == {key_of(1)}
+
+
+def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
+    index = DiskIndex(4 * PAGE)
+    found = [Found(key_of(1), PAGE, 1), Found(key_of(2), 1 << 50, 3), Found(key_of(3), 4 * PAGE, 2)]
+
+    assert index.load(found) == [key_of(1), key_of(2)]
+    assert list(index) == [key_of(3)]
+    assert (index.used_bytes, index.evictions) == (4 * PAGE, 2)
+
+
+def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> None:
+    clock = Clock()
+    index = DiskIndex(5 * PAGE, clock_ns=clock)
+    stamps = [-(2**90), -1, clock.now, clock.now + 1, 2**90]
+    assert index.load([Found(key_of(n), PAGE, stamp) for n, stamp in reversed([*enumerate(stamps)])]) == []
+
+    assert [index.entry(key_of(n)).stamp for n in range(5)] == [0, 0, clock.now, clock.now, clock.now]
+    assert [*index.reserve(key_of(9), 3 * PAGE, busy=set()).victims] == [key_of(0), key_of(1), key_of(2)]
+    clock.now += STAMP_AGE_NS
+    assert index.restamp([key_of(4)]) == [(key_of(4), clock.now)]
 
 
 def test_what_a_record_continues_is_not_evicted_for_it() -> None:
