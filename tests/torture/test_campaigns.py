@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.stages.verify import VerifyStage
-from tools.torture import churn, flips, kill
+from lmcache_async.testing.simulation import SimulationReport
+from lmcache_async.testing.simulation import simulate as run_simulation
+from tools.torture import churn, flips, fuzz, kill, simulate
 from tools.torture.outcome import MAX_PROBLEMS, Outcome
 from tools.torture.trend import trend
 
@@ -63,6 +67,47 @@ def test_churn_tells_of_a_lease_that_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     outcome = churn.run(operations=100, seconds=10, seed=3)
 
     assert any("leased by nobody" in problem for problem in outcome.problems)
+
+
+def test_simulated_operations_keep_every_promise() -> None:
+    outcome = simulate.run(operations=1, seconds=0, seed=3)
+
+    assert outcome.problems == []
+    assert outcome.counts["operations"] >= simulate.STEPS
+
+
+def test_a_violation_is_told_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def violated(seed: int, **options: Any) -> SimulationReport:
+        return replace(run_simulation(seed, **options | {"steps": 1}), violation="a wrong byte")
+
+    monkeypatch.setattr(simulate, "simulate", violated)
+
+    outcome = simulate.run(operations=1, seconds=0, seed=3)
+
+    assert outcome.problems == [
+        "a wrong byte; replay: lmcache-async simulate --seed 3 --steps 1 --faults some"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("test", "problem"),
+    [
+        ("def test_a(): assert float(os.environ['LMCACHE_ASYNC_FUZZ_SECONDS']) == 2.0", ""),
+        ("def test_a(): assert 0, 'a crash'", "a crash"),
+        ("", "there are no tests"),
+    ],
+)
+def test_fuzzing_shares_its_time_and_tells_what_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, test: str, problem: str
+) -> None:
+    (tmp_path / "tests" / "fuzz").mkdir(parents=True)
+    (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
+    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+
+    outcome = fuzz.run(seconds=2.0)
+
+    assert bool(outcome.problems) == bool(problem)
+    assert problem in "".join(outcome.problems)
 
 
 def test_a_trend_is_the_line_and_the_difference_of_quarters() -> None:

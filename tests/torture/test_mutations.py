@@ -6,7 +6,8 @@ import pytest
 
 from tools.mutants.__main__ import verdict
 from tools.mutants.copy import ROOT, MutationError, mutated
-from tools.mutants.mutations import MUTATIONS, Mutation
+from tools.mutants.mutation import Mutation
+from tools.mutants.mutations import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

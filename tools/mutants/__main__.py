@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.mutants.copy import copy_tree, mutated
-from tools.mutants.mutations import MUTATIONS, Mutation
+from tools.mutants.mutation import Mutation
+from tools.mutants.mutations import MUTATIONS
 
 TIMEOUT_S = 600.0
 """Of one pytest run; a mutant that hangs is noticed as well, by pytest's own limit of a test."""

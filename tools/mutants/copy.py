@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tools.mutants.mutations import Mutation
+from tools.mutants.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def mutated(mutation: Mutation, source: str) -> str:
     if count != 1:
         raise MutationError(
             f"{mutation.name!r}: {mutation.path} has the text {mutation.old!r} {count} times, not once:"
-            " write it in tools/mutants/mutations.py as it stands in the source now"
+            " write it in tools/mutants as it stands in the source now"
         )
     text = source.replace(mutation.old, mutation.new)
     try:

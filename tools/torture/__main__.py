@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.torture import churn, flips, fuzz, kill, vllm
+from tools.torture import churn, flips, fuzz, kill, simulate, vllm
 from tools.torture.options import Options, parse
 from tools.torture.outcome import Outcome
 
 CAMPAIGNS: Mapping[str, Callable[[Options], Outcome]] = {
     "kill": lambda o: kill.run(kills=o.kills, seconds=o.seconds, seed=o.seed),
     "flips": lambda o: flips.run(damages=o.damages, seconds=o.seconds, seed=o.seed),
+    "simulate": lambda o: simulate.run(operations=o.simulated, seconds=o.seconds, seed=o.seed),
     "fuzz": lambda o: fuzz.run(seconds=o.seconds or o.fuzz_seconds),
     "vllm": lambda o: vllm.run(questions=o.questions, seconds=o.seconds, seed=o.seed),
     "churn": lambda o: churn.run(operations=o.operations, seconds=o.seconds or o.churn_seconds, seed=o.seed),

@@ -15,7 +15,7 @@ import uvloop
 
 from lmcache_async.engine.engine import CacheEngine
 from tools.torture.outcome import Outcome
-from tools.torture.prompts import WIPED, Bench, disk_tiers
+from tools.torture.prompts import WIPED, Bench, disk_tiers, quiet
 from tools.torture.trend import Sample, sample, trend
 
 CALLERS = 6
@@ -175,7 +175,8 @@ def run(*, operations: int, seconds: float, seed: int) -> Outcome:
     outcome = Outcome("churn", {"operations": 0, "seed": seed})
     path = Path(tempfile.mkdtemp(prefix="lmcache-async-churn-"))
     try:
-        samples = uvloop.run(_campaign(operations, seconds, seed, path, outcome))
+        with quiet():
+            samples = uvloop.run(_campaign(operations, seconds, seed, path, outcome))
     finally:
         shutil.rmtree(path)
     _judge(samples, outcome)

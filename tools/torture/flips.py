@@ -18,7 +18,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.types import Chunk
 from tools.torture.damage import DAMAGES, Damage
 from tools.torture.outcome import Outcome
-from tools.torture.prompts import Bench, disk_tiers, prompt
+from tools.torture.prompts import Bench, disk_tiers, prompt, quiet
 
 PROMPTS = 40
 CALL_TIMEOUT_S = 60.0
@@ -118,10 +118,10 @@ def run(*, damages: int, seconds: float, seed: int) -> Outcome:
     """Damage so many records, or for so long if `seconds` is not 0."""
     outcome = Outcome("flips", {"damages": 0, "misses": 0, "seed": seed})
     path = Path(tempfile.mkdtemp(prefix="lmcache-async-flips-"))
-    gc.collect()
     gc.disable()  # a slab that only a collection would give back counts as lost
     try:
-        uvloop.run(_campaign(damages, seconds, seed, path, outcome))
+        with quiet():
+            uvloop.run(_campaign(damages, seconds, seed, path, outcome))
     finally:
         gc.enable()
         shutil.rmtree(path)

@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from tools.torture.outcome import Outcome
-from tools.torture.prompts import Bench, disk_tiers, prompt
+from tools.torture.prompts import Bench, disk_tiers, prompt, quiet
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 0.2  # from the fork, or from the first store, to the kill
@@ -27,6 +27,7 @@ STORING = 0.8  # of the kills hit an engine that stores; the others one that may
 ROOMY, NARROW = 4 << 30, 24
 """Bytes that are never used up, and records that are soon used up."""
 KILLS_A_DIRECTORY = 12
+UNSEEN = 0.2  # of the kills are followed by another one before anybody looks
 CHECK_TIMEOUT_S = 120.0
 
 
@@ -169,53 +170,76 @@ class Directory:
             outcome.add("reported prompts found", len(self.reported - missing))
 
 
+class Campaign:
+    """Engines killed one after the other, in a fresh directory every so often."""
+
+    def __init__(self, place: Path, outcome: Outcome, seed: int) -> None:
+        self.writers = Writers()
+        self._outcome = outcome
+        self._place = place
+        self._random = random.Random(seed)
+        self._bench = Bench()
+        self._directory = self._fresh()
+        self._descriptors = -1
+
+    def kill_one(self) -> None:
+        """Start an engine, kill it, and most times look at what it left; else the next engine finds that."""
+        directory, outcome = self._directory, self._outcome
+        if outcome.counts["kills"] % KILLS_A_DIRECTORY == 0 and outcome.counts["kills"]:
+            shutil.rmtree(directory.path)
+            self._directory = directory = self._fresh()
+        life = self.writers.run(
+            directory.path,
+            directory.max_bytes,
+            directory.began,
+            self._random.random() * LONGEST_S,
+            opened=self._random.random() < STORING,
+        )
+        outcome.expect(life.status == signal.SIGKILL, f"a writer ended by itself: status {life.status}")
+        outcome.add("kills")
+        outcome.add("kills with something stored", bool(life.stored))
+        directory.reported |= life.stored
+        directory.began = life.began
+        if self._random.random() < UNSEEN:
+            outcome.add("kills before the check of the next one")
+            return
+        uvloop.run(asyncio.wait_for(directory.check(outcome), CHECK_TIMEOUT_S))
+        self._count_descriptors()
+
+    def _fresh(self) -> Directory:
+        done = self._outcome.counts["kills"]
+        narrow = (done // KILLS_A_DIRECTORY) % 2
+        max_bytes = NARROW * self._bench.rig.slab_bytes if narrow else ROOMY
+        return Directory(self._bench, self._place / f"{done}", max_bytes)
+
+    def _count_descriptors(self) -> None:
+        gc.collect()
+        found = len(list(Path("/proc/self/fd").iterdir()))
+        self._descriptors = found if self._descriptors < 0 else self._descriptors
+        self._outcome.expect(
+            found == self._descriptors, f"{found} files are open, {self._descriptors} were at first"
+        )
+
+
 def run(*, kills: int, seconds: float, seed: int) -> Outcome:
     """Kill `kills` times, or for so long if `seconds` is not 0."""
     outcome = Outcome("kill", {"kills": 0, "records proven": 0, "reported prompts found": 0, "seed": seed})
-    generator = random.Random(seed)
-    bench = Bench()
-    writers = Writers()
     place = Path(tempfile.mkdtemp(prefix="lmcache-async-kill-"))
     deadline = time.monotonic() + seconds
-    descriptors = -1
-    directory: Directory | None = None
+    campaign = Campaign(place, outcome, seed)
     try:
-        while not outcome.hopeless and (
-            time.monotonic() < deadline if seconds else outcome.counts["kills"] < kills
-        ):
-            done = outcome.counts["kills"]
-            if directory is None or done // KILLS_A_DIRECTORY != (done - 1) // KILLS_A_DIRECTORY:
-                if directory is not None and not outcome.failed:
-                    shutil.rmtree(directory.path)
-                narrow = (done // KILLS_A_DIRECTORY) % 2
-                max_bytes = NARROW * bench.rig.slab_bytes if narrow else ROOMY
-                directory = Directory(bench, place / f"{done}", max_bytes)
-            life = writers.run(
-                directory.path,
-                directory.max_bytes,
-                directory.began,
-                generator.random() * LONGEST_S,
-                opened=generator.random() < STORING,
-            )
-            outcome.expect(life.status == signal.SIGKILL, f"a writer ended by itself: status {life.status}")
-            outcome.add("kills")
-            outcome.add("kills with something stored", bool(life.stored))
-            directory.reported |= life.stored
-            directory.began = life.began
-            if generator.random() < 0.2:  # the next engine finds what this one left
-                outcome.add("kills before the check of the next one")
-                continue
-            uvloop.run(asyncio.wait_for(directory.check(outcome), CHECK_TIMEOUT_S))
-            gc.collect()
-            found = len(list(Path("/proc/self/fd").iterdir()))
-            descriptors = found if descriptors < 0 else descriptors
-            outcome.expect(found == descriptors, f"{found} files are open, {descriptors} were at first")
-            if seconds:
-                outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
-            else:
-                outcome.tell(outcome.counts["kills"], kills, "kills")
+        with quiet():
+            while not outcome.failed:  # then the directory is there to be looked at
+                done = outcome.counts["kills"]
+                if time.monotonic() > deadline if seconds else done >= kills:
+                    break
+                campaign.kill_one()
+                if seconds:
+                    outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+                else:
+                    outcome.tell(done + 1, kills, "kills")
     finally:
-        writers.close()
-        if not outcome.failed:  # else it is there to be looked at
+        campaign.writers.close()
+        if not outcome.failed:
             shutil.rmtree(place)
     return outcome.end()

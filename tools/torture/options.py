@@ -18,6 +18,7 @@ class Options:
         kills: Of storing engines.
         damages: Of records on disk.
         operations: Of the churn, at most `churn_seconds` long.
+        simulated: Operations of the simulation.
         fuzz_seconds: Of the fuzzing, shared by its tests.
         questions: To a vLLM with faults below it.
     """
@@ -28,6 +29,7 @@ class Options:
     damages: int = 1_000
     operations: int = 1_000_000
     churn_seconds: float = 60.0
+    simulated: int = 20_000
     fuzz_seconds: float = 60.0
     questions: int = 24
 
@@ -37,6 +39,7 @@ LONG = {
     "damages": 10_000,
     "operations": 1_000_000,
     "churn_seconds": 3600.0,
+    "simulated": 1_000_000,
     "fuzz_seconds": 1800.0,
     "questions": 200,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,20 @@ def prompt(number: int, *, most_chunks: int = 4, chunk_size: int = 8) -> list[in
 
 def disk_tiers(path: Path, max_bytes: int) -> list[Any]:
     return ["cpu", {"name": "disk", "path": str(path), "max_bytes": max_bytes}]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Torch on one thread, as more only get in the engine's way; what is there already is no garbage to look for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
 
 
 @dataclass(slots=True)

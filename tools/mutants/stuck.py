@@ -1,0 +1,142 @@
+"""Mutations after which memory could leak, or a call wait for ever."""
+
+from __future__ import annotations
+
+from tools.mutants.mutation import Mutation
+
+BUFFER = "lmcache_async/memory/buffer.py"
+ARENA = "lmcache_async/memory/arena.py"
+GUARD = "lmcache_async/tiers/layers/guard.py"
+WRITER = "lmcache_async/tiers/writer.py"
+STACK = "lmcache_async/tiers/stack.py"
+RUNNER = "lmcache_async/pipeline/runner.py"
+TEST_ENGINE = ("tests/unit/test_engine.py",)
+TEST_CANCEL = ("tests/cancellation/test_engine_cancellation.py",)
+TEST_GUARD = ("tests/tiers/test_guard.py",)
+TEST_STACK = ("tests/tiers/test_stack.py",)
+TEST_WRITER = ("tests/tiers/test_writer.py",)
+
+LEASES = (
+    Mutation(
+        "the writer does not give its lease back",
+        WRITER,
+        "        item.buffer.release()\n",
+        "",
+        TEST_WRITER,
+    ),
+    Mutation(
+        "the guard does not give its leases of a put back",
+        GUARD,
+        "finally_=lambda: _release([b for _, b in kept])",
+        "finally_=None",
+        TEST_GUARD,
+    ),
+    Mutation(
+        "the guard keeps what arrives late",
+        GUARD,
+        "                discard(task.result())",
+        "                pass",
+        TEST_GUARD,
+    ),
+    Mutation(
+        "a batch does not give its leases back",
+        RUNNER,
+        "run.batches[index].scope.close()",
+        "pass",
+        TEST_CANCEL,
+    ),
+    Mutation(
+        "a cancelled fetch keeps what it has got",
+        STACK,
+        "            release_all(got)\n            raise",
+        "            raise",
+        TEST_STACK,
+    ),
+    Mutation(
+        "what lies behind a hole is not given back",
+        STACK,
+        "release_all(got[count:])",
+        "pass",
+        TEST_STACK,
+    ),
+    Mutation(
+        "a slab is used again while a view of it lives",
+        BUFFER,
+        "if self._bytes is None:\n                self._owner",
+        "if True:\n                self._owner",
+        ("tests/unit/test_buffer.py",),
+    ),
+    Mutation(
+        "a cancelled wait for memory keeps its slabs",
+        ARENA,
+        "self._free.extend(waiter.slabs)",
+        "pass",
+        ("tests/unit/test_arena.py::test_cancelled_in_the_turn_of_its_grant_it_gives_the_slab_on",),
+    ),
+    Mutation(
+        "memory evicts what is in use",
+        "plugins/cpu/tier.py",
+        "return buffer is not None and not buffer.shared",
+        "return buffer is not None",
+        ("tests/tiers/test_cpu.py",),
+    ),
+    Mutation(
+        "memory's capacity is not checked",
+        "plugins/cpu/tier.py",
+        "if len(self._chunks) >= self._max_slabs and",
+        "if False and",
+        ("tests/tiers/test_cpu.py",),
+    ),
+)
+
+WAITS = (
+    Mutation(
+        "a tier's call has no deadline",
+        GUARD,
+        "await asyncio.wait({task}, timeout=self._timeout_s)",
+        "await asyncio.wait({task})",
+        TEST_GUARD,
+    ),
+    Mutation(
+        "a run has no deadline",
+        RUNNER,
+        "timer = loop.call_at(deadline, run.give_up)",
+        "timer = loop.call_at(deadline + 1e6, run.give_up)",
+        ("tests/unit/test_runner.py",),
+    ),
+    Mutation(
+        "a wait for memory has no deadline",
+        ARENA,
+        "async with asyncio.timeout(timeout_s):",
+        "async with asyncio.timeout(None):",
+        ("tests/unit/test_arena.py::test_a_deadline_ends_the_wait_and_hangs_nobody",),
+    ),
+    Mutation(
+        "a cancelled copy is not waited for",
+        "lmcache_async/device/copier.py",
+        "                on_cancel()\n",
+        "                on_cancel()\n            raise\n",
+        TEST_CANCEL,
+    ),
+    Mutation(
+        "the prefix is not cut where a chunk vanished",
+        STACK,
+        "count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))",
+        "count = len(got)",
+        TEST_STACK,
+    ),
+    Mutation(
+        "a retrieve goes on behind a hole",
+        "lmcache_async/engine/runners.py",
+        "ends=lambda report: bool(report.cause),",
+        "ends=lambda report: False,",
+        TEST_ENGINE,
+    ),
+    Mutation(
+        "a plan goes on behind a hole",
+        STACK,
+        "found = cover.tiers[: cover.prefix]",
+        "found = cover.tiers",
+        ("tests/tiers/test_plan.py",),
+    ),
+)

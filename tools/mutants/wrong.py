@@ -1,0 +1,170 @@
+"""Mutations after which something wrong could be served, or something stored be lost."""
+
+from __future__ import annotations
+
+from tools.mutants.mutation import Mutation
+
+RECORD = "lmcache_async/memory/record.py"
+DIRECTORY = "plugins/disk/directory.py"
+INDEX = "plugins/disk/index.py"
+TEST_RECORD = ("tests/unit/test_record.py",)
+TEST_CRASH = ("tests/tiers/test_disk_crash.py",)
+
+RECORDS = (
+    Mutation(
+        "the payload's checksum is not compared",
+        RECORD,
+        "if payload and xxhash.xxh3_128_digest(",
+        "if False and xxhash.xxh3_128_digest(",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "the header's checksum is not compared",
+        RECORD,
+        "if _header_checksum(header) != checksum:",
+        "if False:",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "tokens are not compared",
+        RECORD,
+        "_token_bytes(header.tokens) != _token_bytes(chunk.tokens) or ",
+        "",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "what belongs to tokens (images) is not compared",
+        RECORD,
+        " or header.extra != _bounded(chunk.extra)",
+        "",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "the engine's namespace is not compared",
+        RECORD,
+        "header.namespace != format.namespace or ",
+        "",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "the request's namespace is not compared",
+        RECORD,
+        " or header.request_namespace != _bounded(request_namespace)",
+        "",
+        TEST_RECORD,
+    ),
+    Mutation("keys are not compared", RECORD, "if header.key != chunk.key:", "if False:", TEST_RECORD),
+    Mutation(
+        "layouts are not compared",
+        RECORD,
+        "header.layout != format.layout or header.dtype",
+        "header.dtype",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "data types are not compared",
+        RECORD,
+        " or header.dtype != format.dtype",
+        "",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "versions are not compared", RECORD, "if version & ~ENCRYPTED != VERSION:", "if False:", TEST_RECORD
+    ),
+    Mutation(
+        "shapes are not compared",
+        "stages/verify.py",
+        "if header.shape != shape:",
+        "if False:",
+        ("tests/unit/test_verify_stage.py",),
+    ),
+    Mutation(
+        "what comes from disk is not checksummed",
+        "stages/verify.py",
+        "return self._verify_arena or not ",
+        "return self._verify_arena and not ",
+        ("tests/unit/test_engine.py::test_a_flipped_byte_on_disk_ends_the_prefix_and_the_record_is_gone",),
+    ),
+    Mutation(
+        "the request's namespace is not in its keys",
+        "lmcache_async/engine/tokens.py",
+        "return namespace.root(own.root(), own.algorithm, own.hash_key)",
+        "return own.root()",
+        ("tests/unit/test_engine.py::test_namespaces_never_share_a_chunk",),
+    ),
+    Mutation(
+        "a payload size from outside is not bounded",
+        RECORD,
+        "if payload_bytes > MAX_PAYLOAD_BYTES:",
+        "if False:",
+        TEST_RECORD,
+    ),
+)
+
+DISK = (
+    Mutation(
+        "records are written in place",
+        "plugins/disk/io.py",
+        "name = self._directory.temporary_name(job.key)\n",
+        "name = self._directory.record_name(job.key)\n"
+        "        with contextlib.suppress(OSError):\n"
+        "            os.mkdir(name[:2], 0o700, dir_fd=self._directory.fd)\n",
+        TEST_CRASH,
+    ),
+    Mutation(
+        "the start does not list what is there",
+        DIRECTORY,
+        "return list(self._scan())",
+        "return []",
+        TEST_CRASH,
+    ),
+    Mutation(
+        "the start does not look for files cut by a power failure",
+        DIRECTORY,
+        "return self.nbytes > 0 and self.nbytes % PAGE == 0",
+        "return True",
+        ("tests/tiers/test_disk.py::test_a_file_that_is_no_whole_pages_is_removed_at_the_start",),
+    ),
+    Mutation(
+        "the start does not sweep what dead writers left",
+        DIRECTORY,
+        'os.unlink(f"tmp/{name}", dir_fd=self.fd)',
+        "pass",
+        TEST_CRASH,
+    ),
+    Mutation(
+        "a directory may have two owners",
+        "plugins/disk/lock.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        ("tests/tiers/test_disk.py::test_a_second_owner_is_refused_until_the_first_has_closed",),
+    ),
+    Mutation(
+        "others may read records",
+        "plugins/disk/io.py",
+        "return os.open(name, flags, 0o600, ",
+        "return os.open(name, flags, 0o644, ",
+        ("tests/tiers/test_disk.py::test_only_the_owner_may_read",),
+    ),
+    Mutation(
+        "disk capacity is not checked",
+        INDEX,
+        "missing = max(self.used_bytes + nbytes - self.max_bytes, evict_bytes)",
+        "missing = evict_bytes",
+        ("tests/tiers/test_disk_index.py",),
+    ),
+    Mutation(
+        "a record being read may be evicted",
+        INDEX,
+        " and k not in self._readers",
+        "",
+        ("tests/tiers/test_disk_index.py",),
+    ),
+    Mutation(
+        "a cancelled disk call does not wait for its thread",
+        "plugins/disk/workers.py",
+        "if not future.cancel() and not abandon:",
+        "if False:",
+        ("tests/tiers/test_disk.py::test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended",),
+    ),
+)
