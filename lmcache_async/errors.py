@@ -49,6 +49,12 @@ class TierUnavailableError(TierError):
     retryable = True
 
 
+class TierSuspendedError(TierUnavailableError):
+    """The tier's breaker is open after too many failures: the call was not even tried."""
+
+    retryable = False
+
+
 class TierFullError(TierError):
     """The tier has no room and cannot make any; the write is dropped."""
 

@@ -187,15 +187,11 @@ class CacheEngine(TokenVerbs):
         return await self._parts.stack.flush(timeout_s=timeout_s)
 
     def statistics(self) -> EngineStatistics:
-        stack = self._parts.stack
-        return EngineStatistics(
-            arena=self._parts.arena.statistics(),
-            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
-            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
-            counts=dict(stack.counts),
+        return EngineStatistics.of(
+            self._parts.arena,
+            self._parts.stack,
             pinned_chunks=self._pins.count,
             running=len(self._running),
-            late_calls=stack.late_calls,
         )
 
     async def _do_store(self, request: StoreRequest, copied: Once) -> StoreReport:

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_async.memory.arena import ArenaStatistics
+from lmcache_async.engine.tiers import layer_statistics
+from lmcache_async.memory.arena import Arena, ArenaStatistics
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.tiers.base import TierStatistics
+from lmcache_async.tiers.layers.base import LayerStatistics
+from lmcache_async.tiers.stack import TierStack
 from lmcache_async.tiers.writer import WriterStatistics
 from lmcache_async.types import RetrieveReport, StoreReport
 
@@ -35,6 +38,7 @@ class EngineStatistics:
         arena: Host memory.
         tiers: What each tier holds, by id.
         writers: What waits before each slower tier, by id.
+        layers: What the layers around each tier tell, by the tier's id and the layer's.
         counts: Events since the engine was opened, by "<tier id>.<event>".
         pinned_chunks: Chunks that lookups hold.
         running: Stores and retrieves under way.
@@ -45,10 +49,25 @@ class EngineStatistics:
     arena: ArenaStatistics
     tiers: Mapping[str, TierStatistics]
     writers: Mapping[str, WriterStatistics]
+    layers: Mapping[str, Mapping[str, LayerStatistics]]
     counts: Mapping[str, int]
     pinned_chunks: int
     running: int
     late_calls: int
+
+    @classmethod
+    def of(cls, arena: Arena, stack: TierStack, *, pinned_chunks: int, running: int) -> EngineStatistics:
+        """As of now."""
+        return cls(
+            arena=arena.statistics(),
+            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
+            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
+            layers={stacked.id: layer_statistics(stacked.tier) for stacked in stack.tiers},
+            counts=dict(stack.counts),
+            pinned_chunks=pinned_chunks,
+            running=running,
+            late_calls=stack.late_calls,
+        )
 
 
 def merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:

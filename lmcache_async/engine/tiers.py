@@ -8,15 +8,15 @@ from lmcache_async.hashing import Namespace
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, Shared
+from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, LayerStatistics, Shared, TierLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter
 
-USUAL_LAYERS: tuple[LayerSpec, ...] = ()
-"""Around tiers whose config has no `layers`, outermost first; docs/decisions/0007 says why these."""
-USUAL_ARENA_LAYERS: tuple[LayerSpec, ...] = ()
-"""The same for tiers in the arena."""
+USUAL_LAYERS = tuple(LayerSpec.model_validate(name) for name in ("metrics", "retry", "breaker", "deadline"))
+"""Around a tier whose config has no `layers`, outermost first; docs/decisions/0007 says why these."""
+USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
+"""The same for a tier in the arena."""
 
 
 def stacked_tiers(
@@ -96,3 +96,13 @@ def _layered(
         )
     options = validate_options(layer_class.options_type, spec.options, where, beside=("id",))
     return layer_class(inner, options, context)
+
+
+def layer_statistics(tier: Tier) -> dict[str, LayerStatistics]:
+    """What the layers around a tier tell, by their ids."""
+    told: dict[str, LayerStatistics] = {}
+    while isinstance(tier, TierLayer):
+        if isinstance(tier, ConfiguredLayer) and (statistics := tier.layer_statistics()) is not None:
+            told[tier.context.layer] = statistics
+        tier = tier.inner
+    return told

@@ -165,7 +165,9 @@ class Tier(ABC):
                 except TierError as error:
                     results[index] = error
                 except BudgetExceededError as error:  # the chunks that did find room are of use
-                    results[index] = TierError(f"no memory for a chunk to be read: {error}")
+                    failure = TierError(f"no memory for a chunk to be read: {error}")
+                    failure.__cause__ = error.with_traceback(None)  # its frames hold what was read
+                    results[index] = failure
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -1,20 +1,150 @@
-"""What tests of layers share: a context, and chunks as plain bytes."""
+"""What tests of layers share: virtual time, a tier that does as it is told, chunks as plain bytes."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import logging
+import selectors
+from collections import defaultdict, deque
 
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.tiers.base import Allocate
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.layers.base import LayerContext, Shared
 from lmcache_async.types import ChunkKey
 
 PAGE = 4096
+HANG = object()
 
 
-def context(*, timeout_s: float = 30.0, tier: str = "t", layer: str = "l", shared: Shared | None = None):
+class VirtualSelector(selectors.DefaultSelector):
+    """Never waits: where the loop would, its time jumps."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout=None):
+        events = super().select(0)
+        if not events and timeout is None:
+            raise AssertionError("everything waits, and nothing will ever happen")
+        if not events:
+            self.loop.now += timeout
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose time passes at once when there is nothing to do."""
+
+    def __init__(self):
+        self.now = 1000.0
+        selector = VirtualSelector()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self):
+        return self.now
+
+
+def in_virtual_time(test):
+    """Run an async test on a VirtualLoop."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(**fixtures))
+
+    run.__signature__ = inspect.signature(test)
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class ToldTier(DictTier):
+    """Does with each call what it is told, first in first out: an error, a delay in seconds, HANG or None.
+
+    Attributes:
+        told: For calls, whatever the verb.
+        told_of: For single chunks, by key: errors that `get_many` and `put_many` answer.
+        calls: The verb and the keys of each call, in order.
+        busy: Calls under way.
+        peak: The most there ever were.
+    """
+
+    def __init__(self, *, far=True):
+        super().__init__()
+        self.told = deque()
+        self.told_of = defaultdict(deque)
+        self.calls = []
+        self.far = far
+        self.busy = self.peak = 0
+
+    @property
+    def capabilities(self):
+        return Capabilities(removes=True, lists=True, local_index=not self.far)
+
+    async def contains(self, key):
+        await self._do("contains", [key])
+        return await super().contains(key)
+
+    async def contains_many(self, keys):
+        await self._do("contains_many", keys)
+        return [key in self.records for key in keys]
+
+    async def count_prefix(self, keys):
+        await self._do("count_prefix", keys)
+        return next((count for count, key in enumerate(keys) if key not in self.records), len(keys))
+
+    async def get(self, key, allocate):
+        await self._do("get", [key])
+        return await super().get(key, allocate)
+
+    async def get_many(self, keys, allocate):
+        await self._do("get_many", keys)
+        return [self._error(key) or await DictTier.get(self, key, allocate) for key in keys]
+
+    async def put(self, key, buffer):
+        await self._do("put", [key])
+        await super().put(key, buffer)
+
+    async def put_many(self, items):
+        await self._do("put_many", [key for key, _ in items])
+        return [self._error(key) or await DictTier.put(self, key, buffer) for key, buffer in items]
+
+    async def remove(self, key):
+        await self._do("remove", [key])
+        return await super().remove(key)
+
+    def _error(self, key):
+        return self.told_of[key].popleft() if self.told_of[key] else None
+
+    async def _do(self, verb, keys):
+        self.calls.append((verb, list(keys)))
+        what = self.told.popleft() if self.told else None
+        self.busy += 1
+        self.peak = max(self.peak, self.busy)
+        try:
+            if what is HANG:
+                await asyncio.get_running_loop().create_future()
+            elif isinstance(what, Exception):
+                raise what
+            elif what is not None:
+                await asyncio.sleep(what)
+        finally:
+            self.busy -= 1
+
+
+def context(
+    *,
+    timeout_s: float = 30.0,
+    tier: str = "t",
+    layer: str = "l",
+    shared: Shared | None = None,
+) -> LayerContext:
     return LayerContext(
         tier=tier,
         layer=layer,
@@ -33,6 +163,15 @@ def content(number: int, nbytes: int = 1000) -> bytes:
     return bytes((number + index) % 251 for index in range(nbytes))
 
 
+def fill(tier: DictTier, count: int) -> DictTier:
+    tier.records.update({key(number): content(number) for number in range(count)})
+    return tier
+
+
+def small_arena(pages: int = 40) -> Arena:
+    return Arena(pages * PAGE, PAGE, prefault=False, huge_pages=False)
+
+
 def chunk(arena: Arena, number: int) -> Buffer:
     """A leased buffer with that chunk's content."""
     data = content(number)
@@ -42,6 +181,15 @@ def chunk(arena: Arena, number: int) -> Buffer:
     return buffer
 
 
+def chunks(arena: Arena, count: int) -> list[tuple[ChunkKey, Buffer]]:
+    return [(key(number), chunk(arena, number)) for number in range(count)]
+
+
+def release(items) -> None:
+    for _, buffer in items:
+        buffer.release()
+
+
 def allocator(arena: Arena) -> Allocate:
     async def allocate(nbytes: int) -> Buffer:
         return await arena.lease(nbytes, timeout_s=1)
@@ -49,8 +197,9 @@ def allocator(arena: Arena) -> Allocate:
     return allocate
 
 
-def taken(result: object) -> bytes:
-    """The content of a buffer that a get gave, whose lease ends here."""
-    assert isinstance(result, Buffer), result
+def taken(result: object) -> object:
+    """The content of a buffer that a get gave, whose lease ends here; what is none as it is."""
+    if not isinstance(result, Buffer):
+        return result
     with result:
         return bytes(result.view)

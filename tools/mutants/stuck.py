@@ -6,7 +6,7 @@ from tools.mutants.mutation import Mutation
 
 BUFFER = "lmcache_async/memory/buffer.py"
 ARENA = "lmcache_async/memory/arena.py"
-GUARD = "lmcache_async/tiers/layers/guard.py"
+GUARD = "lmcache_async/tiers/layers/deadline.py"
 WRITER = "lmcache_async/tiers/writer.py"
 STACK = "lmcache_async/tiers/stack.py"
 RUNNER = "lmcache_async/pipeline/runner.py"
@@ -27,7 +27,7 @@ LEASES = (
     Mutation(
         "the guard does not give its leases of a put back",
         GUARD,
-        "finally_=lambda: _release([b for _, b in kept])",
+        "finally_=lambda: release_answers([buffer for _, buffer in kept])",
         "finally_=None",
         TEST_GUARD,
     ),
@@ -93,7 +93,7 @@ WAITS = (
     Mutation(
         "a tier's call has no deadline",
         GUARD,
-        "await asyncio.wait({task}, timeout=self._timeout_s)",
+        "await asyncio.wait({task}, timeout=timeout_s)",
         "await asyncio.wait({task})",
         TEST_GUARD,
     ),

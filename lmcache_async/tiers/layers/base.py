@@ -128,6 +128,15 @@ class TierLayer(Tier):
     def statistics(self) -> TierStatistics:
         return self.inner.statistics()
 
+    @property
+    def late_calls(self) -> int:
+        """Calls given up by their callers that have not ended yet."""
+        return self.inner.late_calls if isinstance(self.inner, TierLayer) else 0
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Wait until the calls given up so far have really ended; False when the deadline came first."""
+        return await self.inner.drain(timeout_s=timeout_s) if isinstance(self.inner, TierLayer) else True
+
     async def __aenter__(self) -> Self:
         await self.inner.__aenter__()
         return self

@@ -1,0 +1,90 @@
+"""For layers that do the same around every verb: say it once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from lmcache_async.errors import TierError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.tiers.layers.base import ConfiguredLayer
+from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+
+class Kind(StrEnum):
+    """What a call does with chunks."""
+
+    LOOKUP = "lookup"
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a tier, of one chunk or of a batch.
+
+    Attributes:
+        verb: Its name.
+        kind: What it does.
+        chunks: How many it is about.
+        given: The buffers of a put, leased by the caller until the call has ended.
+    """
+
+    verb: str
+    kind: Kind
+    chunks: int
+    given: Sequence[Buffer] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the given buffers."""
+        return sum(buffer.nbytes for buffer in self.given)
+
+
+class AroundLayer(ConfiguredLayer):
+    """Every verb that moves or finds chunks goes through `around`; `keys`, `clear`, `scrub` do not."""
+
+    @abstractmethod
+    async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
+        """Do the call: await `run()` as often as it takes, and give its result or an error.
+
+        Cancelled, it ends at once. A result that it does not pass on it gives back.
+        """
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return await self.around(Call("contains", Kind.LOOKUP, 1), lambda: self.inner.contains(key))
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        call = Call("count_prefix", Kind.LOOKUP, len(keys))
+        return await self.around(call, lambda: self.inner.count_prefix(keys))
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        call = Call("contains_many", Kind.LOOKUP, len(keys))
+        return await self.around(call, lambda: self.inner.contains_many(keys))
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        return await self.around(Call("get", Kind.READ, 1), lambda: self.inner.get(key, allocate))
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        call = Call("get_many", Kind.READ, len(keys))
+        return await self.around(call, lambda: self.inner.get_many(keys, allocate))
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        call = Call("put", Kind.WRITE, 1, (buffer,))
+        await self.around(call, lambda: self.inner.put(key, buffer))
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        call = Call("put_many", Kind.WRITE, len(items), [buffer for _, buffer in items])
+        return await self.around(call, lambda: self.inner.put_many(items))
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return await self.around(Call("remove", Kind.WRITE, 1), lambda: self.inner.remove(key))
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self.around(Call("reject", Kind.WRITE, 1), lambda: self.inner.reject(key, cause))

@@ -1,0 +1,198 @@
+"""A breaker: a tier that fails or is slow is left alone for a while, then tried with a few calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from pydantic import model_validator
+
+from lmcache_async.config.explain import disagree
+from lmcache_async.config.values import Count, Fraction, Seconds
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChunkCorruptError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierSuspendedError,
+)
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
+from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
+from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics
+from lmcache_async.tiers.layers.deadline import OptionalSeconds
+
+T = TypeVar("T")
+
+_AT_THE_DEADLINE = 0.9
+"""Of the tier's `timeout_s`: a call that the border ends at its deadline has begun a little later than it."""
+
+
+class BreakerConfig(LayerConfig):
+    """Options of the breaker layer.
+
+    Attributes:
+        failure_rate: The share of failed calls, of the last ones, that opens it.
+        window_calls: How many calls are the last ones.
+        window_s: How old they may be, in seconds.
+        min_calls: Fewer than these open nothing.
+        slow_s: A lookup or a read that takes longer has failed, in seconds.
+        slow_write_s: The same for a write; none means only one that misses the tier's `timeout_s`.
+        pause_s: How long an open breaker refuses every call; doubled each time that a probe fails.
+        max_pause_s: The longest pause.
+        probes: After the pause, how many calls must succeed, and how many may pass meanwhile.
+    """
+
+    failure_rate: Fraction = 0.5
+    window_calls: Count = 20
+    window_s: Seconds = 60.0
+    min_calls: Count = 5
+    slow_s: Seconds = 5.0
+    slow_write_s: OptionalSeconds = None
+    pause_s: Seconds = 5.0
+    max_pause_s: Seconds = 60.0
+    probes: Count = 2
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.min_calls > self.window_calls:
+            raise disagree(
+                f"it would never open: min_calls is {self.min_calls}, above window_calls of {self.window_calls}",
+                "min_calls",
+                "window_calls",
+            )
+        if self.pause_s > self.max_pause_s:
+            raise disagree(
+                f"pause_s is {self.pause_s}, above max_pause_s of {self.max_pause_s}",
+                "pause_s",
+                "max_pause_s",
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerStatistics(LayerStatistics):
+    """The three circuits of a breaker, each with a state of its own.
+
+    Attributes:
+        lookup: Of lookups. Those answered from this process's memory pass it uncounted.
+        read: Of reads. While it is open lookups are refused too: nobody could read what they find.
+        write: Of writes and removals.
+    """
+
+    lookup: CircuitStatistics
+    read: CircuitStatistics
+    write: CircuitStatistics
+
+
+class BreakerLayer(AroundLayer):
+    """Fails calls at once, with TierSuspendedError, while the tier inside fails too often or is too slow.
+
+    Lookups, reads and writes are told apart: a disk that is full, or read-only, still reads. A batch is
+    one call; it has failed when the share of its chunks that failed reaches `failure_rate`. A miss, a full
+    tier and a corrupt record are answers, no failures. A call that its caller gives up decides nothing,
+    unless it was overdue by then; one that never ends counts from the moment that it is overdue.
+    """
+
+    options_type = BreakerConfig
+
+    def __init__(self, inner: Tier, options: BreakerConfig, context: LayerContext) -> None:
+        super().__init__(inner, options, context)
+        self._failure_rate = options.failure_rate
+        at_most = _AT_THE_DEADLINE * context.timeout_s
+        slow_s = {
+            Kind.LOOKUP: options.slow_s,
+            Kind.READ: options.slow_s,
+            Kind.WRITE: options.slow_write_s or at_most,
+        }
+        self._circuits = {
+            kind: Circuit(
+                CircuitRules(
+                    window_calls=options.window_calls,
+                    window_s=options.window_s,
+                    min_calls=options.min_calls,
+                    failure_rate=options.failure_rate,
+                    overdue_s=min(slow_s[kind], at_most),
+                    pause_s=options.pause_s,
+                    max_pause_s=options.max_pause_s,
+                    probes=options.probes,
+                )
+            )
+            for kind in Kind
+        }
+        self._told = dict.fromkeys(Kind, CircuitState.CLOSED)
+        self._now = 0.0
+
+    def layer_statistics(self) -> BreakerStatistics:
+        """As of the last call, or of now where a loop runs."""
+        now = self._clock()
+        lookup, read, write = (self._circuits[kind].statistics(now) for kind in Kind)
+        return BreakerStatistics(lookup=lookup, read=read, write=write)
+
+    async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
+        kind, now = call.kind, self._clock()
+        if kind is Kind.LOOKUP and not self._circuits[Kind.READ].admits(now):
+            raise self._suspended(Kind.READ, now)
+        if kind is Kind.LOOKUP and self.inner.capabilities.local_index:
+            return await run()
+        circuit = self._circuits[kind]
+        permit = circuit.enter(now)
+        if permit is None:
+            raise self._suspended(kind, now)
+        failed: bool | None = None
+        try:
+            result = await run()
+            failed = self._share_of_failures(result) >= self._failure_rate
+        except Exception as error:
+            failed = _is_failure(error)
+            raise
+        finally:
+            circuit.leave(permit, self._clock(), failed=failed)
+            self._tell(kind)
+        return result
+
+    def _share_of_failures(self, result: object) -> float:
+        if not isinstance(result, list) or not result:
+            return 0.0
+        return sum(_is_failure(one) is True for one in result if isinstance(one, TierError)) / len(result)
+
+    def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
+        self._tell(kind)
+        wait_s = self._circuits[kind].wait_s(now)
+        when = f"the next try is in {wait_s:.1f} s" if wait_s else "its probes are under way"
+        return TierSuspendedError(f"tier {self.context.tier!r}: its breaker is open for {kind}s; {when}")
+
+    def _tell(self, kind: Kind) -> None:
+        """A line in the log when a circuit has opened or closed."""
+        state = self._circuits[kind].statistics(self._now).state
+        if state is self._told[kind] or state is CircuitState.HALF_OPEN:
+            return
+        self._told[kind] = state
+        cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
+        if state is CircuitState.OPEN:
+            text = "tier %r: its %ss fail or are slow; they are misses or drops until it is well again"
+            self.context.logger.log(logging.WARNING, cause, text, self.context.tier, kind)
+        else:
+            self.context.logger.log(
+                logging.INFO, cause, "tier %r: its %ss work again", self.context.tier, kind
+            )
+
+    def _clock(self) -> float:
+        """The loop's time, so that whoever drives the loop drives this too."""
+        with contextlib.suppress(RuntimeError):  # statistics are asked for from outside
+            self._now = asyncio.get_running_loop().time()
+        return self._now
+
+
+def _is_failure(error: Exception) -> bool | None:
+    """Whether the backend failed; None where the error says nothing of it."""
+    if isinstance(error, BudgetExceededError | TierClosedError | TierSuspendedError):
+        return None
+    if isinstance(error.__cause__, BudgetExceededError):  # our memory was short, not the backend
+        return None
+    return not isinstance(error, TierFullError | ChunkCorruptError)

@@ -1,0 +1,205 @@
+"""Deadlines of calls to a tier: a late call is given up by its caller and left to end by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
+
+from lmcache_async.config.values import Seconds, parse_seconds, unless_none
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.layers.answers import release_answers
+from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, TierLayer
+from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+
+def _parse_optional_seconds(value: object) -> float | None:
+    value = unless_none(value)
+    return None if value is None else parse_seconds(value)
+
+
+OptionalSeconds = Annotated[float | None, BeforeValidator(_parse_optional_seconds)]
+
+
+class DeadlineConfig(LayerConfig):
+    """Options of the deadline layer; the tier's `timeout_s` holds beside them.
+
+    Attributes:
+        lookup_s: Longest time to say whether chunks are there, in seconds.
+        read_s: Longest time of one call that reads; none means the tier's `timeout_s` alone.
+        write_s: The same for one that writes or removes.
+    """
+
+    lookup_s: Seconds = 1.0
+    read_s: OptionalSeconds = None
+    write_s: OptionalSeconds = None
+
+
+class BoundedLayer(TierLayer):
+    """Calls end within their time, or as TierUnavailableError.
+
+    A call that is late, or whose caller was cancelled, is cancelled and left to end by itself: its
+    caller goes on at once, while the buffers that it reads stay leased, and those that it still
+    returns are given back, until it has *really* ended.
+
+    Args:
+        inner: The tier.
+        name: What messages call it.
+        lookup_s: Seconds for `contains`, `contains_many`, `count_prefix`; None sets no bound here.
+        read_s: For `get`, `get_many`.
+        write_s: For `put`, `put_many`, `remove`, `reject`, `clear`.
+        close_timeout_s: Seconds that closing waits for calls given up.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        name: str,
+        lookup_s: float | None,
+        read_s: float | None,
+        write_s: float | None,
+        close_timeout_s: float,
+    ) -> None:
+        super().__init__(inner)
+        self._name = name
+        self._lookup_s = lookup_s
+        self._read_s = read_s
+        self._write_s = write_s
+        self._close_timeout_s = close_timeout_s
+        self._late: set[asyncio.Task[Any]] = set()
+
+    @property
+    def late_calls(self) -> int:
+        return len(self._late) + super().late_calls
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        waits = [super().drain(timeout_s=timeout_s)]
+        if self._late:
+            waits.append(_ended(set(self._late), timeout_s))
+        return all(await asyncio.gather(*waits))
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return await self._call("contains", self._lookup_s, self.inner.contains(key))
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return await self._call("count_prefix", self._lookup_s, self.inner.count_prefix(keys))
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._call("contains_many", self._lookup_s, self.inner.contains_many(keys))
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        call = self.inner.get(key, allocate)
+        return await self._call("get", self._read_s, call, lambda buffer: release_answers([buffer]))
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        call = self.inner.get_many(keys, allocate)
+        return await self._call("get_many", self._read_s, call, release_answers)
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        kept = buffer.retain()
+        await self._call("put", self._write_s, self.inner.put(key, kept), finally_=kept.release)
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        kept = [(key, buffer.retain()) for key, buffer in items]
+        return await self._call(
+            "put_many",
+            self._write_s,
+            self.inner.put_many(kept),
+            finally_=lambda: release_answers([buffer for _, buffer in kept]),
+        )
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return await self._call("remove", self._write_s, self.inner.remove(key))
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self._call("reject", self._write_s, self.inner.reject(key, cause))
+
+    async def clear(self) -> int:
+        return await self._call("clear", self._write_s, self.inner.clear())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.drain(timeout_s=self._close_timeout_s)
+        finally:
+            await super().__aexit__(kind, error, trace)
+
+    async def _call(
+        self,
+        verb: str,
+        timeout_s: float | None,
+        coroutine: Coroutine[Any, Any, T],
+        discard: Callable[[T], None] | None = None,
+        finally_: Callable[[], None] | None = None,
+    ) -> T:
+        """Await a call of the tier; `discard` takes a result nobody waits for any more."""
+        if timeout_s is None:  # nothing to bound, so no task of its own
+            try:
+                return await coroutine
+            finally:
+                if finally_ is not None:
+                    finally_()
+        task = asyncio.ensure_future(coroutine)
+        if finally_ is not None:
+            task.add_done_callback(lambda _: finally_())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._leave(task, discard)
+            raise
+        if not done:
+            self._leave(task, discard)
+            raise TierUnavailableError(f"tier {self._name!r}: {verb} gave no answer in {timeout_s} s")
+        return self._result(verb, task)
+
+    def _result(self, verb: str, task: asyncio.Task[T]) -> T:
+        """What a call that ended in time came to."""
+        del verb
+        return task.result()
+
+    def _leave(self, task: asyncio.Task[T], discard: Callable[[T], None] | None) -> None:
+        def ended(task: asyncio.Task[T]) -> None:
+            self._late.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                return
+            if discard is not None:
+                discard(task.result())
+
+        self._late.add(task)
+        task.add_done_callback(ended)
+        task.cancel()
+
+
+async def _ended(tasks: set[asyncio.Task[Any]], timeout_s: float) -> bool:
+    _, running = await asyncio.wait(tasks, timeout=timeout_s)
+    return not running
+
+
+class DeadlineLayer(ConfiguredLayer):
+    """Shorter deadlines than the tier's own: of lookups, of reads, of writes.
+
+    Inside the breaker and the retry layer, so that a late call is to them what a failed one is.
+    """
+
+    options_type = DeadlineConfig
+
+    def __init__(self, inner: Tier, options: DeadlineConfig, context: LayerContext) -> None:
+        index_is_here = inner.capabilities.local_index  # it answers lookups at once, from our own memory
+        bounded = BoundedLayer(
+            inner,
+            name=context.tier,
+            lookup_s=None if index_is_here else options.lookup_s,
+            read_s=options.read_s,
+            write_s=options.write_s,
+            close_timeout_s=0.0,  # the border waits for all
+        )
+        super().__init__(bounded, options, context)

@@ -1,0 +1,369 @@
+"""The breaker around a tier: what counts as a failure, what is refused, and who sees it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmcache_async.config import validate_options
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChunkCorruptError,
+    ConfigError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierSuspendedError,
+    TierUnavailableError,
+)
+from lmcache_async.tiers.layers.breaker import BreakerConfig, BreakerLayer
+from lmcache_async.tiers.layers.circuit import CircuitState
+from lmcache_async.tiers.layers.retry import RetryConfig, RetryLayer
+from tests.tiers.layered import (
+    HANG,
+    ToldTier,
+    allocator,
+    chunk,
+    chunks,
+    content,
+    context,
+    fill,
+    in_virtual_time,
+    key,
+    release,
+    small_arena,
+    taken,
+)
+
+KEYS = [key(number) for number in range(4)]
+OPEN, CLOSED, HALF_OPEN = CircuitState.OPEN, CircuitState.CLOSED, CircuitState.HALF_OPEN
+
+
+@pytest.fixture
+def arena():
+    arena = small_arena()
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+def away():
+    return TierUnavailableError("away")
+
+
+def broken_by(inner, *, timeout_s=30.0, tier="t", **options) -> BreakerLayer:
+    options = {"min_calls": 2, "window_calls": 4, "pause_s": 5, "slow_s": 4, "probes": 1} | options
+    return BreakerLayer(inner, BreakerConfig(**options), context(timeout_s=timeout_s, tier=tier))
+
+
+def states(tier: BreakerLayer):
+    statistics = tier.layer_statistics()
+    return statistics.lookup.state, statistics.read.state, statistics.write.state
+
+
+async def fail_reads(tier, inner, count=2, error=None):
+    for _ in range(count):
+        inner.told.append(error or away())
+        with pytest.raises(type(error or away())):
+            await tier.get(KEYS[0], None)
+
+
+@in_virtual_time
+async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_again(arena, caplog):
+    caplog.set_level("INFO")
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    await fail_reads(tier, inner)
+    asked = len(inner.calls)
+
+    with pytest.raises(
+        TierSuspendedError, match=r"tier 't': its breaker is open for reads; the next try is in 5.0 s"
+    ):
+        await tier.get(KEYS[0], allocator(arena))
+    assert len(inner.calls) == asked
+    await asyncio.sleep(5)
+    assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
+    assert states(tier) == (CLOSED, CLOSED, CLOSED)
+    assert tier.layer_statistics().read.refused == 1
+    assert [record.message for record in caplog.records if "tier 't'" in record.message] == [
+        "tier 't': its reads fail or are slow; they are misses or drops until it is well again",
+        "tier 't': its reads work again",
+    ]
+
+
+@in_virtual_time
+async def test_while_reads_fail_nothing_is_looked_up_but_writes_go_on(arena):
+    inner = ToldTier()
+    tier = broken_by(inner)
+    await fail_reads(tier, inner)
+
+    assert states(tier) == (CLOSED, OPEN, CLOSED)
+    for lookup in (tier.contains(KEYS[0]), tier.contains_many(KEYS), tier.count_prefix(KEYS)):
+        with pytest.raises(TierSuspendedError):
+            await lookup
+    with chunk(arena, 1) as buffer:
+        await tier.put(key(1), buffer)
+    assert inner.records == {key(1): content(1)}
+
+
+@in_virtual_time
+async def test_while_writes_fail_reads_go_on(arena):
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    items = chunks(arena, 2)
+    for _ in range(2):
+        inner.told.append(away())
+        with pytest.raises(TierUnavailableError):
+            await tier.put_many(items)
+
+    with pytest.raises(TierSuspendedError):
+        await tier.put_many(items)
+    with pytest.raises(TierSuspendedError):
+        await tier.remove(KEYS[0])
+    release(items)
+    assert states(tier) == (CLOSED, CLOSED, OPEN)
+    assert await tier.contains(KEYS[0])
+    assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
+
+
+@in_virtual_time
+async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    await fail_reads(tier, inner)
+    await asyncio.sleep(5)
+    assert await tier.contains(KEYS[0])  # somebody must find something to probe with
+    inner.told.append(1)
+    probe = asyncio.ensure_future(tier.get(KEYS[0], allocator(arena)))
+    await asyncio.sleep(0)
+
+    with pytest.raises(TierSuspendedError, match="its breaker is open for reads; its probes are under way"):
+        await tier.get(KEYS[1], allocator(arena))
+    with pytest.raises(TierSuspendedError):
+        await tier.contains(KEYS[1])
+    assert states(tier) == (CLOSED, HALF_OPEN, CLOSED)
+    assert taken(await probe) == content(0)
+    assert await tier.contains(KEYS[1])
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (away(), True),
+        (TierError("odd"), True),
+        (ValueError("a bug of the tier's"), True),
+        (TierFullError("full"), False),
+        (ChunkCorruptError("bad", cause="magic"), False),
+        (TierClosedError("closed"), False),
+        (TierSuspendedError("another breaker's"), False),
+        (BudgetExceededError("our own memory"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@in_virtual_time
+async def test_what_counts_as_a_failure(error, counts):
+    inner = ToldTier()
+    tier = broken_by(inner)
+    await fail_reads(tier, inner, count=2, error=error)
+
+    assert states(tier)[1] is (OPEN if counts else CLOSED)
+
+
+@in_virtual_time
+async def test_misses_are_answers(arena):
+    tier = broken_by(ToldTier())
+    for _ in range(10):
+        assert await tier.get(KEYS[0], allocator(arena)) is None
+        assert not await tier.contains(KEYS[0])
+        assert await tier.get_many(KEYS, allocator(arena)) == [None] * 4
+        assert not await tier.remove(KEYS[0])
+
+    assert states(tier) == (CLOSED, CLOSED, CLOSED)
+    assert tier.layer_statistics().read.failures == 0
+
+
+@pytest.mark.parametrize(("failed", "opens"), [(1, False), (2, True), (4, True)])
+@in_virtual_time
+async def test_a_batch_is_one_call_that_fails_with_its_share_of_failed_chunks(arena, failed, opens):
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    for _ in range(2):
+        for one in KEYS[:failed]:
+            inner.told_of[one].append(away())
+        results = await tier.get_many(KEYS, allocator(arena))
+        assert [isinstance(taken(result), bytes) for result in results] == [False] * failed + [True] * (
+            4 - failed
+        )
+
+    assert states(tier)[1] is (OPEN if opens else CLOSED)
+    assert tier.layer_statistics().read.calls == (0 if opens else 2)
+
+
+@in_virtual_time
+async def test_chunks_that_found_no_memory_of_ours_are_no_failures(arena):
+    class NoMemory(ToldTier):
+        async def get_many(self, keys, allocate):
+            error = TierUnavailableError("no memory to read into")
+            error.__cause__ = BudgetExceededError("none")
+            return [error] * len(keys)
+
+    tier = broken_by(NoMemory())
+    for _ in range(4):
+        await tier.get_many(KEYS, allocator(arena))
+
+    assert states(tier)[1] is CLOSED
+
+
+@in_virtual_time
+async def test_slow_reads_are_failures_though_they_give_what_they_found(arena):
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    for seconds in (3.9, 3.9, 4.0, 4.0):
+        inner.told.append(seconds)
+        assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
+
+    assert states(tier)[1] is OPEN
+
+
+@in_virtual_time
+async def test_slow_writes_are_none_unless_that_is_asked_for(arena):
+    for options, state in (({}, CLOSED), ({"slow_write_s": 4}, OPEN)):
+        inner = ToldTier()
+        tier = broken_by(inner, **options)
+        with chunk(arena, 1) as buffer:
+            for _ in range(2):
+                inner.told.append(20)
+                await tier.put(key(1), buffer)
+        assert states(tier)[2] is state
+
+
+@in_virtual_time
+async def test_a_call_given_up_early_says_nothing_and_one_given_up_late_has_failed():
+    for seconds, state in ((3.9, CLOSED), (4.0, OPEN)):
+        inner = ToldTier()
+        tier = broken_by(inner)
+        for _ in range(2):
+            inner.told.append(HANG)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await tier.get(KEYS[0], None)
+        assert states(tier)[1] is state
+        assert tier.layer_statistics().read.calls == 0
+
+
+@in_virtual_time
+async def test_a_write_that_misses_the_tiers_deadline_has_failed():
+    inner = ToldTier()
+    tier = broken_by(inner, timeout_s=10)
+    for _ in range(2):
+        inner.told.append(HANG)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(9.99):  # the border's deadline, which began a little earlier
+                await tier.remove(KEYS[0])
+
+    assert states(tier)[2] is OPEN
+
+
+@in_virtual_time
+async def test_calls_that_nobody_can_end_open_it_too():
+    class Stuck(ToldTier):
+        async def get(self, key, allocate):
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    if self.told:
+                        raise
+
+    inner = Stuck()
+    tier = broken_by(inner)
+    tasks = [asyncio.ensure_future(tier.get(KEYS[0], None)) for _ in range(2)]
+    await asyncio.sleep(1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.sleep(3)
+    assert not any(task.done() for task in tasks)
+
+    with pytest.raises(TierSuspendedError):
+        await tier.contains(KEYS[0])
+    inner.told.append(None)  # now they may end
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert states(tier)[1] is OPEN
+
+
+@in_virtual_time
+async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(arena):
+    inner = fill(ToldTier(far=False), 4)
+    tier = broken_by(inner)
+    for _ in range(2):
+        assert await tier.contains_many(KEYS) == [True] * 4
+        await fail_reads(tier, inner, count=1)
+    assert states(tier)[1] is OPEN
+    await asyncio.sleep(5)
+
+    for _ in range(5):
+        assert await tier.contains_many(KEYS) == [True] * 4
+    assert states(tier)[1] is OPEN  # nobody has read yet
+    assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
+    assert states(tier)[1] is CLOSED
+
+
+@in_virtual_time
+async def test_one_tiers_breaker_leaves_the_others_alone(arena):
+    inners = [fill(ToldTier(), 4) for _ in range(2)]
+    tiers = [broken_by(inner, tier=f"t{number}") for number, inner in enumerate(inners)]
+    await fail_reads(tiers[0], inners[0])
+
+    assert states(tiers[0])[1] is OPEN
+    assert states(tiers[1]) == (CLOSED, CLOSED, CLOSED)
+    assert taken(await tiers[1].get(KEYS[0], allocator(arena))) == content(0)
+
+
+@in_virtual_time
+async def test_an_open_breaker_is_not_worn_down_by_retries():
+    inner = ToldTier()
+    breaker = broken_by(inner)
+    await fail_reads(breaker, inner)
+    tier = RetryLayer(breaker, RetryConfig(attempts=5), context())
+
+    with pytest.raises(TierSuspendedError):
+        await tier.get(KEYS[0], None)
+    assert breaker.layer_statistics().read.refused == 1
+
+
+@in_virtual_time
+async def test_clear_and_keys_are_never_refused(arena):
+    inner = fill(ToldTier(), 4)
+    tier = broken_by(inner)
+    await fail_reads(tier, inner)
+
+    assert len([one async for one in tier.keys()]) == 4  # noqa: SIM118 - no dict
+    assert await tier.clear() == 4
+
+
+async def test_statistics_can_be_read_from_outside_of_the_loop():
+    tier = broken_by(ToldTier())
+    await tier.contains(KEYS[0])
+
+    statistics = await asyncio.to_thread(tier.layer_statistics)
+
+    assert statistics.lookup.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"failure_rate": 0}, "failure_rate is 0: expected a fraction above 0 and at most 1"),
+        ({"min_calls": 30}, "min_calls: it would never open: min_calls is 30, above window_calls of 20"),
+        ({"pause_s": 90}, "pause_s: pause_s is 90.0, above max_pause_s of 60.0"),
+        ({"slow": 1}, "there is no key slow; did you mean slow_s?"),
+    ],
+)
+def test_wrong_options(options, text):
+    with pytest.raises(ConfigError) as caught:
+        validate_options(BreakerConfig, options, "here")
+
+    assert str(caught.value) == f"here: {text}"

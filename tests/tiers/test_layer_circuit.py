@@ -1,0 +1,287 @@
+"""The breaker's state machine, without time or I/O."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState
+
+RULES = CircuitRules(
+    window_calls=6,
+    window_s=30.0,
+    min_calls=3,
+    failure_rate=0.5,
+    overdue_s=10.0,
+    pause_s=4.0,
+    max_pause_s=16.0,
+    probes=2,
+)
+
+
+def call(circuit: Circuit, now: float, *, failed: bool | None) -> bool:
+    permit = circuit.enter(now)
+    if permit is None:
+        return False
+    circuit.leave(permit, now, failed=failed)
+    return True
+
+
+def opened(now: float = 0.0) -> Circuit:
+    circuit = Circuit(RULES)
+    for _ in range(3):
+        assert call(circuit, now, failed=True)
+    assert circuit.statistics(now).state is CircuitState.OPEN
+    return circuit
+
+
+def state(circuit: Circuit, now: float) -> CircuitState:
+    return circuit.statistics(now).state
+
+
+def test_it_opens_when_the_share_of_failures_is_reached_and_not_before():
+    circuit = Circuit(RULES)
+    for failed in (True, True, False, False, False, True):
+        assert state(circuit, 0) is CircuitState.CLOSED
+        assert call(circuit, 0, failed=failed)
+
+    assert state(circuit, 0) is CircuitState.OPEN  # three of the last six
+
+
+def test_two_failures_alone_decide_nothing():
+    circuit = Circuit(RULES)
+    call(circuit, 0, failed=True)
+    call(circuit, 0, failed=True)
+
+    assert state(circuit, 0) is CircuitState.CLOSED
+
+
+def test_old_failures_are_forgotten():
+    circuit = Circuit(RULES)
+    call(circuit, 0, failed=True)
+    call(circuit, 1, failed=True)
+    call(circuit, 31, failed=True)  # the first is 31 s old
+
+    assert state(circuit, 31) is CircuitState.CLOSED
+    call(circuit, 31, failed=True)
+    assert state(circuit, 31) is CircuitState.OPEN
+
+
+def test_calls_that_say_nothing_count_for_nothing():
+    circuit = Circuit(RULES)
+    for _ in range(20):
+        call(circuit, 0, failed=None)
+
+    assert circuit.statistics(0).calls == 0
+
+
+def test_open_it_refuses_until_the_pause_is_over_then_lets_a_few_pass():
+    circuit = opened()
+
+    assert not call(circuit, 3.9, failed=False)
+    assert circuit.wait_s(3.0) == 1.0
+    first, second = circuit.enter(4.0), circuit.enter(4.0)
+    assert first
+    assert second
+    assert circuit.enter(4.0) is None
+    assert state(circuit, 4.0) is CircuitState.HALF_OPEN
+    circuit.leave(first, 5.0, failed=False)
+    assert circuit.enter(5.0) is None  # the second one may still fail
+    circuit.leave(second, 5.0, failed=False)
+    assert state(circuit, 5.0) is CircuitState.CLOSED
+    assert circuit.statistics(5.0).refused == 3
+
+
+def test_a_probe_that_says_nothing_makes_room_for_another():
+    circuit = opened()
+    for _ in range(5):
+        assert call(circuit, 4.0, failed=None)
+
+    assert state(circuit, 4.0) is CircuitState.HALF_OPEN
+
+
+def test_a_probe_that_fails_opens_it_again_for_twice_as_long_up_to_a_bound_and_success_resets_it():
+    circuit = opened()
+    now = 0.0
+    for pause in (4.0, 8.0, 16.0, 16.0):
+        assert not circuit.admits(now + pause - 0.1)
+        now += pause
+        assert call(circuit, now, failed=True)
+        assert state(circuit, now) is CircuitState.OPEN
+    now += 16.0
+    for _ in range(2):
+        assert call(circuit, now, failed=False)
+    for _ in range(3):
+        assert call(circuit, now, failed=True)
+    assert not circuit.admits(now + 3.9)
+    assert circuit.admits(now + 4.0)
+
+
+def test_calls_that_never_end_open_it_when_they_are_overdue():
+    circuit = Circuit(RULES)
+    for _ in range(3):
+        assert circuit.enter(0.0)
+
+    assert circuit.admits(9.9)
+    assert not circuit.admits(10.0)
+
+
+def test_a_probe_that_never_ends_has_failed_when_it_is_overdue():
+    circuit = opened()
+    assert circuit.enter(4.0)
+
+    assert circuit.admits(13.9)
+    assert not circuit.admits(14.0)
+    assert state(circuit, 14.0) is CircuitState.OPEN
+
+
+def test_a_call_from_before_it_opened_decides_nothing_later():
+    circuit = Circuit(RULES)
+    late = circuit.enter(0.0)
+    for _ in range(3):
+        call(circuit, 0.0, failed=True)
+    assert late
+    assert call(circuit, 4.0, failed=False)
+    circuit.leave(late, 4.0, failed=True)
+
+    assert state(circuit, 4.0) is CircuitState.HALF_OPEN
+    assert call(circuit, 4.0, failed=False)
+    assert state(circuit, 4.0) is CircuitState.CLOSED
+
+
+rules = st.builds(
+    CircuitRules,
+    window_calls=st.integers(3, 12),
+    window_s=st.sampled_from([5.0, 50.0]),
+    min_calls=st.integers(1, 3),
+    failure_rate=st.sampled_from([0.1, 0.5, 1.0]),
+    overdue_s=st.sampled_from([2.0, 20.0]),
+    pause_s=st.sampled_from([1.0, 4.0]),
+    max_pause_s=st.sampled_from([4.0, 30.0]),
+    probes=st.integers(1, 3),
+)
+
+
+class CircuitMachine(RuleBasedStateMachine):
+    """Any calls, any times: what a breaker promises holds at every step, by a model that remembers all."""
+
+    def __init__(self):
+        super().__init__()
+        self.rules = None
+        self.now = 0.0
+
+    @precondition(lambda self: self.rules is None)
+    @rule(rules=rules)
+    def begin(self, rules):
+        self.rules = rules
+        self.circuit = Circuit(rules)
+        self.running = []
+        self.outcomes = []  # since it closed last: (time, failed)
+        self.was = CircuitState.CLOSED
+        self.probes = 0  # successes since it was half-open
+        self.opened_at = 0.0
+
+    @precondition(lambda self: self.rules)
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]))
+    def wait(self, seconds):
+        """Overdue calls fail at the next look, one by one."""
+        self.now += seconds
+        self.look()
+
+    @precondition(lambda self: self.rules)
+    @rule()
+    def enter(self):
+        self.look()
+        admits = self.circuit.admits(self.now)
+        permit = self.circuit.enter(self.now)
+        assert (permit is not None) == admits
+        if self.was is CircuitState.CLOSED:
+            assert permit is not None, "closed, it refuses nobody"
+        elif self.was is CircuitState.OPEN:
+            pause_over = self.now >= self.opened_at + self.rules.pause_s
+            assert pause_over or permit is None, "open, it lets nobody pass before its pause is over"
+        if permit is None:
+            return
+        if self.was is CircuitState.OPEN:
+            self.was, self.probes, self.running = CircuitState.HALF_OPEN, 0, []
+        self.running.append((self.now, permit))
+        if self.was is CircuitState.HALF_OPEN:
+            assert len(self.running) + self.probes <= self.rules.probes, "more probes than allowed"
+
+    @precondition(lambda self: self.rules and self.running)
+    @rule(data=st.data(), failed=st.sampled_from([True, False, None]))
+    def leave(self, data, failed):
+        self.look()
+        if not self.running:
+            return
+        index = data.draw(st.integers(0, len(self.running) - 1))
+        _, permit = self.running.pop(index)
+        self.circuit.leave(permit, self.now, failed=failed)
+        if failed is not None:
+            self.decide(failed)
+
+    def look(self):
+        overdue = [one for one in self.running if self.now - one[0] >= self.rules.overdue_s]
+        self.circuit.admits(self.now)
+        for one in overdue:
+            if one in self.running:  # else it opened before this one was looked at
+                self.running.remove(one)
+                self.decide(failed=True)
+
+    def decide(self, failed):
+        if self.was is CircuitState.HALF_OPEN:
+            self.probes += not failed
+            if failed:
+                self.become_open()
+            elif self.probes == self.rules.probes:
+                self.was, self.outcomes, self.running = CircuitState.CLOSED, [], []
+            return
+        self.outcomes.append((self.now, failed))
+        last = [one for one in self.outcomes if self.now - one[0] <= self.rules.window_s]
+        last = [bad for _, bad in last[-self.rules.window_calls :]]
+        if failed and len(last) >= self.rules.min_calls and sum(last) >= self.rules.failure_rate * len(last):
+            self.become_open()
+
+    def become_open(self):
+        self.was, self.opened_at, self.outcomes, self.running = CircuitState.OPEN, self.now, [], []
+
+    @precondition(lambda self: self.rules)
+    @invariant()
+    def is_as_the_model_says(self):
+        assert self.circuit.statistics(self.now).state is self.was
+
+    @precondition(lambda self: self.rules)
+    @rule()
+    def a_tier_that_is_well_is_served_again_in_the_end(self):
+        copy = self.circuit.__class__(self.rules)
+        copy.__dict__.update({name: _copied(value) for name, value in vars(self.circuit).items()})
+        now = self.now
+        for _ in range(2 * self.rules.probes + 2):
+            now += max(self.rules.max_pause_s, self.rules.pause_s, self.rules.overdue_s)
+            for _ in range(self.rules.probes):
+                call(copy, now, failed=False)
+        assert copy.statistics(now).state is CircuitState.CLOSED
+
+
+def _copied(value):
+    return value.copy() if hasattr(value, "copy") else value
+
+
+TestCircuitMachine = CircuitMachine.TestCase
+
+
+@given(failures=st.lists(st.booleans(), max_size=60), rate=st.sampled_from([0.3, 0.5, 1.0]))
+def test_a_closed_circuit_stays_closed_while_the_share_of_failures_is_below_the_rate(failures, rate):
+    circuit = Circuit(replace(RULES, failure_rate=rate))
+    seen: list[bool] = []
+    for failed in failures:
+        call(circuit, 0.0, failed=failed)
+        seen.append(failed)
+        last = seen[-6:]
+        if failed and len(last) >= 3 and sum(last) / len(last) >= rate:
+            assert state(circuit, 0.0) is CircuitState.OPEN
+            return
+        assert state(circuit, 0.0) is CircuitState.CLOSED

@@ -1,0 +1,170 @@
+"""Deadlines inside of the border: by kind of call, and counted with those that the border gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.tiers.layers.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.tiers.layered import (
+    HANG,
+    ToldTier,
+    allocator,
+    chunk,
+    content,
+    context,
+    fill,
+    in_virtual_time,
+    key,
+    now,
+    small_arena,
+    taken,
+)
+
+BOUNDS = {"lookup_s": 1.0, "read_s": 2.0, "write_s": 3.0}
+
+
+@pytest.fixture
+def arena():
+    arena = small_arena()
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+def bounded(inner, **options) -> DeadlineLayer:
+    return DeadlineLayer(inner, DeadlineConfig(**options), context())
+
+
+def guarded(inner, timeout_s=30.0) -> GuardLayer:
+    logger = LimitedLogger(logging.getLogger("test"))
+    return GuardLayer(inner, name="t", timeout_s=timeout_s, logger=logger)
+
+
+class StubbornTier(ToldTier):
+    """A get that is cancelled still comes, once it may: as from a thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def get(self, key, allocate):
+        while not self.may_end.is_set():
+            try:
+                await self.may_end.wait()
+            except asyncio.CancelledError:
+                continue
+        return await super().get(key, allocate)
+
+
+@pytest.mark.parametrize(
+    ("verb", "after"),
+    [
+        *[("contains", 1), ("contains_many", 1), ("count_prefix", 1)],
+        *[("get", 2), ("get_many", 2)],
+        *[("put", 3), ("put_many", 3), ("remove", 3), ("reject", 3)],
+    ],
+)
+@in_virtual_time
+async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
+    inner = ToldTier()
+    inner.told.append(HANG)
+    tier = bounded(inner, **BOUNDS)
+    start = now()
+    with chunk(arena, 1) as buffer:
+        calls = {
+            "contains": lambda: tier.contains(key(1)),
+            "contains_many": lambda: tier.contains_many([key(1)]),
+            "count_prefix": lambda: tier.count_prefix([key(1)]),
+            "get": lambda: tier.get(key(1), allocator(arena)),
+            "get_many": lambda: tier.get_many([key(1)], allocator(arena)),
+            "put": lambda: tier.put(key(1), buffer),
+            "put_many": lambda: tier.put_many([(key(1), buffer)]),
+            "remove": lambda: tier.remove(key(1)),
+            "reject": lambda: tier.reject(key(1), "magic"),
+        }
+        with pytest.raises(TierUnavailableError, match=rf"tier 't': {verb} gave no answer in {after}.0 s"):
+            await calls[verb]()
+    assert now() - start == pytest.approx(after)
+    assert await tier.drain(timeout_s=1)
+
+
+@in_virtual_time
+async def test_what_has_no_bound_of_its_own_has_the_borders(arena):
+    inner = fill(ToldTier(), 2)
+    inner.told.extend([29, HANG])
+    tier = guarded(bounded(inner))
+    start = now()
+
+    assert taken(await tier.get(key(1), allocator(arena))) == content(1)
+    with pytest.raises(TierUnavailableError, match=r"get_many gave no answer in 30.0 s"):
+        await tier.get_many([key(1)], allocator(arena))
+    assert now() - start == pytest.approx(59)
+
+
+@in_virtual_time
+async def test_lookups_in_our_own_memory_are_not_bounded():
+    inner = fill(ToldTier(far=False), 1)
+    inner.told.append(20)
+
+    assert await bounded(inner, **BOUNDS).contains(key(0))
+
+
+@in_virtual_time
+async def test_a_late_call_counts_until_it_has_ended_and_its_buffer_comes_back(arena):
+    inner = fill(StubbornTier(), 1)
+    tier = guarded(bounded(inner, **BOUNDS))
+    with pytest.raises(TierUnavailableError):
+        await tier.get(key(0), allocator(arena))
+
+    assert tier.late_calls == 1
+    assert not await tier.drain(timeout_s=5)
+    inner.may_end.set()
+    assert await tier.drain(timeout_s=5)
+    assert tier.late_calls == 0
+
+
+@in_virtual_time
+async def test_closing_waits_for_late_calls_once_and_within_its_time(arena):
+    inner = fill(StubbornTier(), 1)
+    tier = GuardLayer(
+        bounded(inner, **BOUNDS),
+        name="t",
+        timeout_s=30,
+        close_timeout_s=4,
+        logger=LimitedLogger(logging.getLogger("test")),
+    )
+    async with tier:
+        with pytest.raises(TierUnavailableError):
+            await tier.get(key(0), allocator(arena))
+        start = now()
+    assert now() - start == pytest.approx(4)
+    inner.may_end.set()
+    assert await tier.drain(timeout_s=1)
+
+
+@in_virtual_time
+async def test_a_late_put_keeps_its_bytes_until_it_has_ended(arena):
+    seen = []
+
+    class Late(ToldTier):
+        async def put(self, key, buffer):
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                await asyncio.sleep(5)
+            seen.append(bytes(buffer.view))
+
+    tier = bounded(Late(), **BOUNDS)
+    buffer = chunk(arena, 7)
+    with pytest.raises(TierUnavailableError):
+        await tier.put(key(7), buffer)
+    buffer.release()
+
+    assert await tier.drain(timeout_s=10)
+    assert seen == [content(7)]

@@ -1,0 +1,300 @@
+"""Limits: first come, first served, in calls and in bytes, also for several tiers together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.config import validate_options
+from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.tiers.layers.base import Shared
+from lmcache_async.tiers.layers.limit import LimitConfig, LimitLayer, split
+from tests.tiers.layered import (
+    HANG,
+    PAGE,
+    ToldTier,
+    allocator,
+    chunk,
+    chunks,
+    content,
+    context,
+    fill,
+    in_virtual_time,
+    key,
+    now,
+    release,
+    small_arena,
+    taken,
+)
+
+KEYS = [key(number) for number in range(6)]
+
+
+@pytest.fixture
+def arena():
+    arena = small_arena()
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+def limited(inner, *, where=None, arena=None, **options) -> LimitLayer:
+    layer = LimitLayer(inner, LimitConfig(**options), where or context())
+    if arena is not None:
+        layer.bind(arena)
+    return layer
+
+
+def idle(layer: LimitLayer) -> bool:
+    statistics = layer.layer_statistics()
+    return all(
+        part is None or (part.used_bytes, part.waiting) == (0, 0)
+        for part in (statistics.calls, statistics.bytes)
+    )
+
+
+@in_virtual_time
+async def test_no_more_calls_than_allowed_are_under_way_and_they_start_in_order():
+    inner = ToldTier()
+    inner.told.extend([1.0] * 6)
+    tier = limited(inner, max_calls=2)
+    start = now()
+
+    await asyncio.gather(*(tier.contains(one) for one in KEYS))
+
+    assert inner.peak == 2
+    assert now() - start == pytest.approx(3)
+    assert inner.calls == [("contains", [one]) for one in KEYS]
+    assert tier.layer_statistics().calls.peak_bytes == 2
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_puts_wait_for_bytes(arena):
+    inner = ToldTier()
+    inner.told.extend([1.0] * 5)
+    tier = limited(inner, max_bytes=2500)  # of chunks of 1000
+    items = chunks(arena, 5)
+
+    await asyncio.gather(*(tier.put(*item) for item in items))
+    release(items)
+
+    assert inner.peak == 2
+    assert tier.layer_statistics().bytes.peak_bytes == 2000
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_gets_count_with_the_largest_record_there_is(arena):
+    inner = fill(ToldTier(), 6)
+    inner.told.extend([1.0] * 6)
+    tier = limited(inner, max_bytes=3 * PAGE, arena=arena)
+
+    results = await asyncio.gather(*(tier.get(one, allocator(arena)) for one in KEYS))
+
+    assert [taken(result) for result in results] == [content(number) for number in range(6)]
+    assert inner.peak == 3
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena):
+    inner = ToldTier()
+    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+    items = chunks(arena, 6)
+
+    assert await tier.put_many(items) == [None] * 6
+    release(items)
+    results = await tier.get_many([*KEYS[:5], key(99)], allocator(arena))
+
+    assert [taken(result) for result in results] == [*(content(number) for number in range(5)), None]
+    puts, gets = inner.calls[:1], inner.calls[1:]
+    assert puts == [("put_many", KEYS)]  # six chunks of 1000
+    assert [len(keys) for _, keys in gets] == [2, 2, 2]
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_a_chunk_larger_than_the_limit_goes_alone(arena):
+    inner = ToldTier()
+    inner.told.extend([1.0] * 3)
+    tier = limited(inner, max_bytes=10)
+    items = chunks(arena, 3)
+
+    assert await tier.put_many(items) == [None] * 3
+    await asyncio.gather(*(tier.put(*item) for item in items))
+    release(items)
+
+    assert inner.peak == 1
+    assert [len(keys) for _, keys in inner.calls] == [1] * 6
+
+
+@in_virtual_time
+async def test_a_part_that_fails_leaves_the_others_as_they_are(arena):
+    inner = fill(ToldTier(), 6)
+    inner.told.extend([None, TierError("the second part"), None])
+    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+
+    results = await tier.get_many(KEYS, allocator(arena))
+
+    assert [str(result) for result in results[2:4]] == ["the second part"] * 2
+    assert [taken(result) for result in results[:2] + results[4:]] == [content(n) for n in (0, 1, 4, 5)]
+
+
+@in_virtual_time
+async def test_a_batch_in_one_part_that_fails_raises():
+    inner = ToldTier()
+    inner.told.append(TierError("as a whole"))
+    tier = limited(inner, max_calls=1)
+
+    with pytest.raises(TierError, match="as a whole"):
+        await tier.get_many(KEYS, None)
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_who_finds_no_room_in_time_fails_and_the_place_goes_to_the_next():
+    inner = fill(ToldTier(), 6)
+    inner.told.append(3)
+    tier = limited(inner, max_calls=1, where=context(timeout_s=2))
+    first = asyncio.ensure_future(tier.contains(key(0)))
+    await asyncio.sleep(0)
+    start = now()
+
+    with pytest.raises(TierUnavailableError, match=r"tier 't': no room under max_calls of 1 within 2 s"):
+        await tier.contains(key(1))
+    assert now() - start == pytest.approx(2)
+    last = asyncio.ensure_future(tier.contains(key(2)))
+    await asyncio.sleep(0.5)
+    assert not last.done()
+    assert await first
+    assert await last
+    assert idle(tier)
+
+
+@pytest.mark.parametrize("options", [{"max_calls": 1}, {"max_bytes": 1000}], ids=["calls", "bytes"])
+@in_virtual_time
+async def test_a_cancelled_waiter_leaves_its_place_and_a_cancelled_call_gives_back_its_own(arena, options):
+    inner = ToldTier()
+    inner.told.extend([HANG, None])
+    tier = limited(inner, **options)
+    with chunk(arena, 0) as buffer:
+        tasks = [asyncio.ensure_future(tier.put(one, buffer)) for one in KEYS[:3]]
+        await asyncio.sleep(1)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        assert len(inner.calls) == 1
+        tasks[0].cancel()
+        await tasks[2]
+        await asyncio.wait(tasks)
+
+    assert [task.cancelled() for task in tasks] == [True, True, False]
+    assert inner.calls == [("put", [KEYS[0]]), ("put", [KEYS[2]])]
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_a_batch_cancelled_in_a_later_part_gives_back_what_it_has(arena):
+    inner = fill(ToldTier(), 6)
+    inner.told.extend([None, HANG])
+    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+    task = asyncio.ensure_future(tier.get_many(KEYS, allocator(arena)))
+    await asyncio.sleep(1)
+    assert arena.statistics().leased_slabs == 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert arena.statistics().leased_slabs == 0
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_lookups_in_our_own_memory_do_not_wait():
+    inner = fill(ToldTier(far=False), 6)
+    inner.told.append(HANG)
+    tier = limited(inner, max_calls=1)
+    hanging = asyncio.ensure_future(tier.remove(key(0)))
+    await asyncio.sleep(0)
+
+    assert await tier.contains_many(KEYS) == [True] * 6
+    hanging.cancel()
+    await asyncio.wait({hanging})
+    assert idle(tier)
+
+
+@in_virtual_time
+async def test_tiers_with_the_same_share_have_one_limit_together():
+    shared = Shared()
+    inners = [ToldTier(), ToldTier(), ToldTier()]
+    for inner in inners:
+        inner.told.append(1.0)
+    names = ["nic", "nic", "disk"]
+    tiers = [
+        limited(inner, max_calls=1, share=name, where=context(shared=shared, tier=f"t{number}"))
+        for number, (inner, name) in enumerate(zip(inners, names, strict=True))
+    ]
+    start = now()
+    ends = {}
+
+    async def ask(number):
+        await tiers[number].contains(key(0))
+        ends[number] = now() - start
+
+    await asyncio.gather(*(ask(number) for number in range(3)))
+
+    assert ends == {0: pytest.approx(1), 1: pytest.approx(2), 2: pytest.approx(1)}
+    assert tiers[0].layer_statistics() == tiers[1].layer_statistics()
+
+
+def test_engines_do_not_share():
+    first, second = (limited(ToldTier(), max_calls=1, share="nic") for _ in range(2))
+
+    assert first._places is not second._places
+
+
+def test_the_same_share_with_other_options_stops_the_start():
+    shared = Shared()
+    limited(ToldTier(), max_calls=1, share="nic", where=context(shared=shared, tier="a"))
+
+    with pytest.raises(ConfigError) as caught:
+        limited(ToldTier(), max_calls=2, share="nic", where=context(shared=shared, tier="b"))
+    assert str(caught.value) == (
+        "tiers[0] (b), layers[0] (l): share 'nic' has other options than in tiers[0] (a), layers[0] (l):"
+        " give both the same, or other names"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "max_calls: neither max_calls nor max_bytes is given; give one of them"),
+        ({"max_calls": 0}, "max_calls is 0: expected a whole number of at least 1"),
+        ({"max_byte": 1}, "there is no key max_byte; did you mean max_bytes?"),
+        (
+            {"max_calls": 1, "share": "a b"},
+            "share is 'a b': expected a name of letters, digits, '_', '.' and '-'",
+        ),
+    ],
+)
+def test_wrong_options(options, text):
+    with pytest.raises(ConfigError) as caught:
+        validate_options(LimitConfig, options, "here")
+
+    assert text in str(caught.value)
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.none() | st.integers(1, 20))
+def test_parts_cover_all_in_order_and_fit_and_are_not_smaller_than_they_must(sizes, max_bytes):
+    parts = split(sizes, max_bytes)
+
+    assert [position for start, stop in parts for position in range(start, stop)] == list(range(len(sizes)))
+    for start, stop in parts:
+        assert stop - start == 1 or max_bytes is None or sum(sizes[start:stop]) <= max_bytes
+    for (start, _), (_, stop) in itertools.pairwise(parts):
+        assert max_bytes is not None
+        assert sum(sizes[start:stop]) > max_bytes

@@ -1,0 +1,181 @@
+"""Metrics: every verb counted, nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.layers.base import LayerConfig
+from lmcache_async.tiers.layers.metrics import BUCKETS_S, MetricsLayer, VerbMetrics
+from tests.tiers.layered import (
+    HANG,
+    ToldTier,
+    allocator,
+    chunks,
+    content,
+    context,
+    in_virtual_time,
+    key,
+    now,
+    release,
+    small_arena,
+    taken,
+)
+
+KEYS = [key(number) for number in range(4)]
+
+
+@pytest.fixture
+def arena():
+    arena = small_arena()
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+def measured(inner) -> MetricsLayer:
+    """By the loop's time, which these tests drive."""
+    return MetricsLayer(inner, LayerConfig(), context(), clock=now)
+
+
+def verb(tier: MetricsLayer, name: str) -> VerbMetrics:
+    return tier.layer_statistics().verbs[name]
+
+
+def buckets(metrics: VerbMetrics) -> dict[float, int]:
+    bounds = [*BUCKETS_S, float("inf")]
+    return {bound: count for bound, count in zip(bounds, metrics.latency, strict=True) if count}
+
+
+@in_virtual_time
+async def test_calls_chunks_bytes_and_hits_by_verb(arena):
+    tier = measured(ToldTier())
+    items = chunks(arena, 3)
+    await tier.put(*items[0])
+    await tier.put_many(items[1:])
+    release(items)
+    assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
+    assert await tier.get(KEYS[3], allocator(arena)) is None
+    for result in await tier.get_many(KEYS, allocator(arena)):
+        taken(result)
+    await tier.contains(KEYS[0])
+    await tier.contains(KEYS[3])
+    await tier.contains_many(KEYS)
+    await tier.count_prefix(KEYS)
+    await tier.remove(KEYS[0])
+    await tier.reject(KEYS[0], "magic")
+
+    told = {
+        name: (metrics.calls, metrics.chunks, metrics.found, metrics.bytes)
+        for name, metrics in tier.layer_statistics().verbs.items()
+    }
+    assert told == {
+        "put": (1, 1, 0, 1000),
+        "put_many": (1, 2, 0, 2000),
+        "get": (2, 2, 1, 1000),
+        "get_many": (1, 4, 3, 3000),
+        "contains": (2, 2, 1, 0),
+        "contains_many": (1, 4, 3, 0),
+        "count_prefix": (1, 4, 3, 0),
+        "remove": (1, 1, 1, 0),
+        "reject": (1, 1, 0, 0),
+    }
+
+
+@in_virtual_time
+async def test_errors_by_type_of_calls_and_of_chunks_in_batches(arena):
+    inner = ToldTier()
+    tier = measured(inner)
+    inner.told.append(TierUnavailableError("away"))
+    with pytest.raises(TierUnavailableError):
+        await tier.get_many(KEYS, allocator(arena))
+    inner.told.append(ValueError("odd"))
+    with pytest.raises(ValueError, match="odd"):
+        await tier.get_many(KEYS, allocator(arena))
+    inner.told_of[KEYS[1]].append(TierError("one"))
+    await tier.get_many(KEYS, allocator(arena))
+    items = chunks(arena, 3)
+    inner.told_of[KEYS[2]].append(TierUnavailableError("away"))
+    await tier.put_many(items)
+    release(items)
+
+    assert verb(tier, "get_many").errors == {"TierUnavailableError": 1, "ValueError": 1, "TierError": 1}
+    assert verb(tier, "get_many").calls == 3
+    assert verb(tier, "put_many").errors == {"TierUnavailableError": 1}
+    assert verb(tier, "put_many").bytes == 2000
+
+
+@in_virtual_time
+async def test_latencies_fall_into_fixed_buckets():
+    inner = ToldTier()
+    tier = measured(inner)
+    for seconds in (0, 0.001, 0.0011, 29, 31):
+        inner.told.append(seconds or None)
+        await tier.contains(KEYS[0])
+
+    metrics = verb(tier, "contains")
+    assert buckets(metrics) == {0.00001: 1, 0.001: 1, 0.0025: 1, 30.0: 1, float("inf"): 1}
+    assert metrics.seconds == pytest.approx(60.0021)
+    assert sum(metrics.latency) == metrics.calls == 5
+
+
+@in_virtual_time
+async def test_what_is_under_way_and_what_was_given_up():
+    inner = ToldTier()
+    inner.told.append(HANG)
+    tier = measured(inner)
+    task = asyncio.ensure_future(tier.contains(KEYS[0]))
+    await asyncio.sleep(1)
+    assert (verb(tier, "contains").in_flight, verb(tier, "contains").calls) == (1, 0)
+    task.cancel()
+    await asyncio.wait({task})
+
+    metrics = verb(tier, "contains")
+    assert (metrics.in_flight, metrics.calls, metrics.cancelled, metrics.errors) == (0, 1, 1, {})
+
+
+async def test_a_snapshot_does_not_change():
+    tier = MetricsLayer(ToldTier(), LayerConfig(), context())
+    await tier.contains(KEYS[0])
+    before = tier.layer_statistics()
+    await tier.contains(KEYS[0])
+
+    assert before.verbs["contains"].calls == 1
+    assert sum(before.verbs["contains"].latency) == 1
+
+
+async def test_around_a_tier_in_the_arena_a_get_is_still_a_lease_of_the_same_slab(arena):
+    tier = MetricsLayer(CPUTier(CPUConfig()), LayerConfig(), context())
+    tier.bind(arena)
+    async with tier:
+        [item] = chunks(arena, 1)
+        await tier.put(*item)
+        got = await tier.get(item[0], allocator(arena))
+        assert got is not None
+        assert got.address == item[1].address
+        got.release()
+        item[1].release()
+
+
+async def test_an_engine_tells_them_for_every_tier(tmp_path):
+    rig = Rig()
+    tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
+    tokens = list(range(40))
+    async with rig.open(tiers=tiers) as engine:
+        rig.write(range(40), rig.content(tokens))
+        await engine.store(tokens, range(40))
+        assert await engine.flush(timeout_s=10)
+        layers = engine.statistics().layers
+
+    assert set(layers) == {"cpu", "disk"}
+    assert list(layers["cpu"]) == ["metrics"]
+    assert list(layers["disk"]) == ["metrics", "retry", "breaker"]
+    for name in ("cpu", "disk"):
+        verbs = layers[name]["metrics"].verbs
+        assert verbs["put_many"].chunks == 5
+        assert verbs["put_many"].bytes > 5 * 1024
+        assert verbs["contains_many"].found == 0

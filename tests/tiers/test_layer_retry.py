@@ -1,0 +1,319 @@
+"""Retries: of what may succeed later, of failed chunks alone, with jitter, within the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import (
+    ChunkCorruptError,
+    TierError,
+    TierFullError,
+    TierSuspendedError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.layers.retry import RetryConfig, RetryLayer, RetryStatistics
+from tests.tiers.layered import (
+    HANG,
+    ToldTier,
+    VirtualLoop,
+    allocator,
+    chunk,
+    chunks,
+    content,
+    context,
+    fill,
+    in_virtual_time,
+    key,
+    now,
+    release,
+    small_arena,
+    taken,
+)
+
+KEYS = [key(number) for number in range(4)]
+
+
+@pytest.fixture
+def arena():
+    arena = small_arena()
+    yield arena
+    assert arena.statistics().leased_slabs == 0, "leases were not given back"
+    arena.close()
+
+
+class Highest(random.Random):
+    """Always throws the upper bound."""
+
+    def uniform(self, a, b):
+        return b
+
+
+def away():
+    return TierUnavailableError("away")
+
+
+def retrying(inner, *, timeout_s=30.0, dice=None, **options) -> RetryLayer:
+    return RetryLayer(inner, RetryConfig(**options), context(timeout_s=timeout_s), dice=dice or Highest())
+
+
+@in_virtual_time
+async def test_a_call_that_fails_twice_succeeds_at_the_third_attempt_after_growing_pauses():
+    inner = fill(ToldTier(), 1)
+    inner.told.extend([away(), away()])
+    tier = retrying(inner, attempts=3, base_s=0.5, max_s=10)
+    start = now()
+
+    assert await tier.contains(KEYS[0])
+    assert now() - start == pytest.approx(0.5 + 1.0)
+    assert tier.layer_statistics() == RetryStatistics(retries=2, recovered=1, exhausted=0)
+
+
+@in_virtual_time
+async def test_pauses_do_not_grow_beyond_their_bound():
+    inner = fill(ToldTier(), 1)
+    inner.told.extend(away() for _ in range(9))
+    tier = retrying(inner, attempts=10, base_s=1, max_s=2, timeout_s=100)
+    start = now()
+
+    assert await tier.contains(KEYS[0])
+    assert now() - start == pytest.approx(1 + 8 * 2)
+
+
+@in_virtual_time
+async def test_when_no_attempt_is_left_the_last_error_is_raised():
+    inner = ToldTier()
+    inner.told.extend([away(), away(), TierUnavailableError("the third")])
+    tier = retrying(inner, attempts=3)
+
+    with pytest.raises(TierUnavailableError, match="the third"):
+        await tier.contains(KEYS[0])
+    assert len(inner.calls) == 3
+    assert tier.layer_statistics() == RetryStatistics(retries=2, recovered=0, exhausted=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TierError("no"),
+        TierFullError("full"),
+        ChunkCorruptError("bad", cause="magic"),
+        TierSuspendedError("open"),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_will_not_change_is_not_tried_again(error):
+    inner = ToldTier()
+    inner.told.append(error)
+
+    with pytest.raises(type(error)):
+        await retrying(inner).contains(KEYS[0])
+    assert len(inner.calls) == 1
+
+
+@pytest.mark.parametrize("verb", ["contains_many", "count_prefix", "get", "put", "remove", "reject"])
+async def test_every_verb_is_tried_again(arena, verb):
+    inner = fill(ToldTier(), 4)
+    inner.told.append(away())
+    tier = retrying(inner, base_s=1e-6)
+    with chunk(arena, 1) as buffer:
+        calls = {
+            "contains_many": lambda: tier.contains_many(KEYS),
+            "count_prefix": lambda: tier.count_prefix(KEYS),
+            "get": lambda: tier.get(KEYS[1], allocator(arena)),
+            "put": lambda: tier.put(KEYS[1], buffer),
+            "remove": lambda: tier.remove(KEYS[1]),
+            "reject": lambda: tier.reject(KEYS[1], "checksum"),
+        }
+        result = taken(await calls[verb]())
+
+    right = {"contains_many": [True] * 4, "count_prefix": 4, "get": content(1), "put": None}
+    assert result == right.get(verb, True)
+    assert len(inner.calls) == 2
+
+
+@in_virtual_time
+async def test_of_a_batch_only_what_failed_is_asked_for_again(arena):
+    inner = fill(ToldTier(), 3)
+    inner.told_of[KEYS[1]].extend([away(), away()])
+    inner.told_of[KEYS[2]].append(TierError("for good"))
+    tier = retrying(inner)
+
+    results = await tier.get_many(KEYS, allocator(arena))
+
+    assert [taken(result) for result in (results[0], results[1], results[3])] == [
+        content(0),
+        content(1),
+        None,
+    ]
+    assert isinstance(results[2], TierError)
+    assert inner.calls == [("get_many", KEYS), ("get_many", KEYS[1:2]), ("get_many", KEYS[1:2])]
+    assert tier.layer_statistics() == RetryStatistics(retries=2, recovered=1, exhausted=0)
+
+
+@in_virtual_time
+async def test_of_a_batch_of_puts_only_what_failed_is_put_again(arena):
+    inner = ToldTier()
+    inner.told_of[KEYS[0]].append(away())
+    inner.told_of[KEYS[3]].extend(away() for _ in range(3))
+    tier = retrying(inner)
+    items = chunks(arena, 4)
+
+    results = await tier.put_many(items)
+    release(items)
+
+    assert [type(result) for result in results] == [type(None)] * 3 + [TierUnavailableError]
+    assert [keys for _, keys in inner.calls] == [KEYS, [KEYS[0], KEYS[3]], [KEYS[3]]]
+    assert inner.records == {key(number): content(number) for number in range(3)}
+
+
+@in_virtual_time
+async def test_a_batch_that_fails_as_a_whole_is_tried_again_as_a_whole(arena):
+    inner = fill(ToldTier(), 4)
+    inner.told.append(away())
+
+    results = await retrying(inner).get_many(KEYS, allocator(arena))
+
+    assert [taken(result) for result in results] == [content(number) for number in range(4)]
+
+
+@in_virtual_time
+async def test_a_batch_that_keeps_failing_ends_with_the_chunks_it_has(arena):
+    inner = fill(ToldTier(), 4)
+    inner.told_of[KEYS[2]].append(away())
+    inner.told.extend([None, away(), TierError("now for good")])
+
+    results = await retrying(inner).get_many(KEYS, allocator(arena))
+
+    assert [taken(result) for result in results[:2]] == [content(0), content(1)]
+    assert str(results[2]) == "now for good"
+    assert taken(results[3]) == content(3)
+
+
+@in_virtual_time
+async def test_a_batch_that_cannot_be_retried_raises_as_it_would_without():
+    inner = ToldTier()
+    inner.told.append(TierError("for good"))
+
+    with pytest.raises(TierError, match="for good"):
+        await retrying(inner).put_many([])
+
+
+@in_virtual_time
+async def test_no_pause_is_begun_that_would_end_after_the_deadline():
+    inner = ToldTier()
+    inner.told.extend(away() for _ in range(100))
+    tier = retrying(inner, attempts=100, base_s=1, max_s=1, timeout_s=3.5)
+    start = now()
+
+    with pytest.raises(TierUnavailableError):
+        await tier.contains(KEYS[0])
+    assert now() - start == pytest.approx(3.0)
+    assert len(inner.calls) == 4
+
+
+@in_virtual_time
+async def test_a_cancelled_call_ends_in_its_pause_and_leaves_no_lease(arena):
+    inner = fill(ToldTier(), 4)
+    inner.told_of[KEYS[2]].append(away())
+    task = asyncio.ensure_future(retrying(inner, base_s=5, max_s=5).get_many(KEYS, allocator(arena)))
+    start = now()
+    await asyncio.sleep(1)
+    assert arena.statistics().leased_slabs == 3
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert now() - start == pytest.approx(1)
+    assert len(inner.calls) == 1
+    assert arena.statistics().leased_slabs == 0
+
+
+@in_virtual_time
+async def test_a_call_cancelled_in_a_later_attempt_leaves_no_lease(arena):
+    inner = fill(ToldTier(), 4)
+    inner.told_of[KEYS[2]].append(away())
+    inner.told.extend([None, HANG])
+    task = asyncio.ensure_future(retrying(inner).get_many(KEYS, allocator(arena)))
+    await asyncio.sleep(1)
+    assert len(inner.calls) == 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@in_virtual_time
+async def test_a_tier_that_answers_for_too_few_chunks_is_an_error_and_leaves_no_lease(arena):
+    class Short(ToldTier):
+        async def get_many(self, keys, allocate):
+            return (await super().get_many(keys, allocate))[:-1]
+
+    inner = fill(Short(), 3)
+    with pytest.raises(TierError, match="get_many gave 3 answers for 4 chunks"):
+        await retrying(inner).get_many(KEYS, allocator(arena))
+
+
+def test_jitter_is_full_and_repeats_with_its_seed():
+    async def ends(seed):
+        """When the calls of a hundred clients had succeeded."""
+        inner = fill(ToldTier(), 1)
+        inner.told.extend(away() for _ in range(100))
+        layer = RetryLayer(inner, RetryConfig(base_s=1, max_s=1, seed=seed), context())
+        start = now()
+        times = []
+
+        async def client():
+            await layer.contains(KEYS[0])
+            times.append(now() - start)
+
+        await asyncio.gather(*(client() for _ in range(100)))
+        return times
+
+    def run(seed):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(ends(seed))
+
+    times = run(1)
+    assert times == run(1)
+    assert times != run(2)
+    assert times != run(None)
+    assert min(times) < 0.1
+    assert max(times) > 0.9
+    assert len(set(times)) == 100
+
+
+@given(
+    faults=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    attempts=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+def test_a_batch_comes_to_what_each_chunk_alone_would(faults, attempts, seed):
+    """Chunk n fails `faults[n]` times; it is there when the attempts are enough."""
+
+    async def main():
+        arena = small_arena()
+        inner = fill(ToldTier(), 6)
+        for number, count in enumerate(faults):
+            inner.told_of[key(number)].extend(away() for _ in range(count))
+        tier = RetryLayer(inner, RetryConfig(attempts=attempts, seed=seed), context())
+        results = await tier.get_many([key(number) for number in range(6)], allocator(arena))
+
+        for number, (count, result) in enumerate(zip(faults, results, strict=True)):
+            if count < attempts:
+                assert taken(result) == content(number)
+            else:
+                assert isinstance(result, TierUnavailableError)
+            asked = sum(key(number) in keys for _, keys in inner.calls)
+            assert asked == min(count + 1, attempts)
+        assert not any(isinstance(result, Buffer) and not result.released for result in results)
+        assert arena.statistics().leased_slabs == 0
+        arena.close()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())

@@ -1,0 +1,193 @@
+"""Layers around tiers, as the config composes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
+from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
+from lmcache_async.errors import ConfigError, UnknownPluginError
+from lmcache_async.registry import LAYERS, Registry
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, TierLayer
+from lmcache_async.tiers.layers.guard import GuardLayer
+
+EXTRA = "kv_connector_extra_config"
+
+
+class StampConfig(LayerConfig):
+    text: str = ""
+
+
+class StampLayer(ConfiguredLayer):
+    """A layer of somebody else's."""
+
+    options_type = StampConfig
+
+
+REGISTRY = FakeRegistry(tiers={"dict": DictTier}, layers={"stamp": StampLayer, "none": DictTier})
+
+
+def layers_of(tier: Tier) -> list[TierLayer]:
+    """Outermost first, without what a layer itself is made of."""
+    found = []
+    while isinstance(tier, TierLayer):
+        if isinstance(tier, ConfiguredLayer | GuardLayer):
+            found.append(tier)
+        tier = tier.inner
+    return found
+
+
+async def built(*tiers) -> list[list[TierLayer]]:
+    async with Rig().open(registry=REGISTRY, tiers=list(tiers)) as engine:
+        return [layers_of(stacked.tier) for stacked in engine._parts.stack.tiers]
+
+
+def names(layers: list[TierLayer]) -> list[str]:
+    return [layer.context.layer if isinstance(layer, ConfiguredLayer) else "guard" for layer in layers]
+
+
+async def refusal(*tiers) -> str:
+    with pytest.raises(ConfigError) as caught:
+        async with Rig().open(registry=REGISTRY, tiers=list(tiers)):
+            pass
+    return str(caught.value)
+
+
+async def test_without_a_list_a_tier_has_the_usual_layers():
+    cpu, far = await built("cpu", "dict")
+
+    assert names(cpu) == [spec.id for spec in USUAL_ARENA_LAYERS] == ["metrics"]
+    assert names(far) == ["guard", *(spec.id for spec in USUAL_LAYERS)]
+    assert names(far) == ["guard", "metrics", "retry", "breaker", "deadline"]
+
+
+async def test_an_empty_list_leaves_the_border_alone():
+    cpu, far = await built({"name": "cpu", "layers": []}, {"name": "dict", "layers": []})
+
+    assert (names(cpu), names(far)) == ([], ["guard"])
+
+
+async def test_layers_are_around_the_tier_in_the_order_of_the_list_with_their_options():
+    layers = [
+        {"name": "retry", "attempts": 7, "base_s": 0.5},
+        {"name": "limit", "options": {"max_bytes": "1MiB"}},
+        {"name": "stamp", "id": "first", "text": "a"},
+        {"name": "stamp", "id": "second", "text": "b"},
+        "metrics",
+    ]
+    [found] = await built({"name": "dict", "timeout_s": 12, "layers": layers})
+
+    assert names(found) == ["guard", "retry", "limit", "first", "second", "metrics"]
+    assert (found[1].options.attempts, found[1].options.base_s) == (7, 0.5)
+    assert found[2].options.max_bytes == 1 << 20
+    assert [layer.options.text for layer in found[3:5]] == ["a", "b"]
+    assert {layer.context.timeout_s for layer in found[1:]} == {12}
+    assert {layer.context.tier for layer in found[1:]} == {"dict"}
+
+
+async def test_a_list_of_names_may_be_text():
+    [found] = await built({"name": "dict", "layers": "metrics, retry"})
+
+    assert names(found) == ["guard", "metrics", "retry"]
+
+
+async def test_tiers_of_one_engine_share_a_limit_and_another_engine_has_its_own():
+    def tier(name):
+        return {"name": "dict", "id": name, "layers": [{"name": "limit", "max_calls": 3, "share": "nic"}]}
+
+    first, second = await built(tier("a"), tier("b"))
+    [other] = await built(tier("a"))
+
+    assert first[1]._places is second[1]._places
+    assert other[1]._places is not first[1]._places
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([{"name": "retry", "attemps": 2}], "(retry): there is no key attemps; did you mean attempts?"),
+        ([{"name": "retry", "attempts": 0}], "(retry): attempts is 0: expected a whole number of at least 1"),
+        ([{"name": "retry", "base_s": 5}], "(retry): base_s: base_s is 5.0, above max_s of 1.0"),
+        ([{"name": "stamp", "ids": "x"}], "(stamp): there is no key ids; did you mean id?"),
+        ([{"name": "none"}], "(none): 'none' is <class 'lmcache_async.testing.fakes.DictTier'>, which is no"),
+        ([{"name": "deadline", "timeout_s": 1}], "(deadline): there is no key timeout_s"),
+    ],
+)
+async def test_a_wrong_layer_stops_the_start_and_says_where(layers, text):
+    message = await refusal("cpu", {"name": "dict", "layers": layers})
+
+    assert message.startswith(f"{EXTRA}: tiers[1] (dict), layers[0] {text}")
+
+
+async def test_an_unknown_layer_names_the_nearest():
+    with pytest.raises(UnknownPluginError, match=r"there is no layer rety; .*; did you mean retry\?"):
+        await built({"name": "dict", "layers": ["rety"]})
+
+
+@pytest.mark.parametrize("name", ["retry", "breaker", "deadline", "faults", "stamp"])
+async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
+    message = await refusal({"name": "cpu", "layers": ["metrics", name]})
+
+    assert message == (
+        f"{EXTRA}: tiers[0] (cpu), layers[1] ({name}): a tier in host memory answers at once and shares its"
+        f" buffers with all readers; take the layer {name!r} out of its `layers`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (3, 'tiers[0].layers is 3: expected a list, such as ["a", "b"]'),
+        (
+            [3],
+            "tiers[0].layers[0] is 3: expected a layer's name, or a mapping with `name` and the layer's options",
+        ),
+        ([{"attempts": 3}], "tiers[0].layers[0].name is missing"),
+        (
+            ["retry", "retry"],
+            "tiers[0].layers: layers[0] and layers[1] both have the id 'retry'; give one of them another `id`",
+        ),
+    ],
+)
+def test_a_wrong_list(layers, text):
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={}, extra={"tiers": [{"name": "dict", "layers": layers}]})
+
+    assert str(caught.value) == f"{EXTRA}: {text}"
+
+
+def test_layers_come_from_a_file_too(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_text("tiers:\n- name: disk\n  layers:\n  - metrics\n  - {name: retry, attempts: 5}\n")
+
+    [tier] = load_config(file, env={}).tiers
+
+    assert tier.layers == (
+        LayerSpec(name="metrics", id="metrics"),
+        LayerSpec(name="retry", id="retry", options={"attempts": 5}),
+    )
+    assert tier.options == {}
+
+
+@pytest.mark.parametrize("value", [None, "none", ""])
+def test_no_value_means_the_usual_ones(value):
+    assert TierSpec.model_validate({"name": "disk", "layers": value}).layers is None
+
+
+@pytest.mark.parametrize("name", list(LayerSpec.model_fields))
+def test_every_key_of_a_layer_is_described(name):
+    assert LayerSpec.model_fields[name].description
+
+
+@pytest.mark.parametrize("name", sorted(Registry().available(LAYERS, third_party=False)))
+def test_every_bundled_layer_can_be_configured(name):
+    loaded = Registry().load(LAYERS, name)
+
+    assert isinstance(loaded, type)
+    assert issubclass(loaded, ConfiguredLayer)
+    assert issubclass(loaded.options_type, LayerConfig)
+    assert EngineConfig(tiers=[{"name": "disk", "layers": [name]}]).tiers[0].layers[0].name == name
