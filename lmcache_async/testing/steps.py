@@ -58,9 +58,13 @@ async def cancelled_at_await(call: Coroutine[Any, Any, Any], number: int) -> asy
     """The task of `call`, ended: cancelled at its await of that number, or by itself before.
 
     Raises:
-        AssertionError: The cancelled call did not end.
+        AssertionError: The cancelled call did not end, or went on as if it was not cancelled.
     """
-    return await _AwaitCounter(number).run(call)
+    counter = _AwaitCounter(number)
+    task = await counter.run(call)
+    swallowed = counter.delivered and not task.cancelled() and task.exception() is None
+    assert not swallowed, f"cancelled at await {number}, the call went on to its end as if it was not"
+    return task
 
 
 class _AwaitCounter:
@@ -68,6 +72,7 @@ class _AwaitCounter:
 
     def __init__(self, cancel_at: int) -> None:
         self.awaits = 0
+        self.delivered = False
         self._cancel_at = cancel_at
         self._call: asyncio.Task[Any] | None = None
 
@@ -79,7 +84,7 @@ class _AwaitCounter:
         try:
             self._call = task = asyncio.ensure_future(coroutine)
             if self._cancel_at == 0:
-                task.cancel()
+                self.delivered = task.cancel()
             _, running = await asyncio.wait({task}, timeout=DEADLINE_S)
         finally:
             loop.set_task_factory(factory)
@@ -89,7 +94,7 @@ class _AwaitCounter:
     def note_await(self) -> None:
         self.awaits += 1
         if self.awaits == self._cancel_at and self._call is not None:
-            self._call.cancel()
+            self.delivered = self._call.cancel()
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any

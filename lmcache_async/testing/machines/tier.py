@@ -17,7 +17,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.conformance.base import are_answers, leases_are_back, listed, release_all, scribble
 from lmcache_async.testing.conformance.damage import EDITS
 from lmcache_async.testing.machines.model import TierModel
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
+from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
 from lmcache_async.testing.steps import cancelled_at_await, turns
 from lmcache_async.tiers.base import Tier
 from lmcache_async.types import ChunkKey
@@ -169,7 +169,11 @@ class TierMachine(RuleBasedStateMachine):
 
         self.run(together())
 
-    @rule(verb=st.sampled_from(["put", "get", "remove", "look"]), numbers=SOME, awaits=st.integers(0, 25))
+    @rule(
+        verb=st.sampled_from(["put", "put one", "get", "get one", "remove", "look"]),
+        numbers=SOME,
+        awaits=st.integers(0, 6) | st.integers(0, 25),
+    )
     def cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
         self.run(self._cancel(verb, numbers, awaits))
 
@@ -212,7 +216,8 @@ class TierMachine(RuleBasedStateMachine):
             answers = await self.tier.put_many(items)
         except TierError as error:  # of the whole batch
             answers = [error] * len(items)
-        for _, buffer in items:
+        for number, (_, buffer) in zip(numbers, items, strict=True):
+            check_record(buffer, number, LENGTHS[number])  # still the caller's, and as it was
             buffer.release()
         assert len(answers) == len(items)
         assert are_answers(answers)
@@ -237,21 +242,34 @@ class TierMachine(RuleBasedStateMachine):
             self.model.removed(number, await self.tier.remove(key_of(number)))
 
     async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
+        if verb.startswith("get") and self.model.sure:
+            numbers = sorted(self.model.sure)  # a miss has few awaits
         keys = [key_of(number) for number in numbers]
-        if verb == "put":
+        if verb.startswith("put"):
             self.model.unsure(numbers, maybe=numbers)
             items = [(key_of(number), record(self.arena, number, LENGTHS[number])) for number in numbers]
-            await cancelled_at_await(self.tier.put_many(items), awaits)
+            put: Coroutine[Any, Any, Any] = (
+                self.tier.put_many(items) if verb == "put" else self.tier.put(*items[0])
+            )
+            await cancelled_at_await(put, awaits)
             for _, buffer in items:
                 buffer.release()
             scribble(self.arena)
-        elif verb == "get":
-            task = await cancelled_at_await(self.tier.get_many(keys, self.allocate), awaits)
+        elif verb.startswith("get"):
+            alone = verb == "get one"
+            get: Coroutine[Any, Any, Any] = (
+                self.tier.get(keys[0], self.allocate) if alone else self.tier.get_many(keys, self.allocate)
+            )
+            task = await cancelled_at_await(get, awaits)
             if not task.cancelled() and not isinstance(task.exception(), TierError):
-                await self._take_answers(numbers, task.result())
+                await self._take_answers(numbers[:1] if alone else numbers, _as_list(task.result()))
         elif verb == "remove":
             self.model.unsure(numbers[:1], maybe=())
             await cancelled_at_await(self.tier.remove(keys[0]), awaits)
         else:
             await cancelled_at_await(self.tier.count_prefix(keys), awaits)
         await turns(5)  # a call left behind ends by itself
+
+
+def _as_list(result: Any) -> list[Any]:
+    return result if isinstance(result, list) else [result]

@@ -1,0 +1,71 @@
+"""A kit that passes anything is worthless: each broken tier fails the suite, and an honest one passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.testing.broken_tiers import BROKEN
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = """
+import json, pathlib, pytest
+from lmcache_async.testing.conformance import base
+
+base.DEADLINE_S = 0.1  # what hangs or leaks here does so by intention
+FAILED = {}
+
+def pytest_runtestloop(session):
+    for item in session.items:
+        if item.cls.__name__ not in FAILED:  # one failure is enough
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+    return True
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    report = (yield).get_result()
+    if report.failed:
+        FAILED.setdefault(item.cls.__name__, []).append(item.name)
+
+def pytest_sessionfinish(session):
+    pathlib.Path("failed.json").write_text(json.dumps(FAILED))
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The first case that failed, by the name of the test class."""
+    folder = tmp_path_factory.mktemp("third_party")
+    (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    source = Path(__file__).with_name("suite_over_broken_tiers.py").read_text(encoding="utf-8")
+    (folder / "test_broken.py").write_text(source, encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = strict\n", encoding="utf-8")
+    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", *plugins, "test_broken.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    path = folder / "failed.json"
+    assert path.exists(), ran.stdout + ran.stderr
+    result: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def test_an_honest_tier_passes_in_a_project_without_our_conftest(failed: dict[str, list[str]]) -> None:
+    assert failed.get("TestDictTier") is None
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_the_suite_fails_a_tier_that(kind: type, failed: dict[str, list[str]]) -> None:
+    assert failed.get(f"Test{kind.__name__}"), f"no case finds out: {kind.__doc__}"
