@@ -85,12 +85,17 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
     (("disk", True), ("remote", False)),
 )
 
+_LAYERS = ("metrics", {"name": "retry", "seed": 0}, "breaker", "deadline")
+"""The usual ones; the pauses between retries are drawn anew in each process unless they are given a seed."""
+
 
 def _settings(rng: Random, rig: Rig, backends: list[str], *, roomy: bool, call_s: float) -> dict[str, Any]:
     cpu: dict[str, Any] = {"name": "cpu"}
     if not roomy and rng.random() < 0.5:
         cpu["max_bytes"] = rng.randint(1, rig.slabs) * rig.slab_bytes
-    tiers = [{"name": f"simulated_{name}", "id": name, "timeout_s": call_s} for name in backends]
+    tiers = [
+        {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": _LAYERS} for name in backends
+    ]
     alone = bool(tiers) and rng.random() < 0.2
     slabs = rig.slabs
     in_flight = slabs if roomy else rng.randint(1, slabs)
