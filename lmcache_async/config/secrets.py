@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from lmcache_async.config.explain import disagree
+from lmcache_async.config.files import read_bounded
 from lmcache_async.config.values import unless_none
 from lmcache_async.errors import ConfigError
 
@@ -98,25 +97,14 @@ def read_secrets(
 
 def _read(file: Path, name: str) -> str:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for ever
+        content, mode = read_bounded(file, _MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{name}: {file} is no regular file")
-        if status.st_mode & 0o007:
-            raise ConfigError(
-                f"{name}: {file} has mode {stat.S_IMODE(status.st_mode):04o}, so everybody may read it:"
-                " chmod 600 it (in Kubernetes set the secret's defaultMode to 0400)"
-            )
-        content = os.read(descriptor, _MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{name}: {file} has more than {_MAX_FILE_BYTES} bytes; it is no file of keys")
+    if mode & 0o007:
+        raise ConfigError(
+            f"{name}: {file} has mode {mode:04o}, so everybody may read it:"
+            " chmod 600 it (in Kubernetes set the secret's defaultMode to 0400)"
+        )
     return content.decode("ascii", "replace")
 
 

@@ -11,10 +11,12 @@ import yaml
 from pydantic import BaseModel
 
 from lmcache_async.config.explain import KeyPath, Origin, known_keys, show, spell_path, unknown_key
+from lmcache_async.config.files import read_bounded
 from lmcache_async.config.lmcache_keys import RENAMED
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.secrets import SECRET_PATHS
 from lmcache_async.config.values import parse_mapping, unless_none
+from lmcache_async.config.yaml_text import MAX_BYTES, YAMLTextError, read_yaml
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,22 +108,17 @@ def read_file(path: Path, named_by: str = "") -> tuple[dict[str, Any], Origin]:
         ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice. `named_by` is who asked
             for the file.
     """
+    by = f"{named_by}: " if named_by else ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MAX_BYTES)[0].decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        by = f"{named_by}: " if named_by else ""
         raise ConfigError(f"{by}the config file {path} cannot be read: {why}") from None
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        content = {} if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    finally:
-        loader.dispose()
+        content, node = read_yaml(text)
+    except YAMLTextError as error:
+        where = f"{path}, line {error.line}" if error.line else str(path)
+        raise ConfigError(f"{where}: {error}") from None
     if content is None:
         content = {}
     if not isinstance(content, dict):

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator
 
 from lmcache_async.config.sizes import parse_size
+from lmcache_async.config.yaml_text import YAMLTextError, read_yaml
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
@@ -137,8 +137,8 @@ def _read_flow(text: str, opening: str) -> object:
     if not text.lstrip().startswith(opening):
         return None
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return read_yaml(text)[0]
+    except YAMLTextError:
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -102,7 +103,15 @@ def test_a_wrong_variable(name, value, text):
         ("a: [", "{file}, line 1: not YAML: expected the node content, but found '<stream end>'"),
         ("- a", "{file}: expected a mapping of keys to values, found ['a']"),
         ("local_cpu: true\nstore: {}\narena: {}", "{file}, line 1: there is no key local_cpu; it is LMCache's, here it is tiers"),
-        ("arena: &a {max_bytes: *a}", "{file}, line 1: arena.max_bytes is {{'max_bytes': {{...}}}}: expected a size in bytes, such as 8GiB, 500MB or 1048576"),
+        ("arena: &a {max_bytes: *a}", "{file}, line 1: an alias contains itself"),
+        ("arena: " + "[" * 60 + "]" * 60, "{file}, line 1: it is nested too deep"),
+        ("arena: " + "[" * 5000 + "]" * 5000, "{file}, line 1: it is nested too deep"),
+        ("a: [" + "1," * 20_000 + "]", "{file}, line 1: it has more than 20000 values"),
+        ("a: \x01", "{file}: not YAML: special characters are not allowed"),
+        ("arena: 2026-13-01", "{file}: a value cannot be read: month must be in 1..12"),
+        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 200 + "]", "{file}, line 2: it unfolds to more than 20000 values"),
+        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 50 + "]\nc: [*b, *b]", "{file}, line 3: it unfolds to more than 20000 values"),
+        ("a: !!python/object/apply:os.system [x]", "{file}, line 1: not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
         ("chunk_size: x\nstore: {batch_bytes: y}", "{file}, line 1: chunk_size is 'x': expected a whole number of at least 1\n{file}, line 2: store.batch_bytes is 'y': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
     ],
 )  # fmt: skip
@@ -111,6 +120,28 @@ def test_a_wrong_file(tmp_path, content, text):
     file.write_text(content)
 
     assert message(path=file) == text.format(file=file)
+
+
+def test_a_file_larger_than_any_config_is_not_read(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_bytes(b"#" * ((1 << 18) + 1))
+
+    assert message(path=file) == f"the config file {file} cannot be read: it has more than 262144 bytes"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "kv.yaml")
+
+    assert "it is no regular file" in message(path=tmp_path / "kv.yaml")
+
+
+def test_aliases_and_merges_of_usual_size_work(tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_text("store: &all {batch_bytes: 1MiB}\nretrieve: {<<: *all, verify_arena: true}\n")
+
+    config = load_config(file, env={})
+
+    assert config.store.batch_bytes == config.retrieve.batch_bytes == 1 << 20
 
 
 def test_a_file_that_is_not_there_names_who_asked_for_it(tmp_path):

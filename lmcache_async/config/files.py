@@ -1,0 +1,24 @@
+"""Small files from outside: regular ones alone, never more than a bound, never a wait."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
+    """The content and the mode.
+
+    Raises:
+        OSError: It cannot be read, is no regular file or longer than `max_bytes`; `strerror` says why.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for ever
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(0, "it is no regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(0, f"it has more than {max_bytes} bytes")
+    return content, stat.S_IMODE(mode)

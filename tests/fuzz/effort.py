@@ -1,0 +1,26 @@
+"""How long to fuzz: once through the profile's examples, or for LMCACHE_ASYNC_FUZZ_SECONDS with new ones each time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, settings
+
+SECONDS = float(os.environ.get("LMCACHE_ASYNC_FUZZ_SECONDS", "0"))
+
+effort = settings(
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    **({"derandomize": False, "database": None} if SECONDS else {}),  # type: ignore[arg-type]
+)
+
+
+def keep_at_it(check: Callable[[], None]) -> None:
+    """Run a property, again and again while there is time."""
+    deadline = time.monotonic() + SECONDS
+    check()
+    while time.monotonic() < deadline:
+        check()

@@ -1,0 +1,150 @@
+"""Any file, any environment, any mapping: a config or a ConfigError, in bounded time and memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.config.explain import known_keys
+from lmcache_async.config.lmcache_keys import RENAMED
+from lmcache_async.errors import ConfigError
+from tests.fuzz.effort import effort, keep_at_it
+
+KEYS = known_keys(EngineConfig)
+VARIABLES = ["LMCACHE_ASYNC_" + key.upper().replace(".", "__") for key in KEYS]
+VARIABLES += ["LMCACHE_" + key.upper() for key in RENAMED] + [
+    "LMCACHE_ASYNC_CONFIG_FILE",
+    "LMCACHE_CONFIG_FILE",
+]
+
+WORDS = "cpu disk none true 8GiB 1e400 -1 0x10 [cpu { 1_0 1:30:00 ~ 2026-13-01 !!set *a << nan .inf ${HOME} '"
+words = st.sampled_from([*WORDS.split(), "9" * 5000, "!!binary x", "!!set {a}", "&a x", "? a", "- a", "\x85"])
+texts = words | st.text(max_size=30).filter(lambda text: "\0" not in text)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | texts
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(texts | st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+names = (
+    st.sampled_from(KEYS)
+    | st.sampled_from(sorted(RENAMED))
+    | st.sampled_from([key.split(".")[-1] for key in KEYS])
+)
+mappings = st.dictionaries(names | texts, values, max_size=5)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """Text that is nearly a config, or nothing like one."""
+    lines = draw(st.lists(st.tuples(names | texts, texts, st.integers(0, 3)), max_size=6))
+    text = "\n".join(f"{' ' * (2 * depth)}{name.split('.')[-1]}: {value}" for name, value, depth in lines)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(texts) + text[at + draw(st.integers(0, 3)) :]
+    return text
+
+
+def load(**sources: object) -> EngineConfig | str:
+    """The config, or what was wrong with it."""
+    try:
+        return load_config(**{"env": {}, **sources})  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_any_file(tmp_path):
+    file = tmp_path / "kv.yaml"
+
+    @effort
+    @given(documents() | st.text(max_size=200))
+    def check(text):
+        file.write_text(text, encoding="utf-8", errors="surrogatepass")
+
+        assert load(path=file)
+
+    keep_at_it(check)
+
+
+def test_any_bytes(tmp_path):
+    file = tmp_path / "kv.yaml"
+
+    @effort
+    @given(st.binary(max_size=200))
+    def check(data):
+        file.write_bytes(data)
+
+        assert load(path=file)
+
+    keep_at_it(check)
+
+
+def test_any_mapping():
+    @effort
+    @given(mappings)
+    def check(mapping: Mapping[str, object]):
+        assert load(extra=mapping)
+
+    keep_at_it(check)
+
+
+def test_any_environment(tmp_path):
+    @effort
+    @given(st.dictionaries(st.sampled_from(VARIABLES), texts | values.map(str), max_size=5))
+    def check(env):
+        given_env = {
+            key: value.replace("\0", "") if not key.endswith("CONFIG_FILE") else str(tmp_path / "none")
+            for key, value in env.items()
+        }
+        assert load(env=given_env)
+
+    keep_at_it(check)
+
+
+def bomb(width: int, depth: int) -> str:
+    """Aliases that unfold to width ** depth values."""
+    lines = [f"a0: &a0 [{', '.join(['x'] * width)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, depth)]
+    return "\n".join([*lines, f"arena: *a{depth - 1}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb(10, 12),
+        bomb(2, 200),
+        "arena: " + "[" * 100_000,
+        "arena: " + "{a: " * 60_000,
+        "a: " * 80_000,
+        "- " * 120_000,
+        "? " * 120_000,
+        "arena: " + "9" * 250_000,
+        "arena: '" + "x" * 250_000,
+        "%TAG ! " + "y" * 250_000,
+        "- &" + "a" * 250_000,
+    ],
+    ids=["wide", "deep", "lists", "maps", "keys", "items", "questions", "digits", "text", "tag", "anchor"],
+)
+@pytest.mark.parametrize("place", ["file", "variable"])
+def test_bombs_are_refused_in_little_memory(tmp_path: Path, text: str, place: str):
+    file = tmp_path / "kv.yaml"
+    file.write_text(text)
+    sources = {"path": file} if place == "file" else {"env": {"LMCACHE_ASYNC_ARENA": "{" + text}}
+    tracemalloc.start()
+    try:
+        told = load(**sources)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert isinstance(told, str)
+    assert len(told) < 1000
+    assert peak < 64 << 20
