@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, Message, encode, receive
+from lmcache_async.integration.vllm.wire import Identity, Message, check_peer, encode, receive
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -89,9 +88,10 @@ class Link:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Until the connection is lost; whether it ever served."""
         served = False
-        self._writer = writer
         try:
             async with asyncio.TaskGroup() as group:
+                check_peer(writer)
+                self._writer = writer
                 group.create_task(self._greet())
                 while True:
                     self._deliver(await receive(reader))
@@ -121,7 +121,8 @@ class Link:
     def _deliver(self, message: Message) -> None:
         if message.get("op") == "goodbye":
             self._ended = True
-        future = self._waiting.get(message.get("id", -1))
+        message_id = message.get("id")
+        future = self._waiting.get(message_id) if isinstance(message_id, int) else None
         if future is not None and not future.done():
             future.set_result(None if "error" in message else message)
 
@@ -129,9 +130,7 @@ class Link:
         answer = await self._ask({"op": "hello"})
         if answer is None:
             return
-        if answer.get("protocol") != PROTOCOL:
-            raise ValueError(f"the rank speaks protocol {answer.get('protocol')}, we speak {PROTOCOL}")
-        identity = Identity(**{field.name: answer[field.name] for field in fields(Identity)})
+        identity = Identity.of(answer)
         if self._root not in (None, identity.root):
             raise ValueError("the rank came back with another namespace")
         self._root = identity.root

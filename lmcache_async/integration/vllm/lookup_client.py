@@ -96,7 +96,7 @@ class LookupClient:
     def ask(self, chain: RequestChain, num_tokens: int, preemptions: int) -> Lookup:
         """Hash `num_tokens` of the request and look them up; the answer appears in the result."""
         self._next_lookup += 1
-        name = f"{chain.request_id}#{self._next_lookup}"
+        name = f"{chain.request_id:.64}#{self._next_lookup}"  # who sends a request chooses its id
         lookup = Lookup(name, num_tokens, self.epoch, self._clock(), preemptions)
         if not self.ready:
             lookup.answer = MISS

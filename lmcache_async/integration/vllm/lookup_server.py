@@ -1,6 +1,7 @@
 """The worker half's answers: which of these keys are there. Runs in the engine's loop.
 
-Only processes of the same user reach it: the socket lies in a directory of mode 0700.
+Only processes of the same user reach it: the socket lies in a directory of mode 0700, and what connects
+is asked for its user. A connection that sends nonsense, or does not read its answers, is alone in that.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmcache_async.integration.vllm.wire import Identity, Message, encode, receive
+from lmcache_async.errors import ConfigError
+from lmcache_async.integration.vllm.wire import Identity, Message, check_peer, encode, receive
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
@@ -20,6 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 logger = LimitedLogger(logging.getLogger(__name__))
+
+_MAX_CONNECTIONS = 16  # one scheduler half asks; the others are those it has lost
+_MAX_REQUESTS = 256  # of one connection at a time; more wait in its socket
+_MAX_REQUEST_BYTES = 32 << 20  # the same in bytes, one more request allowed
+_RETRY_S = 0.05
 
 
 class Lookups(Protocol):
@@ -56,9 +65,29 @@ class LookupServer:
         self._running: set[str] = set()  # lookups that may still pin
         self._unwanted: set[str] = set()  # of these, those whose pins nobody wants any more
 
-    async def start(self) -> None:
-        self._path.unlink(missing_ok=True)  # left by a process that was killed; the name is this launch's own
-        self._server = await asyncio.start_unix_server(self._accept, self._path)
+    async def start(self, *, wait_s: float = 5.0) -> None:
+        """Listen.
+
+        Args:
+            wait_s: How long a process before us may need to let go of the place.
+
+        Raises:
+            ConfigError: A living process listens there, or it is no place for a socket.
+        """
+        deadline = time.monotonic() + wait_s
+        while (process := await _listener(self._path)) is not None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"kv_transfer_config.engine_id: process {process} serves {self._path} already;"
+                    " give each vLLM an engine_id of its own, or none"
+                )
+            await asyncio.sleep(_RETRY_S)
+        try:
+            self._path.unlink(missing_ok=True)  # left by a process that was killed
+            self._server = await asyncio.start_unix_server(self._accept, self._path)
+            self._path.chmod(0o600)
+        except OSError as error:
+            raise ConfigError(f"vllm.socket_dir: cannot listen at {self._path}: {error}") from error
 
     async def aclose(self) -> None:
         if self._server is None:
@@ -73,6 +102,14 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            check_peer(writer)
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                raise ConnectionRefusedError(f"there are {_MAX_CONNECTIONS} already")
+        except OSError as error:
+            logger.report(type(error).__name__, "lookup server: connection refused: %s", error)
+            writer.close()
+            return
         task = asyncio.ensure_future(self._converse(reader, writer))
         self._connections[task] = writer
         task.add_done_callback(self._connections.pop)
@@ -84,11 +121,16 @@ class LookupServer:
                 writer.write(encode({"op": "goodbye"}))
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        load = _Load()
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
+                    await load.wait_light()
                     message = await receive(reader)
-                    group.create_task(self._serve(message, writer))
+                    nbytes = load.add(message)
+                    task = group.create_task(self._serve(message, writer))
+                    task.add_done_callback(lambda _, nbytes=nbytes: load.remove(nbytes))  # type: ignore[misc]
+                    del message
         except* (EOFError, ConnectionError):
             pass  # the scheduler half went away
         except* Exception as error:  # noqa: BLE001 - a border: a bad message ends its connection alone
@@ -102,10 +144,13 @@ class LookupServer:
         try:
             answer = await self._answer(message)
         except Exception as error:  # noqa: BLE001 - a border: what fails here is a miss there
-            logger.report(repr(error), "lookup server: %s failed: %r", message.get("op"), error)
-            answer = {"error": repr(error)}
+            text = f"{error!r:.200}"
+            logger.report(type(error).__name__, "lookup server: a request failed: %s", text)
+            answer = {"error": text}
         if answer is not None and not writer.is_closing():
-            writer.write(encode({"id": message.get("id"), **answer}))
+            message_id = message.get("id")
+            writer.write(encode({"id": message_id if isinstance(message_id, int) else None, **answer}))
+            await writer.drain()  # who does not read is not served on
 
     async def _answer(self, message: Message) -> Message | None:
         match message:
@@ -120,7 +165,7 @@ class LookupServer:
                 return {"removed": await self._clear(epoch, memory_only)}
             case {"op": "hello"}:
                 return asdict(self._identity)
-        raise ValueError(f"no message of protocol {self._identity.protocol}: {message.get('op')!r}")
+        raise ValueError(f"no message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
         self._running.add(lookup_id)
@@ -144,6 +189,51 @@ class LookupServer:
             self._unwanted.add(lookup_id)
         else:
             self._engine.unpin(lookup_id)
+
+
+class _Load:
+    """What one connection has asked and not been answered yet."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._bytes = 0
+        self._lighter = asyncio.Event()
+
+    def add(self, message: Message) -> int:
+        nbytes = sum(len(value) for value in message.values() if isinstance(value, bytes))
+        self._requests += 1
+        self._bytes += nbytes
+        return nbytes
+
+    def remove(self, nbytes: int) -> None:
+        self._requests -= 1
+        self._bytes -= nbytes
+        self._lighter.set()
+
+    async def wait_light(self) -> None:
+        while self._requests >= _MAX_REQUESTS or self._bytes >= _MAX_REQUEST_BYTES:
+            self._lighter.clear()
+            await self._lighter.wait()
+
+
+async def _listener(path: Path) -> int | None:
+    """The living process that listens at `path`; None if there is none, whatever else is there."""
+    try:
+        async with asyncio.timeout(1.0):
+            _, writer = await asyncio.open_unix_connection(path)
+    except (OSError, TimeoutError):
+        return None
+    try:
+        process = check_peer(writer)
+        if process:  # 0: of another PID namespace, so it lives
+            os.kill(process, 0)
+    except ProcessLookupError:
+        return None  # its children have inherited the socket
+    except PermissionError:
+        return None  # another user's; the path lies in a directory of ours, where it has no place
+    finally:
+        writer.close()
+    return process
 
 
 def unpack_keys(packed: bytes) -> list[ChunkKey]:

@@ -26,6 +26,9 @@ async def query(
 
     Args:
         ends: By rank, the partial chunks that may follow the last full chunk.
+
+    Raises:
+        ValueError: A rank's answer makes no sense, or there are more keys than a message holds.
     """
     chunks = lookup.num_tokens // chain.identity.chunk_size
     keys = chain.packed_keys(0, chunks)
@@ -38,10 +41,10 @@ async def query(
     )
     if replies is None:
         return MISS
-    hit = min(reply["count"] for reply in replies)
-    pinned = any(reply["count"] for reply in replies)
+    counts = [_number(reply, "count", 0, chunks) for reply in replies]
+    hit = min(counts)
     if hit == chunks:
-        candidates, firsts = ends, [reply["first"] for reply in replies]
+        candidates, firsts = ends, _firsts(replies, ends)
     else:
         candidates = chain.hole_candidates(hit)
         firsts = await _first_of_all(links, candidates)
@@ -51,8 +54,8 @@ async def query(
         partial_tokens=len(partial[0].tokens) if partial else 0,
         partial_keys=tuple(chunk.key for chunk in partial),
         partial_text=partial[0].extra if partial else "",
-        tiers=replies[0]["tiers"],
-        pinned=pinned,
+        tiers=_tiers(replies[0]),
+        pinned=any(counts),
     )
 
 
@@ -60,7 +63,7 @@ async def _first_of_all(links: Sequence[Link], candidates: Sequence[Sequence[Chu
     if not candidates[0]:
         return []
     replies = await _ask_all(links, [{"op": "first", "keys": _pack(chunks)} for chunks in candidates])
-    return [reply["first"] for reply in replies] if replies is not None else []
+    return _firsts(replies, candidates) if replies is not None else []
 
 
 def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:
@@ -77,6 +80,29 @@ async def _ask_all(links: Sequence[Link], messages: Sequence[Message]) -> list[M
     )
     answered = [reply for reply in replies if reply is not None]
     return answered if len(answered) == len(replies) else None
+
+
+def _firsts(replies: Sequence[Message], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
+    return [
+        _number(reply, "first", -1, len(chunks) - 1)
+        for reply, chunks in zip(replies, candidates, strict=True)
+    ]
+
+
+def _number(reply: Message, name: str, least: int, most: int) -> int:
+    value = reply.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"a rank answered {value!r:.40} as {name}; it is {least} to {most}")
+    return value
+
+
+def _tiers(reply: Message) -> dict[str, int]:
+    tiers = reply.get("tiers")
+    if not isinstance(tiers, dict) or not all(
+        isinstance(name, str) and type(count) is int for name, count in tiers.items()
+    ):
+        raise ValueError(f"a rank answered {tiers!r:.40} as tiers; it is chunks by a tier's name")
+    return tiers
 
 
 def _pack(chunks: Sequence[Chunk]) -> bytes:

@@ -1,0 +1,317 @@
+"""The lookup socket is the user's alone: its directory, who connects, who listens, and how much one may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.integration.vllm import lookup_server, wire
+from lmcache_async.integration.vllm.link import Link
+from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.wire import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Identity,
+    encode,
+    receive,
+    socket_path,
+)
+
+IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
+NOBODY = 65534
+
+
+class Engine:
+    """Has every key; while the gate is shut nothing is answered."""
+
+    def __init__(self):
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked = 0
+
+    async def lookup_keys(self, keys, *, lookup_id=None):
+        del lookup_id
+        self.asked += 1
+        await self.gate.wait()
+        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)))
+
+    async def first_present(self, keys):
+        return None
+
+    def unpin(self, lookup_id):
+        pass
+
+
+async def clear(epoch, memory_only):
+    return 0
+
+
+@pytest.fixture
+def directory():
+    with tempfile.TemporaryDirectory(prefix="lma") as name:  # a socket's path is short
+        yield Path(name)
+
+
+def server_at(path, engine=None):
+    return LookupServer(engine or Engine(), IDENTITY, path, clear=clear)
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def greeted(path) -> Identity:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(encode({"id": 1, "op": "hello"}))
+    answer = await receive(reader)
+    writer.close()
+    await writer.wait_closed()
+    return Identity.of(answer)
+
+
+async def test_the_socket_is_the_users_alone(directory):
+    path = socket_path(directory, "engine", 0)
+    server = server_at(path)
+    await server.start()
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert await greeted(path) == IDENTITY
+    await server.aclose()
+    assert list(path.parent.iterdir()) == []
+
+
+CONNECT = """
+import os, socket, sys
+if os.getuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.settimeout(30)
+    connection.connect(sys.argv[1])
+    try:
+        connection.sendall(bytes.fromhex(sys.argv[2]))
+        print(len(connection.recv(1000)))
+    except ConnectionError:
+        print(0)
+"""
+
+
+async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
+    if os.getuid():  # only root can become somebody else, so we pretend to be
+        monkeypatch.setattr(wire.os, "geteuid", lambda: NOBODY)
+    path = directory / "s"
+    server = server_at(path)
+    await server.start()
+    directory.chmod(0o711)
+    path.chmod(0o777)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        CONNECT,
+        str(path),
+        encode({"id": 1, "op": "hello"}).hex(),
+        stdout=subprocess.PIPE,
+    )
+    said, _ = await child.communicate()
+
+    assert child.returncode == 0
+    assert said == b"0\n"
+    monkeypatch.undo()
+    assert await greeted(path) == IDENTITY
+    await server.aclose()
+
+
+async def test_a_server_of_another_user_is_not_believed(directory, monkeypatch):
+    server = server_at(directory / "s")
+    await server.start()
+    changes = []
+    link = Link(0, directory / "s", lambda: changes.append(link.identity))
+    own = os.geteuid()
+    reader, writer = await asyncio.open_unix_connection(directory / "s")
+
+    monkeypatch.setattr(wire.os, "geteuid", lambda: own + 1)
+    assert not await link._converse(reader, writer)
+    monkeypatch.undo()
+
+    assert changes == [None]
+    await server.aclose()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
+def test_a_configured_directory_that_anybody_may_change_is_refused(directory, mode):
+    base = directory / "shared"
+    base.mkdir()
+    base.chmod(mode)
+
+    with pytest.raises(ConfigError, match=rf"vllm\.socket_dir: .*shared has mode {mode:04o}.*chmod"):
+        socket_path(base, "engine", 0)
+
+
+def test_a_directory_like_tmp_is_accepted(directory):
+    directory.chmod(0o1777)
+
+    assert socket_path(directory, "engine", 0).parent.stat().st_uid == os.getuid()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.touch(), lambda path: None], ids=["a file", "nothing"])
+def test_a_configured_directory_that_is_none_is_refused(directory, make):
+    make(directory / "base")
+
+    with pytest.raises(ConfigError, match=r"vllm\.socket_dir: .*base"):
+        socket_path(directory / "base", "engine", 0)
+
+
+def test_names_from_outside_stay_in_the_directory(directory):
+    for name in ("../../etc", "/etc/passwd", "..", "a/b", "\0", "", "x" * 4000, "ü🙂"):
+        path = socket_path(directory, name, 0)
+        assert path.parent == directory / f"lmcache-async-{os.getuid()}"
+        assert path.name.endswith("-0.sock")
+
+
+@pytest.mark.parametrize("kind", ["socket", "file", "dangling link", "link"])
+async def test_what_a_killed_process_left_or_somebody_put_there_is_replaced(directory, kind):
+    path, target = directory / "s", directory / "target"
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+    elif kind == "file":
+        path.write_text("left")
+    else:
+        path.symlink_to(target)
+        if kind == "link":
+            target.write_text("precious")
+    server = server_at(path)
+
+    await server.start()
+
+    assert await greeted(path) == IDENTITY
+    await server.aclose()
+    assert not target.exists() or target.read_text() == "precious"
+
+
+async def test_a_directory_in_the_sockets_place_is_told(directory):
+    (directory / "s").mkdir()
+
+    with pytest.raises(ConfigError, match=r"vllm\.socket_dir: cannot listen at"):
+        await server_at(directory / "s").start()
+
+
+async def test_a_place_that_another_engine_serves_is_not_taken_from_it(directory):
+    first, second = server_at(directory / "s"), server_at(directory / "s")
+    await first.start()
+
+    with pytest.raises(
+        ConfigError, match=rf"engine_id: process {os.getpid()} serves .* an engine_id of its own"
+    ):
+        await second.start(wait_s=0)
+
+    assert await greeted(directory / "s") == IDENTITY
+    await first.aclose()
+    await second.start(wait_s=0)
+    assert await greeted(directory / "s") == IDENTITY
+    await second.aclose()
+
+
+async def test_a_place_that_is_let_go_in_time_is_taken(directory):
+    first, second = server_at(directory / "s"), server_at(directory / "s")
+    await first.start()
+    taking = asyncio.ensure_future(second.start(wait_s=30))
+    await asyncio.sleep(0)
+    await first.aclose()
+    await taking
+
+    assert await greeted(directory / "s") == IDENTITY
+    await second.aclose()
+
+
+async def test_connections_are_bounded_and_come_back(directory, monkeypatch):
+    monkeypatch.setattr(lookup_server, "_MAX_CONNECTIONS", 2)
+    server = server_at(directory / "s")
+    await server.start()
+    idle = [await asyncio.open_unix_connection(directory / "s") for _ in range(2)]
+    await until(lambda: len(server._connections) == 2)
+
+    reader, writer = await asyncio.open_unix_connection(directory / "s")
+    assert await reader.read() == b""
+    writer.close()
+    for _, other in idle:
+        other.close()
+    await until(lambda: not server._connections)
+    assert await greeted(directory / "s") == IDENTITY
+    await server.aclose()
+
+
+async def test_one_connection_has_so_many_requests_and_bytes_under_way(directory, monkeypatch):
+    monkeypatch.setattr(lookup_server, "_MAX_REQUESTS", 5)
+    monkeypatch.setattr(lookup_server, "_MAX_REQUEST_BYTES", 64)
+    engine = Engine()
+    engine.gate.clear()
+    server = server_at(directory / "s", engine)
+    await server.start()
+
+    def lookup(number, keys):
+        return encode({"id": number, "op": "lookup", "lookup_id": "x", "keys": bytes(16 * keys), "tail": b""})
+
+    reader, writer = await asyncio.open_unix_connection(directory / "s")
+    writer.write(b"".join(lookup(number, 0) for number in range(20)))
+    other_reader, other = await asyncio.open_unix_connection(directory / "s")
+    other.write(b"".join(lookup(number, 3) for number in range(20)))
+    await until(lambda: engine.asked == 5 + 2)
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+    assert engine.asked == 5 + 2
+    engine.gate.set()
+    assert sorted([(await receive(reader))["id"] for _ in range(20)]) == list(range(20))
+    assert sorted([(await receive(other_reader))["id"] for _ in range(20)]) == list(range(20))
+    writer.close()
+    other.close()
+    await server.aclose()
+
+
+async def test_who_does_not_read_answers_is_not_served_on(directory, monkeypatch):
+    monkeypatch.setattr(lookup_server, "_MAX_REQUESTS", 4)
+    engine = Engine()
+    server = server_at(directory / "s", engine)
+    await server.start()
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(directory / "s"))
+        deaf.setblocking(False)
+        nonsense = encode({"id": 1, "op": "x" * 4000})
+        left, answered = memoryview(nonsense * 20_000), 0
+        async with asyncio.timeout(60):
+            while left:  # until the server takes no more
+                try:
+                    left = left[deaf.send(left) :]
+                    answered = 0
+                except BlockingIOError:
+                    answered += 1
+                    if answered > 2000:
+                        break
+                await asyncio.sleep(0)
+
+        assert left
+        assert await greeted(directory / "s") == IDENTITY
+    await server.aclose()
+
+
+async def test_a_prompt_with_more_keys_than_a_message_holds_is_no_message():
+    with pytest.raises(ValueError, match="above"):
+        encode({"op": "lookup", "keys": bytes(MAX_MESSAGE_BYTES)})
+
+
+async def test_a_request_id_of_any_length_and_kind_is_encoded():
+    assert b"\\udc80" in encode({"op": "unpin", "lookup_id": "\udc80#1"})
