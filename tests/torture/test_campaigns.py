@@ -15,7 +15,9 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.stages.verify import VerifyStage
 from lmcache_async.testing.simulation import SimulationReport
 from lmcache_async.testing.simulation import simulate as run_simulation
+from tools.torture import __main__ as main
 from tools.torture import churn, flips, fuzz, kill, simulate
+from tools.torture.options import Options
 from tools.torture.outcome import MAX_PROBLEMS, Outcome
 from tools.torture.trend import trend
 
@@ -142,6 +144,18 @@ def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path: Path) -> 
     assert "no problem" in done.stdout
     assert [result["campaign"] for result in figures["results"]] == ["flips"]
     assert figures["results"][0]["counts"]["damages"] == 5
+
+
+def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_: Any) -> Outcome:
+        raise FileNotFoundError("no such record")
+
+    monkeypatch.setattr(flips, "run", broken)
+
+    outcome = main.run("flips", Options(seed=1))
+
+    assert outcome.name == "flips"
+    assert "FileNotFoundError: no such record" in outcome.problems[0]
 
 
 def test_an_unknown_campaign_is_refused_with_the_names(tmp_path: Path) -> None:

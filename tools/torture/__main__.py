@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,17 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def run(name: str, options: Options) -> Outcome:
+    """A campaign; what it dies of is a problem like any other, and the next one follows."""
+    begin = time.monotonic()
+    try:
+        return CAMPAIGNS[name](options)
+    except Exception:  # noqa: BLE001 - the border of the program
+        outcome = Outcome(name, {"seed": options.seed}, seconds=round(time.monotonic() - begin, 1))
+        outcome.problem(f"the campaign itself failed:\n{traceback.format_exc()}")
+        return outcome
+
+
 def save(path: Path, options: Options, outcomes: list[Outcome]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     results = [
@@ -59,7 +71,7 @@ def main() -> int:
     sys.stderr.write(f"seed {options.seed}: {', '.join(chosen)}\n")
     outcomes: list[Outcome] = []
     for name in chosen:
-        outcomes.append(CAMPAIGNS[name](options))
+        outcomes.append(run(name, options))
         save(path, options, outcomes)  # after each, so that an interrupted run has left its figures
     sys.stdout.write(table(outcomes) + f"\n\nfigures: {path}\n")
     return 1 if any(outcome.failed for outcome in outcomes) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,22 @@ NOISE_S = 2.5
 DELAY_S = 5.0
 FAULTS = {"error": 0.1, "delay": 0.1, "delay_s": DELAY_S, "corrupt": 0.1}
 """Three operations in ten."""
+USUAL = ("metrics", "retry", "breaker", "deadline")
+"""The layers of a tier whose config names none."""
 
 
-def faulty(disk: Path, seed: int) -> dict[str, Any]:
-    """The connector of an engine whose disk has faults; its memory is emptied between the rounds."""
+def faulty(disk: Path, seed: int, layers: Sequence[str]) -> dict[str, Any]:
+    """The connector of an engine whose disk has faults; its memory is emptied between the rounds.
+
+    Args:
+        disk: The directory.
+        seed: Of the faults.
+        layers: Around the disk with its faults, outermost first.
+    """
     transfer = connector(disk=disk)
     settings = transfer["kv_connector_extra_config"]
-    settings["tiers"][1] |= {"timeout_s": RETRIEVE_S, "layers": [{"name": "faults", "seed": seed, **FAULTS}]}
+    faults = {"name": "faults", "seed": seed, **FAULTS}
+    settings["tiers"][1] |= {"timeout_s": RETRIEVE_S, "layers": [*layers, faults]}
     settings |= {
         "retrieve.timeout_s": RETRIEVE_S,
         "vllm.lookup_timeout_s": LOOKUP_S,
@@ -45,7 +54,7 @@ def ask(engine: Engine, reference: Reference, questions: Sequence[Question], out
     for question, answer, right in zip(questions, answers, expected, strict=True):
         compare(question, answer, right, outcome)
     outcome.add("tokens from disk", answers[0].tiers.get("disk", 0))
-    outcome.counts["faults seen"] = faults_seen(engine.settle()["counts"])
+    engine.settle()
     engine.forget()
 
 
@@ -79,38 +88,42 @@ def rounds(seed: int) -> Iterator[list[Question]]:
         ]
 
 
-def torture(engines: Engines, reference: Reference, disk: Path, outcome: Outcome, **lengths: Any) -> Outcome:
-    """Ask `questions`, or for `seconds` if that is not 0; for `seed`."""
-    questions, seconds, seed = lengths["questions"], lengths["seconds"], lengths["seed"]
-    outcome.counts |= {"requests": 0, "latest, in seconds": 0.0, "deadline, in seconds": DEADLINE_S}
+def torture(
+    engines: Engines,
+    reference: Reference,
+    transfer: Mapping[str, Any],
+    outcome: Outcome,
+    *,
+    questions: int,
+    seconds: float,
+    seed: int,
+) -> None:
+    """Start an engine and ask it so many questions, or for so long if `seconds` is not 0."""
+    asked = outcome.counts.setdefault("requests", 0)
+    outcome.counts.setdefault("latest, in seconds", 0.0)
     deadline = time.monotonic() + seconds
-    with engines.started(faulty(disk, seed)) as engine:
+    with engines.started(transfer) as engine:
         for part in rounds(seed):
-            enough = time.monotonic() > deadline if seconds else outcome.counts["requests"] >= questions
-            if outcome.hopeless or enough:
+            done = outcome.counts["requests"] - asked
+            if outcome.hopeless or (time.monotonic() > deadline if seconds else done >= questions):
                 break
             ask(engine, reference, part, outcome)
-            outcome.tell(outcome.counts["requests"], questions, "requests")
-    return outcome
+            outcome.tell(done, questions, "requests")
+        outcome.add("faults seen", faults_seen(engine.settle()["counts"]))
 
 
 def run(*, questions: int, seconds: float, seed: int) -> Outcome:
-    """A vLLM without connector and one with faults below, side by side."""
-    outcome = Outcome("vllm", {"seed": seed})
+    """One vLLM without connector, and two with faults below: bare, and with the usual layers around them."""
+    outcome = Outcome("vllm", {"seed": seed, "deadline, in seconds": DEADLINE_S})
     with tempfile.TemporaryDirectory(prefix="lmcache-async-vllm-") as name:
         engines = Engines(Path(name))
         try:
             reference = Reference(engines.start())
-            torture(
-                engines,
-                reference,
-                Path(name) / "kv",
-                outcome,
-                questions=questions,
-                seconds=seconds,
-                seed=seed,
-            )
+            for layers in ((), USUAL):
+                transfer = faulty(Path(name) / f"kv-{len(layers)}", seed, layers)
+                half = {"questions": questions // 2, "seconds": seconds / 2, "seed": seed}
+                torture(engines, reference, transfer, outcome, **half)
         finally:
             engines.close()
-    outcome.expect(outcome.counts.get("faults seen", 0) > 0, "no fault was seen: nothing was tested")
+    outcome.expect(outcome.counts["faults seen"] > 0, "no fault was seen: nothing was tested")
     return outcome.end()
