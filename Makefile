@@ -23,7 +23,7 @@ DEVICE := gpu
 SELECT :=
 endif
 
-.PHONY: help demo test lint format bench torture mutants clean install
+.PHONY: help demo test lint format bench torture mutants simulate clean install
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -52,6 +52,9 @@ torture: $(VENV)/.stamp-test  ## kills, damage, faults and churn, a few minutes;
 
 mutants: $(VENV)/.stamp-test  ## take promises out of a copy of the source; the tests must notice each
 	$(BIN)/python -m tools.mutants $(ARGS)
+
+simulate: $(VENV)/.stamp-test  ## the deterministic simulation, for as long as ARGS says: "--seeds 100 --steps 10000 --faults many"
+	$(BIN)/lmcache-async simulate $(ARGS)
 
 install: $(VENV)/.stamp-test  ## only make the environment
 

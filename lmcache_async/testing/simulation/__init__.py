@@ -1,6 +1,6 @@
 """Deterministic simulation: the real engine in virtual time, with everything that can go wrong going wrong."""
 
-from lmcache_async.testing.simulation.errors import Deadlock, Violation
+from lmcache_async.testing.simulation.errors import Deadlock, Hang, Violation
 from lmcache_async.testing.simulation.faults import Faults
 from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
 from lmcache_async.testing.simulation.report import SimulationReport
@@ -10,6 +10,7 @@ from lmcache_async.testing.simulation.world import simulate
 __all__ = [
     "Deadlock",
     "Faults",
+    "Hang",
     "SimulatedLoop",
     "SimulationReport",
     "Trace",

@@ -49,8 +49,8 @@ class Client:
             (self._prefetch, 8),
             (self._unpin, 5),
             (self._pause, 5),
-            (self._flush, 3),
-            (self._clear, 1),
+            (self._flush, 4),
+            (self._clear, 2),
             strict=True,
         )
 
@@ -198,6 +198,8 @@ class Client:
         since = self._model.begin_flush()
         if await self._call(self._engine.flush(timeout_s=1.0), 1.0) is True:
             self._model.flushed(since)
+            if self._rng.random() < 0.1:
+                self._world.crash_now()
 
     async def _clear(self) -> None:
         memory_only = self._rng.random() < 0.5
@@ -207,11 +209,15 @@ class Client:
             tiers_s = len(self._world.scenario.backends) * self._world.scenario.call_s
             clearing = self._engine.clear(memory_only=memory_only)
             done = await self._call(clearing, 2 * STORE_S + tiers_s) is not CANCELLED
-        except TierError:
-            if self._model.all_fits:
-                raise Violation("nothing fails, but a clearing did") from None
+        except TierError as error:
+            if self._model.all_fits and not self._world.closing:
+                raise Violation(f"nothing fails, but a clearing did: {error}") from None
         finally:
             self._model.end_clear(memory_only=memory_only, done=done)
+        if done:  # what is late is on its way now
+            await self._pause()
+            for _ in range(3):
+                await self._lookup()
 
     # What all of them need.
 

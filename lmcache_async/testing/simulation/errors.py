@@ -23,3 +23,7 @@ class Deadlock(Violation):
 
 class ProcessCrashed(BaseException):
     """The simulated process ends here, between two steps of its loop. Not to be caught by what runs in it."""
+
+
+class Hang(KeyboardInterrupt):
+    """Real time passes and the simulation does not go on. A KeyboardInterrupt: no task and no border keeps it."""

@@ -83,7 +83,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         *,
         start: float = 0.0,
         thread_delay: Callable[[], float] = lambda: 0.0,
-        max_real_s: float = 60.0,
+        max_real_s: float = 300.0,
     ) -> None:
         self.trace = trace
         self.crash_at: int | None = None

@@ -85,8 +85,18 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
     (("disk", True), ("remote", False)),
 )
 
-_LAYERS = ("metrics", {"name": "retry", "seed": 0}, "breaker", "deadline")
-"""The usual ones; the pauses between retries are drawn anew in each process unless they are given a seed."""
+
+def _layers(rng: Random) -> list[Any]:
+    """The layers around a tier: the usual ones, touchy ones, or none but the border."""
+    retry = {"name": "retry", "seed": rng.randrange(1 << 30)}  # else its pauses differ from run to run
+    usual = ["metrics", retry, "breaker", "deadline"]
+    touchy = [
+        {"name": "limit", "max_calls": rng.randint(1, 3)},
+        retry | {"attempts": rng.randint(1, 5), "base_s": 0.01},
+        {"name": "breaker", "min_calls": 2, "window_calls": 4, "pause_s": 0.05, "max_pause_s": 0.2},
+        {"name": "deadline", "lookup_s": 0.2, "write_s": 0.4},
+    ]
+    return rng.choice((usual, touchy, []))
 
 
 def _settings(rng: Random, rig: Rig, backends: list[str], *, roomy: bool, call_s: float) -> dict[str, Any]:
@@ -94,7 +104,8 @@ def _settings(rng: Random, rig: Rig, backends: list[str], *, roomy: bool, call_s
     if not roomy and rng.random() < 0.5:
         cpu["max_bytes"] = rng.randint(1, rig.slabs) * rig.slab_bytes
     tiers = [
-        {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": _LAYERS} for name in backends
+        {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": _layers(rng)}
+        for name in backends
     ]
     alone = bool(tiers) and rng.random() < 0.2
     slabs = rig.slabs

@@ -20,7 +20,7 @@ from lmcache_async.testing.simulation.checks import check_closed, check_settled,
 from lmcache_async.testing.simulation.client import Client
 from lmcache_async.testing.simulation.crash import abandon
 from lmcache_async.testing.simulation.device import make_regions
-from lmcache_async.testing.simulation.errors import ProcessCrashed, Violation
+from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
 from lmcache_async.testing.simulation.faults import STALL_SECONDS, Faults
 from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
 from lmcache_async.testing.simulation.model import Model
@@ -70,6 +70,7 @@ class World:
         self.frozen: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self.now = 0.0
         self._steps = steps
+        self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
         self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
         tiers = {f"simulated_{name}": tier_over(backend) for name, backend in self.scenario.backends.items()}
@@ -100,13 +101,17 @@ class World:
     def count(self, what: str, number: int) -> None:
         self.counts[what] += number
 
+    def crash_now(self) -> None:
+        """The process ends before its next step."""
+        self._loop.crash_at = self.trace.decisions
+
     def draw_prompt(self) -> Prompt:
         return self.rng.choice(self.rng.choice(self.scenario.prompts))
 
     def _live(self) -> None:
         """One process, from its start to its crash or its end."""
         weather = self.scenario.weather
-        loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
+        loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
         loop.deadline = self.now + PATIENCE_S
         if self.rng.random() < 0.4:
             loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
@@ -219,7 +224,7 @@ def simulate(
         except Violation as error:
             world.freeze()
             violation = str(error)
-        except Exception as error:  # noqa: BLE001 - nothing that an engine raises is meant to come this far
+        except (Exception, Hang) as error:  # noqa: BLE001 - nothing that an engine raises should come this far
             world.freeze()
             violation = "".join(traceback.format_exception(error))
     return SimulationReport(

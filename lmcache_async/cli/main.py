@@ -1,0 +1,28 @@
+"""The command `lmcache-async`. Its packages are an extra: without them it says so, and how to get them."""
+
+from __future__ import annotations
+
+import sys
+
+EXTRA = "cli"
+PACKAGES = ("typer", "rich", "click", "shellingham")
+
+
+def main() -> None:
+    """Run the command that the process was started with."""
+    try:
+        from lmcache_async.cli.app import app
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in PACKAGES:
+            raise
+        sys.stderr.write(
+            f"lmcache-async needs the package {missing}, which is not installed: "
+            f"pip install 'lmcache-async[{EXTRA}]'\n"
+        )
+        raise SystemExit(2) from None
+    app(prog_name="lmcache-async")
+
+
+if __name__ == "__main__":
+    main()

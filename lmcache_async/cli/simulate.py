@@ -1,0 +1,103 @@
+"""`lmcache-async simulate`: run the deterministic simulation, and say how to run a failure again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lmcache_async.registry import Registry
+from lmcache_async.testing.simulation import Faults, Hang, SimulationReport, simulate
+
+
+def simulate_command(
+    seed: Annotated[int, typer.Option(help="What the first simulation is drawn from.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Operations of each simulation.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="How many simulations: seed, seed + 1, and so on.")] = 1,
+    faults: Annotated[Faults, typer.Option(help="How much goes wrong.")] = Faults.SOME,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the reports to this file.", dir_okay=False)
+    ] = None,
+    watchdog: Annotated[
+        float, typer.Option(min=0.0, help="Seconds without progress after which it hangs; 0 for never.")
+    ] = 300.0,
+) -> None:
+    """Run the real engine in virtual time, with errors, delays, crashes and damage drawn from a seed.
+
+    Ends with 1 when something happened that must never happen, and prints the one command that does it again.
+    """
+    console, errors = Console(highlight=False), Console(stderr=True)
+    installed = Registry()
+    reports: list[SimulationReport] = []
+    columns = (TextColumn("seed {task.fields[seed]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar, _watchdog(watchdog) as alive:
+        task = bar.add_task("", total=seeds * steps, seed=seed)
+        for number in range(seeds):
+
+            def advance(made: int, number: int = number) -> None:
+                alive()
+                bar.update(task, completed=number * steps + min(made, steps), seed=seed + number)
+
+            report = simulate(
+                seed + number, steps=steps, faults=faults, installed=installed, progress=advance
+            )
+            reports.append(report)
+            console.print(_line(report), soft_wrap=True)
+            if report.violation:
+                _explain(errors, report)
+    if json_file is not None:
+        json_file.write_text(json.dumps([report.as_dict() for report in reports], indent=2) + "\n")
+    if any(report.violation for report in reports):
+        raise typer.Exit(1)
+
+
+def _line(report: SimulationReport) -> str:
+    state = f"VIOLATION at step {report.made}" if report.violation else "ok"
+    rate = report.made / report.real_s if report.real_s else 0.0
+    return (
+        f"seed {report.seed}: {state}; {report.made} operations, {report.decisions} decisions, "
+        f"{report.counts.get('crash', 0)} crashes, {report.virtual_s:.1f} virtual s in {report.real_s:.1f} s "
+        f"({rate:.0f} operations/s), digest {report.digest}"
+    )
+
+
+def _explain(console: Console, report: SimulationReport) -> None:
+    for line in (
+        f"seed {report.seed}, step {report.made}: {report.violation}",
+        "the last operations:",
+        *(f"  {step}" for step in report.last_steps),
+        "the last steps of the event loop, with their virtual times:",
+        *(f"  {decision}" for decision in report.last_decisions),
+        "the same again:",
+        f"  {report.command}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _watchdog(seconds: float) -> Iterator[Callable[[], None]]:
+    """Within the block, so many real seconds without a call of what it gives raise Hang."""
+
+    def bark(number: int, frame: FrameType | None) -> None:
+        raise Hang(
+            f"no progress in {seconds} real seconds: a call blocks the event loop, or it turns for ever"
+        )
+
+    def alive() -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.signal(signal.SIGALRM, bark)
+    try:
+        alive()
+        yield alive
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

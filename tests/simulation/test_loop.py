@@ -1,0 +1,239 @@
+"""The simulated loop: what asyncio promises holds, the rest is drawn, and nothing real happens."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import pytest
+
+from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.pipeline.threads import in_thread
+from lmcache_async.testing.simulation import Deadlock, Trace, Violation, new_loop
+from lmcache_async.testing.simulation.crash import abandon
+from lmcache_async.testing.simulation.errors import ProcessCrashed
+from lmcache_async.testing.simulation.threads import threads_as_steps
+
+
+def run(coroutine_function, *, seed=0, **options):
+    trace = Trace()
+    loop = new_loop(Random(seed), trace, **options)
+    with threads_as_steps():
+        try:
+            return loop.run_until_complete(coroutine_function()), trace.digest()
+        finally:
+            if loop.live_tasks():
+                abandon(loop)
+            loop.close()
+
+
+async def order_of_tasks():
+    order = []
+
+    async def work(name):
+        for step in range(3):
+            order.append((name, step))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for name in "abcd":
+            group.create_task(work(name))
+    return order
+
+
+def test_the_order_of_tasks_is_drawn_from_the_seed():
+    orders = {tuple(run(order_of_tasks, seed=seed)[0]) for seed in range(20)}
+
+    assert len(orders) > 10
+    for order in orders:  # each task's own steps stay in order
+        assert all([step for name, step in order if name == task] == [0, 1, 2] for task in "abcd")
+
+
+def test_the_same_seed_takes_the_same_steps_and_another_takes_others():
+    first, again, other = (run(order_of_tasks, seed=seed) for seed in (1, 1, 2))
+
+    assert first == again
+    assert first[1] != other[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_callbacks_keep_their_order_among_themselves_and_before_tasks_that_came_later(seed):
+    async def check():
+        order = []
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        for number in range(5):
+            future.add_done_callback(lambda _, n=number: order.append(n))
+        woken = asyncio.ensure_future(asyncio.wait_for(future, None))
+        await asyncio.sleep(0)
+        future.set_result(None)
+        loop.call_soon(order.append, "soon")
+        await woken
+        return order
+
+    assert run(check, seed=seed)[0] == [0, 1, 2, 3, 4, "soon"]
+
+
+def test_time_jumps_to_the_next_timer():
+    async def check():
+        loop = asyncio.get_running_loop()
+        order = []
+        loop.call_later(3600, order.append, "hour")
+        loop.call_later(60, order.append, "minute")
+        cancelled = loop.call_later(1, order.append, "never")
+        cancelled.cancel()
+        await asyncio.sleep(86400)
+        return loop.time(), order
+
+    start = time.monotonic()
+    (now, order), _ = run(check)
+
+    assert time.monotonic() - start < 60
+    assert 86400 <= now < 86401
+    assert order == ["minute", "hour"]
+
+
+def test_who_turns_the_loop_until_time_has_passed_gets_there():
+    async def check():
+        loop = asyncio.get_running_loop()
+        late = []
+        loop.call_later(1e-3, late.append, True)
+        while not late:
+            await asyncio.sleep(0)
+
+    run(check)
+
+
+def test_a_deadline_ends_what_waits():
+    async def check():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await asyncio.get_running_loop().create_future()
+        return asyncio.get_running_loop().time()
+
+    assert run(check)[0] == pytest.approx(5, abs=0.01)
+
+
+def test_a_deadlock_is_told_with_the_stack_of_every_task():
+    async def waits_for_nobody():
+        await asyncio.Event().wait()
+
+    async def check():
+        await asyncio.gather(waits_for_nobody(), waits_for_nobody())
+
+    with pytest.raises(Deadlock, match=r"3 tasks wait") as caught:
+        run(check)
+    assert sum("waits_for_nobody" in stack for stack in caught.value.stacks) == 2
+    assert all("test_loop.py:" in stack for stack in caught.value.stacks)
+
+
+def test_a_run_beyond_its_virtual_deadline_is_a_violation():
+    async def check():
+        asyncio.get_running_loop().deadline = 10.0
+        while True:
+            await asyncio.sleep(1)
+
+    with pytest.raises(Violation, match=r"still running at 1[01]\.\d+ s"):
+        run(check)
+
+
+def test_a_loop_that_only_turns_is_a_violation():
+    async def check():
+        while True:
+            await asyncio.sleep(0)
+
+    with pytest.raises(Violation, match="still turned"):
+        run(check, max_real_s=0.01)
+
+
+@pytest.mark.parametrize("pool", [WorkerPool, ThreadPoolExecutor])
+def test_thread_pools_start_no_thread(pool):
+    async def check():
+        executor = pool(2)
+        before = threading.active_count()
+        where = [in_thread(executor, threading.get_ident) for _ in range(5)]
+        where.append(asyncio.to_thread(threading.get_ident))
+        idents = await asyncio.gather(*where)
+        executor.shutdown()
+        return set(idents), threading.active_count() - before
+
+    assert run(check, thread_delay=lambda: 0.1)[0] == ({threading.get_ident()}, 0)
+
+
+def test_a_pool_has_as_many_calls_under_way_as_workers():
+    async def check():
+        executor = WorkerPool(2)
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(in_thread(executor, lambda: None) for _ in range(6)))
+        return loop.time()
+
+    # Two at a time, each 1 s to its end; the next one begins as one ends.
+    assert run(check, thread_delay=lambda: 1.0)[0] == pytest.approx(4.0, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_call_that_has_begun_is_not_withdrawn(seed):
+    async def check():
+        executor, ran = WorkerPool(1), []
+        task = asyncio.ensure_future(in_thread(executor, lambda: ran.append(True)))
+        await asyncio.sleep(1.5)
+        task.cancel()
+        await asyncio.wait({task})
+        return ran, task.cancelled(), asyncio.get_running_loop().time()
+
+    ran, cancelled, now = run(check, seed=seed, thread_delay=lambda: 1.0)[0]
+
+    assert (ran, cancelled) == ([True], True)
+    assert now == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_call_that_has_not_begun_is_withdrawn():
+    async def check():
+        executor, ran = WorkerPool(1), []
+        future = executor.submit(ran.append, True)
+        assert future.cancel()
+        await asyncio.sleep(10)
+        return ran
+
+    assert run(check, thread_delay=lambda: 1.0)[0] == []
+
+
+def test_a_pool_shut_down_runs_what_it_has():
+    async def check():
+        executor, ran = WorkerPool(1), []
+        futures = [executor.submit(ran.append, number) for number in range(3)]
+        await asyncio.sleep(1.5)
+        executor.shutdown(wait=True)
+        assert all(future.done() for future in futures)
+        await asyncio.sleep(10)
+        return ran
+
+    assert run(check, thread_delay=lambda: 1.0)[0] == [0, 1, 2]
+
+
+def test_other_pools_are_as_ever():
+    with threads_as_steps(), WorkerPool(1) as pool:
+        assert pool.submit(threading.get_ident).result(timeout=60) != threading.get_ident()
+
+
+def test_a_crash_ends_everything_between_two_steps_and_nothing_is_heard_of_it():
+    ended = []
+
+    async def stubborn():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1)
+            ended.append("not in this process")
+
+    async def check():
+        loop = asyncio.get_running_loop()
+        tasks = [asyncio.ensure_future(stubborn()) for _ in range(3)]
+        await asyncio.sleep(0)
+        loop.crash_at = loop.trace.decisions
+        await asyncio.wait(tasks)
+
+    with pytest.raises(ProcessCrashed):
+        run(check)
+    assert ended == []

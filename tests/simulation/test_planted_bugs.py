@@ -1,0 +1,204 @@
+"""The simulation finds what it is for: each bug planted here is one that it has to notice within its budget."""
+
+import asyncio
+
+import pytest
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.pins import Pins
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.pipeline.batch import Scope
+from lmcache_async.pipeline.runner import Runner
+from lmcache_async.registry import STAGES, Registry
+from lmcache_async.testing.simulation import Faults, simulate
+from lmcache_async.tiers.layers.deadline import BoundedLayer
+from lmcache_async.tiers.stack import Fetched, TierStack
+from lmcache_async.tiers.writer import TierWriter
+
+SEEDS = 30
+STEPS = 400
+
+
+def stage(name):
+    """The class of a stage, found as the engine finds it."""
+    return Registry().load(STAGES, name)
+
+
+def no_verify(patch):
+    """Records are taken as they come, while backends damage them."""
+    patch(stage("verify"), "_check", lambda self, batch, checksums: (len(batch.chunks), None))
+
+
+def no_checksum(patch):
+    """Only headers are checked."""
+    patch(stage("verify"), "_needs_checksum", lambda self, tier: False)
+
+
+def lease_kept_on_cancel(patch):
+    """What a batch has leased is not given back when its task is cancelled."""
+    finish = Runner._finish
+
+    def leaky(self, run, index, nbytes, gate):
+        if run.tasks[index].cancelled():
+            run.batches[index].scope._buffers.clear()
+        finish(self, run, index, nbytes, gate)
+
+    patch(Runner, "_finish", leaky)
+
+
+def namespace_dropped(patch):
+    """Two tenants' keys begin with the same root."""
+    patch(RequestNamespace, "root", lambda self, engine_root, *_: engine_root)
+
+
+def hole_ignored_by_the_plan(patch):
+    """The plan goes on behind the first chunk that nobody has."""
+
+    async def plan(self, keys):
+        tiers, cause = await plan_of(self, keys)
+        return tiers + (0,) * (len(keys) - len(tiers)), cause
+
+    plan_of = TierStack.plan
+    patch(TierStack, "plan", plan)
+
+
+def hole_ignored_by_the_fetch(patch):
+    """What lies behind a chunk that vanished moves up."""
+
+    async def fetch(self, keys, tiers, allocate):
+        got, sources = [], []
+        for index, key in enumerate(keys):
+            fetched = await fetch_of(self, [key], [tiers[index]], allocate)
+            got += fetched.buffers
+            sources += fetched.tiers
+        return Fetched(tuple(got), tuple(sources), "")
+
+    fetch_of = TierStack.fetch
+    patch(TierStack, "fetch", fetch)
+
+
+def no_deadline_of_calls(patch):
+    """A tier that hangs is waited for."""
+    make = BoundedLayer.__init__
+    never = {"lookup_s": 1e6, "read_s": 1e6, "write_s": 1e6}
+    patch(BoundedLayer, "__init__", lambda self, inner, **options: make(self, inner, **options | never))
+
+
+def no_deadline_of_requests(patch):
+    run = Runner.run
+    patch(
+        Runner,
+        "run",
+        lambda self, request, *, timeout_s, **options: run(self, request, timeout_s=1e6, **options),
+    )
+
+
+def flush_forgets(patch):
+    """What is queued is not waited for."""
+
+    async def flush(self, *, timeout_s):
+        return True
+
+    patch(TierWriter, "flush", flush)
+
+
+def clear_does_not_wait(patch):
+    """Stores and writes under way arrive behind a clearing."""
+
+    async def clear(self, *, memory_only=False):
+        tiers = [stacked.tier for stacked in self._parts.stack.tiers]
+        return sum(
+            [await tier.clear() for tier in tiers if not (memory_only and tier.capabilities.persistent)]
+        )
+
+    patch(CacheEngine, "clear", clear)
+
+
+def bytes_kept_on_cancel(patch):
+    """A reservation that was granted and cancelled in the same turn is lost."""
+    patch(ByteBudget, "release", release_once_in(ByteBudget.release, 20))
+
+
+def release_once_in(release, often):
+    calls = 0
+
+    def forgetful(self, nbytes):
+        nonlocal calls
+        calls += 1
+        if calls % often:
+            release(self, nbytes)
+
+    return forgetful
+
+
+def pins_forgotten(patch):
+    """`unpin` forgets the leases instead of giving them back."""
+
+    def release(self, lookup_id):
+        if held := self._held.pop(lookup_id, None):
+            held[1].cancel()
+            self.count -= len(held[0])
+
+    patch(Pins, "release", release)
+
+
+def device_read_too_late(patch):
+    """The caller is told that its memory is free before it is copied."""
+    store = CacheEngine._do_store
+
+    def early(self, request, copied):
+        copied()
+        return store(self, request, copied)
+
+    patch(CacheEngine, "_do_store", early)
+
+
+def copy_abandoned(patch):
+    """A cancelled call does not wait for what a thread still writes."""
+
+    async def wait_all(futures, *, on_cancel=None):
+        await asyncio.gather(*futures)
+
+    patch("lmcache_async.device.cpu.wait_all", wait_all)
+
+
+def scope_closed_twice_is_closed_never(patch):
+    """Leases of every batch stay."""
+    patch(Scope, "close", lambda self: None)
+
+
+BUGS = {
+    Faults.NONE: [
+        namespace_dropped,
+        lease_kept_on_cancel,
+        bytes_kept_on_cancel,
+        pins_forgotten,
+        device_read_too_late,
+        scope_closed_twice_is_closed_never,
+        hole_ignored_by_the_plan,
+    ],
+    Faults.MANY: [
+        no_verify,
+        no_checksum,
+        flush_forgets,
+        clear_does_not_wait,
+        copy_abandoned,
+        hole_ignored_by_the_fetch,
+        no_deadline_of_calls,
+        no_deadline_of_requests,
+    ],
+}
+PLANTED = [(faults, bug) for faults, bugs in BUGS.items() for bug in bugs]
+
+
+@pytest.mark.parametrize(("faults", "bug"), PLANTED, ids=[bug.__name__ for _, bug in PLANTED])
+def test_a_planted_bug_is_found(faults, bug, monkeypatch, installed):
+    bug(monkeypatch.setattr)
+
+    for seed in range(SEEDS):
+        report = simulate(seed, steps=STEPS, faults=faults, installed=installed)
+        if report.violation:
+            break
+
+    assert report.violation, f"{SEEDS} simulations of {STEPS} operations did not notice"

@@ -1,0 +1,87 @@
+"""The engine in simulation: a fixed budget of worlds, and that each is replayed to the letter.
+
+`make simulate ARGS="--seeds 1000 --steps 10000 --faults many"` runs as many as there is time for.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from lmcache_async.testing.simulation import Faults, simulate
+
+REPLAY = """
+import json
+from lmcache_async.testing.simulation import Faults, simulate
+report = simulate(11, steps=150, faults=Faults.MANY)
+print(json.dumps([report.digest, report.decisions, report.made, report.virtual_s, dict(report.counts)]))
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("faults", Faults)
+def test_nothing_happens_that_must_not_happen(seed, faults, installed):
+    report = simulate(seed, steps=300, faults=faults, installed=installed)
+
+    assert not report.violation, f"{report.violation}\n{report.command}"
+    assert report.made >= 300
+
+
+def test_the_worlds_are_full_of_events(installed):
+    reports = [simulate(seed, steps=200, faults=Faults.MANY, installed=installed) for seed in range(20, 24)]
+
+    total = sum((Counter(report.counts) for report in reports), Counter())
+    for event in (
+        "store",
+        "retrieve",
+        "lookup",
+        "prefetch",
+        "clear",
+        "flush",
+        "cancelled",
+        "crash",
+        "hit tokens",
+    ):
+        assert total[event] > 0, event
+
+
+def test_a_seed_is_replayed_to_the_letter(installed):
+    first, again, other = (
+        simulate(seed, steps=200, faults=Faults.SOME, installed=installed) for seed in (11, 11, 12)
+    )
+
+    assert (first.digest, first.decisions) == (again.digest, again.decisions)
+    assert first.counts == again.counts
+    assert first.digest != other.digest
+
+
+def test_a_seed_is_replayed_to_the_letter_in_other_processes():
+    """Whatever their hash seeds are, and wherever their objects lie."""
+    answers = []
+    for hash_seed in ("0", "1", "random"):
+        ran = subprocess.run(
+            [sys.executable, "-c", REPLAY],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        answers.append(json.loads(ran.stdout))
+
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(installed, monkeypatch):
+    monkeypatch.setattr("lmcache_async.pipeline.batch.Scope.close", lambda self: None)
+
+    first, again = (simulate(5, steps=200, faults=Faults.SOME, installed=installed) for _ in range(2))
+
+    assert "nothing is under way, but slabs leased" in first.violation
+    assert first.command == "lmcache-async simulate --seed 5 --steps 200 --faults some"
+    assert first.last_steps[-1].startswith(f"{first.made} ")
+    assert first.last_decisions
+    assert (first.violation, first.made, first.digest) == (again.violation, again.made, again.digest)
