@@ -1,0 +1,189 @@
+"""Any bytes for a record: what was sealed, to the byte, or ChunkCorruptError; in bounded memory."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.memory import record
+from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
+from lmcache_async.memory.proof import prove
+from lmcache_async.memory.record import PAGE, RecordFormat, peek_sizes, read_header, seal, verify
+from lmcache_async.testing.records import chunk_of, key_of, payload_of
+from tests.fuzz.damage import Damage, apply, bounded_memory, damages
+from tests.fuzz.effort import effort, keep_at_it
+
+FORMAT = RecordFormat(
+    namespace='{"model":"m"}', layout="planes=2", dtype="uint8", chunk_size=16, reserved_bytes=ENVELOPE_BYTES
+)
+CIPHER = RecordCipher([bytes(range(32))])
+MAX_BYTES = 1 << 20
+"""That a record of some 14 KiB may cost, whatever it claims to be."""
+
+
+def sealed(number: int, payload_bytes: int = 10_000) -> bytes:
+    data = bytearray(FORMAT.record_bytes(payload_bytes))
+    data[FORMAT.header_bytes :] = payload_of(number, payload_bytes)
+    with memoryview(data) as view:
+        seal(
+            view,
+            format=FORMAT,
+            chunk=chunk_of(number),
+            request_namespace="r",
+            shape=(payload_bytes,),
+            payload_bytes=payload_bytes,
+        )
+    return bytes(data)
+
+
+def encrypted(data: bytes, number: int) -> bytes:
+    into = bytearray(len(data))
+    CIPHER.encrypt(memoryview(data), memoryview(into), key_of(number))
+    return bytes(into)
+
+
+OURS, OTHERS = sealed(1), sealed(2, 3000)
+OURS_ENCRYPTED, OTHERS_ENCRYPTED = encrypted(OURS, 1), encrypted(OTHERS, 2)
+changes = st.lists(damages(OTHERS), max_size=4)
+
+
+def check_parsers(data: bytes) -> None:
+    """Each says what it says, or ChunkCorruptError."""
+    view = memoryview(data)
+    for parse in (peek_sizes, read_header, lambda view: prove([view], key=key_of(1))):
+        try:
+            parse(view)
+        except ChunkCorruptError as error:
+            doubt = error.cause, str(error)
+        else:
+            continue
+        assert doubt[0]
+        assert len(doubt[1]) < 2000
+
+
+@pytest.mark.parametrize("payload", [True, False])
+def test_any_change_of_a_record(payload: bool) -> None:
+    @effort
+    @given(changes)
+    def check(changes: list[Damage]) -> None:
+        data = apply(changes, OURS)
+        with bounded_memory(MAX_BYTES):
+            check_parsers(data)
+            try:
+                verify(
+                    memoryview(data),
+                    format=FORMAT,
+                    chunk=chunk_of(1),
+                    request_namespace="r",
+                    payload=payload,
+                )
+            except ChunkCorruptError:
+                assert data != OURS
+                return
+        proven = len(data) if payload else FORMAT.header_bytes
+        assert len(data) == len(OURS)
+        assert data[:proven] == OURS[:proven]
+
+    keep_at_it(check)
+
+
+def test_any_bytes() -> None:
+    @effort
+    @given(st.binary(max_size=3 * PAGE), st.booleans())
+    def check(data: bytes, start_right: bool) -> None:
+        data = OURS[:40] + data if start_right else data
+        with bounded_memory(MAX_BYTES):
+            check_parsers(data)
+            with pytest.raises(ChunkCorruptError):
+                verify(memoryview(data), format=FORMAT, chunk=chunk_of(1), request_namespace="r")
+
+    keep_at_it(check)
+
+
+deep = st.recursive(
+    st.none()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(max_size=9), inner, max_size=20),
+    max_leaves=40,
+)
+names = st.sampled_from(
+    [
+        "key",
+        "namespace",
+        "request_namespace",
+        "tokens",
+        "extra",
+        "layout",
+        "dtype",
+        "shape",
+        "checksum",
+        "more",
+    ]
+)
+forged = st.one_of(
+    st.dictionaries(names, deep).map(msgpack.packb),
+    deep.map(msgpack.packb),
+    st.binary(max_size=500),
+    # Lengths that are not there: 4 GiB of text, of bytes, of an array, of a map, of an extension.
+    st.sampled_from([b"\xdb", b"\xc6", b"\xdd", b"\xdf", b"\xc9"]).map(
+        lambda mark: mark + b"\xff\xff\xff\xf0"
+    ),
+    st.integers(1, 2000).map(lambda depth: b"\x91" * depth),
+)
+
+
+def test_any_fields_under_a_right_checksum() -> None:
+    """Whoever can write to a tier can compute a header's checksum as well."""
+
+    @effort
+    @given(forged, st.sampled_from([0, 1, 4096, 10_000, 1 << 34]), st.booleans())
+    def check(fields: bytes, payload_bytes: int, merged: bool) -> None:
+        if merged:
+            size = int.from_bytes(OURS[14:18], "little")
+            right = msgpack.unpackb(OURS[record._PREFIX.size : record._PREFIX.size + size])
+            try:
+                changed = msgpack.unpackb(fields)
+            except (ValueError, msgpack.UnpackException):
+                return
+            if not isinstance(changed, dict):
+                return
+            fields = msgpack.packb({**right, **changed})
+        data = bytearray(2 * PAGE + 10_000)
+        fields = fields[: 2 * PAGE - record._PREFIX.size]
+        with memoryview(data)[: 2 * PAGE] as header:
+            record._PREFIX.pack_into(
+                header, 0, b"LMCASYNC", record.VERSION, 2 * PAGE, len(fields), payload_bytes, bytes(8)
+            )
+            header[record._PREFIX.size : record._PREFIX.size + len(fields)] = fields
+            header[record._CHECKSUM] = record._header_checksum(header)
+        with bounded_memory(MAX_BYTES):
+            check_parsers(bytes(data))
+            with pytest.raises(ChunkCorruptError):  # its payload is zeros, and its header is longer than ours
+                verify(memoryview(data), format=FORMAT, chunk=chunk_of(1), request_namespace="r")
+
+    keep_at_it(check)
+
+
+def test_any_change_of_an_encrypted_record() -> None:
+    @effort
+    @given(st.lists(damages(OTHERS_ENCRYPTED), max_size=4))
+    def check(changes: list[Damage]) -> None:
+        data = apply(changes, OURS_ENCRYPTED)
+        into = bytearray(len(data))
+        with bounded_memory(MAX_BYTES):
+            check_parsers(data)
+            try:
+                CIPHER.decrypt(memoryview(data), memoryview(into), key_of(1))
+            except ChunkCorruptError:
+                assert data != OURS_ENCRYPTED
+                return
+        # The envelope's checksum is for those without the key, and not under the tag.
+        assert bytes(into) == OURS, "other bytes were taken for ours"
+
+    keep_at_it(check)
