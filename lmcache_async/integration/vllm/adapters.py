@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ class AdapterNames:
         self._known: dict[Adapter, str] = {}
 
     def content(self, adapter: Adapter) -> str:
-        """The fingerprint of its files; its path where they cannot be read here."""
+        """The fingerprint of its files; where they cannot be read, what no other load of any adapter has."""
         known = self._known.get(adapter)
         if known is None:
             known = self._read(adapter)
@@ -39,13 +40,28 @@ class AdapterNames:
 
     def _read(self, adapter: Adapter) -> str:
         try:
-            return weights_fingerprint(Path(adapter.path), mode=self._mode, algorithm=self._algorithm)
+            return weights_fingerprint(local_path(adapter.path), mode=self._mode, algorithm=self._algorithm)
         except (OSError, ValueError) as error:
             logger.report(
                 adapter.path,
-                "adapter %s is known by its path alone (%s): %s",
+                "the weights of adapter %s (%s) cannot be told apart (%s): what is cached of it serves this"
+                " process alone",
                 adapter.name,
                 adapter.path,
                 error,
             )
-            return adapter.path
+            return f"unknown:{uuid.uuid4().hex}"
+
+
+def local_path(name: str, revision: str | None = None) -> Path:
+    """Where the files of a model or an adapter are: a path, or a name on the hub that was downloaded before.
+
+    Raises:
+        OSError: They are not here (or ValueError).
+    """
+    path = Path(name).expanduser()
+    if path.exists() or path.is_absolute():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))

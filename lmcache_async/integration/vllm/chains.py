@@ -28,11 +28,16 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as vLLM names it."""
+    """A LoRA adapter as vLLM names it.
+
+    Attributes:
+        load_id: vLLM's number of it, another one when it was unloaded and loaded again.
+    """
 
     name: str
     path: str
     reloaded_in_place: bool = False
+    load_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

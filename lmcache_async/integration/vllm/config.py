@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.hashing import FingerprintMode, Namespace, canonical_text, weights_fingerprint
+from lmcache_async.integration.vllm.adapters import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -112,7 +113,9 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
         return "dummy"  # vLLM makes them from a seed of its own
     try:
         return weights_fingerprint(
-            _local_path(model), mode=cast("FingerprintMode", mode), algorithm=config.hash_algorithm
+            local_path(model.model, model.revision),
+            mode=cast("FingerprintMode", mode),
+            algorithm=config.hash_algorithm,
         )
     except (OSError, ValueError) as error:
         logger.warning(
@@ -122,15 +125,6 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
             error,
         )
         return f"unknown:{uuid.uuid4().hex}"
-
-
-def _local_path(model: Any) -> Path:
-    path = Path(model.model)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
 
 
 def _attention(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -90,7 +90,7 @@ def chain_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestChain:
     lora = request.lora_request
     adapter = None
     if lora is not None:
-        adapter = Adapter(lora.lora_name, lora.lora_path, bool(lora.load_inplace))
+        adapter = Adapter(lora.lora_name, lora.lora_path, bool(lora.load_inplace), lora.lora_int_id)
     return RequestChain(
         request_id=request.request_id,
         source=request.all_token_ids,
