@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutants.stuck import LEASES, WAITS
-from tools.mutants.wrong import DISK, RECORDS
+from tools.mutants.stuck import LAYERS, LEASES, WAITS
+from tools.mutants.wrong import DISK, OUTSIDE, RECORDS
 
-MUTATIONS = RECORDS + DISK + LEASES + WAITS
+MUTATIONS = RECORDS + OUTSIDE + DISK + LEASES + LAYERS + WAITS

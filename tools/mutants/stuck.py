@@ -89,6 +89,37 @@ LEASES = (
     ),
 )
 
+LAYERS = (
+    Mutation(
+        "a breaker that is open lets calls through",
+        "lmcache_async/tiers/layers/circuit.py",
+        "return now >= self._until",
+        "return True",
+        ("tests/tiers/test_layer_circuit.py",),
+    ),
+    Mutation(
+        "a limit lets everything through",
+        "lmcache_async/tiers/layers/limit.py",
+        "amount = min(amount, budget.max_bytes)",
+        "amount = 0",
+        ("tests/tiers/test_layer_limit.py",),
+    ),
+    Mutation(
+        "a retry has no last attempt",
+        "lmcache_async/tiers/layers/retry.py",
+        "if self.taken + 1 >= self._options.attempts:",
+        "if False:",
+        ("tests/tiers/test_layer_retry.py",),
+    ),
+    Mutation(
+        "a retry goes beyond the deadline",
+        "lmcache_async/tiers/layers/retry.py",
+        "if self._loop.time() + pause_s >= self._give_up_at:",
+        "if False:",
+        ("tests/tiers/test_layer_retry.py",),
+    ),
+)
+
 WAITS = (
     Mutation(
         "a tier's call has no deadline",

@@ -101,6 +101,30 @@ RECORDS = (
     ),
 )
 
+OUTSIDE = (
+    Mutation(
+        "an encrypted record's tag is not checked",
+        "lmcache_async/memory/encryption.py",
+        "cipher.finalize_with_tag(tag)",
+        "pass",
+        ("tests/security/test_encryption.py",),
+    ),
+    Mutation(
+        "a message's length is not bounded before it is read",
+        "lmcache_async/integration/vllm/wire.py",
+        "if length > MAX_MESSAGE_BYTES:",
+        "if False:",
+        ("tests/unit/vllm/test_wire.py", "tests/fuzz/test_wire.py"),
+    ),
+    Mutation(
+        "other users may speak on the socket",
+        "lmcache_async/integration/vllm/wire.py",
+        "if user != os.geteuid():",
+        "if False:",
+        ("tests/security/test_lookup_socket.py",),
+    ),
+)
+
 DISK = (
     Mutation(
         "records are written in place",
