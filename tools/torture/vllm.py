@@ -121,8 +121,15 @@ def run(*, questions: int, seconds: float, seed: int) -> Outcome:
             reference = Reference(engines.start())
             for layers in ((), USUAL):
                 transfer = faulty(Path(name) / f"kv-{len(layers)}", seed, layers)
-                half = {"questions": questions // 2, "seconds": seconds / 2, "seed": seed}
-                torture(engines, reference, transfer, outcome, **half)
+                torture(
+                    engines,
+                    reference,
+                    transfer,
+                    outcome,
+                    questions=questions // 2,
+                    seconds=seconds / 2,
+                    seed=seed,
+                )
         finally:
             engines.close()
     outcome.expect(outcome.counts["faults seen"] > 0, "no fault was seen: nothing was tested")
