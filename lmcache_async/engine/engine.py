@@ -16,6 +16,7 @@ from lmcache_async.engine.builder import Parts, build, default_logger
 from lmcache_async.engine.pins import Pins
 from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
 from lmcache_async.engine.runners import Once, countdown, open_runners
+from lmcache_async.engine.scrub import scrub
 from lmcache_async.engine.tokens import TokenVerbs
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import Namespace
@@ -24,6 +25,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry
+from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
 T = TypeVar("T")
@@ -185,6 +187,11 @@ class CacheEngine(TokenVerbs):
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until slower tiers have written what they have queued; False when that took too long."""
         return await self._parts.stack.flush(timeout_s=timeout_s)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> dict[str, ScrubReport]:
+        """Read and prove the records of each tier, at most at that rate; see `Tier.scrub`."""
+        self._check_open()
+        return await scrub(self._parts.stack.tiers, max_bytes_per_s)
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics.of(

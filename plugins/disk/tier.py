@@ -39,6 +39,7 @@ class DiskTier(Tier):
         super().__init__(config)
         self._config = config
         self._opened: RecordStore | None = None
+        self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
         self._calls = 0
         self._last_call: asyncio.Future[None] | None = None
@@ -132,8 +133,18 @@ class DiskTier(Tier):
             return await store.reject(key, cause)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        """Prove every record in the order of the index; closing the tier ends it with TierClosedError."""
         with self._call() as store:
-            return await scrub(store, max_bytes_per_s)
+            task = asyncio.ensure_future(scrub(store, max_bytes_per_s))
+            self._scrubs.add(task)
+            task.add_done_callback(self._scrubs.discard)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if self._opened is store or (caller is not None and caller.cancelling()):
+                    raise
+                raise TierClosedError(f"the disk tier of {self._config.root} was closed") from None
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         for key in tuple(self._store.index):
@@ -182,6 +193,8 @@ class DiskTier(Tier):
         self._opened = None
         if self._scrubbing is not None:
             self._scrubbing.cancel()
+        for scrubbing in self._scrubs:
+            scrubbing.cancel()
         try:
             if self._calls:
                 self._last_call = asyncio.get_running_loop().create_future()

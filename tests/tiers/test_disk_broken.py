@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.memory import proof
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
@@ -371,6 +371,21 @@ async def test_a_scrub_runs_in_the_background_by_option_and_ends_with_the_tier(
         assert tier.statistics().corrupt_by_cause == {"checksum": 1}
         assert await tier.contains(key_of(2))
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_closing_ends_a_scrub(config: DiskConfig, arena: Arena) -> None:
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        running = asyncio.ensure_future(tier.scrub(max_bytes_per_s=1))  # hours
+        cancelled = asyncio.ensure_future(tier.scrub(max_bytes_per_s=1))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert not running.done()
+    with pytest.raises(TierClosedError, match="was closed"):
+        await running
 
 
 async def test_a_background_scrub_outlives_a_failure(

@@ -1,0 +1,168 @@
+"""What an engine does about records it has doubts of: a miss, counted by cause, told once, put aside."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from lmcache_async.errors import EngineClosedError
+from lmcache_async.memory import proof, record
+from lmcache_async.memory.record import RecordFormat, read_header, seal
+from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import ScrubReport
+from lmcache_async.types import Chunk
+
+TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
+
+
+def settings(tmp_path: Path, **options: object) -> dict[str, Any]:
+    tier = {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB", "layers": [], **options}
+    return {"tiers": [tier]}
+
+
+async def store(rig: Rig, engine: Any) -> None:
+    rig.write(list(range(40)), rig.content(TOKENS))
+    await engine.store(TOKENS, list(range(40)))
+    assert await engine.flush(timeout_s=30)
+
+
+async def retrieve(rig: Rig, engine: Any) -> int:
+    """How many tokens came back; what came is right."""
+    rig.wipe()
+    mask = (await engine.retrieve(TOKENS, list(range(40, 80)))).tolist()
+    count = mask.index(False) if False in mask else len(mask)
+    assert not any(mask[count:])
+    assert (rig.read(list(range(40, 40 + count))) == rig.content(TOKENS)[:, :, :count]).all()
+    assert (rig.read(list(range(40 + count, 80))) == -7.0).all()
+    return count
+
+
+def files(tmp_path: Path) -> dict[tuple[int, ...], Path]:
+    """Record files by their chunk's tokens."""
+    found = {}
+    for path in tmp_path.glob("??/*"):
+        header = read_header(memoryview(path.read_bytes()))
+        found[tuple(header.tokens.tolist())] = path
+    return found
+
+
+def sealed_again(path: Path, **changes: Any) -> None:
+    """Whole and with right checksums, but of something else."""
+    data = bytearray(path.read_bytes())
+    header = read_header(memoryview(data))
+    said = {
+        "namespace": header.namespace,
+        "layout": header.layout,
+        "dtype": header.dtype,
+        "key": header.key,
+        "tokens": header.tokens,
+        "request_namespace": header.request_namespace,
+        "shape": header.shape,
+        **changes,
+    }
+    seal(
+        memoryview(data)[: header.header_bytes + header.payload_bytes],
+        format=RecordFormat(
+            namespace=said["namespace"], layout=said["layout"], dtype=said["dtype"], chunk_size=8
+        ),
+        chunk=Chunk(
+            key=said["key"], start=0, tokens=np.asarray(said["tokens"], np.int32), extra=header.extra
+        ),
+        request_namespace=said["request_namespace"],
+        shape=said["shape"],
+        payload_bytes=header.payload_bytes,
+    )
+    path.write_bytes(data)
+
+
+DOUBTS: dict[str, Callable[[Path], None]] = {
+    "tokens": lambda path: sealed_again(path, tokens=[1, 2, 3, 4, 5, 6, 7, 8]),  # a hash collision
+    "key": lambda path: sealed_again(path, key=b"0123456789abcdef"),
+    "namespace": lambda path: sealed_again(path, request_namespace='{"salt":"another"}'),
+    "layout": lambda path: sealed_again(path, dtype="float16"),
+    "checksum": lambda path: path.write_bytes(
+        path.read_bytes()[:4100] + b"\x01\x02" + path.read_bytes()[4102:]
+    ),
+}
+
+
+@pytest.mark.parametrize("quarantine", [True, False])
+@pytest.mark.parametrize("cause", sorted(DOUBTS))
+async def test_a_record_in_doubt_is_a_miss_counted_by_cause_told_once_and_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: str, quarantine: bool
+) -> None:
+    rig = Rig()
+    async with rig.open(**settings(tmp_path, quarantine=quarantine)) as engine:
+        await store(rig, engine)
+        path = files(tmp_path)[tuple(TOKENS[16:24])]
+        DOUBTS[cause](path)
+        content = path.read_bytes()
+
+        with caplog.at_level(logging.WARNING):
+            assert await retrieve(rig, engine) == 16
+        assert engine.statistics().counts[f"disk.corrupt.{cause}"] == 1
+        [line] = [entry.getMessage() for entry in caplog.records]
+        assert f"({cause}: " in line
+        assert not path.exists()
+        kept = tmp_path / "quarantine" / f"{path.name}.{cause}"
+        assert kept.exists() == quarantine
+        if quarantine:
+            assert kept.read_bytes() == content
+        assert await retrieve(rig, engine) == 16  # a plain miss by now
+        assert engine.statistics().counts[f"disk.corrupt.{cause}"] == 1
+        await store(rig, engine)
+        assert await retrieve(rig, engine) == 40
+        assert engine.statistics().arena.leased_slabs == 0
+
+
+async def test_a_scrub_of_the_engine_finds_what_nobody_asked_for(tmp_path: Path) -> None:
+    rig = Rig()
+    options = settings(tmp_path)
+    async with rig.open(tiers=["cpu", *options["tiers"]]) as engine:
+        await store(rig, engine)
+        DOUBTS["checksum"](files(tmp_path)[tuple(TOKENS[16:24])])
+
+        reports = await engine.scrub()
+        assert reports["cpu"] == ScrubReport()
+        assert (reports["disk"].chunks, reports["disk"].corrupt) == (4, {"checksum": 1})
+        assert engine.statistics().tiers["disk"].corrupt_by_cause == {"checksum": 1}
+        assert (await engine.scrub())["disk"].corrupt == {}
+    with pytest.raises(EngineClosedError):
+        await engine.scrub()
+
+
+@pytest.mark.parametrize("tiers", [["cpu"], ["disk"], ["cpu", "disk"]])
+async def test_checksums_are_never_computed_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[str]
+) -> None:
+    threads: set[int] = set()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.add(threading.get_ident())
+            return function(*args)
+
+        return call
+
+    names = ("xxh3_64", "xxh3_128", "xxh3_128_digest")
+    hashes = SimpleNamespace(**{name: noting(getattr(xxhash, name)) for name in names})
+    monkeypatch.setattr(record, "xxhash", hashes)
+    monkeypatch.setattr(proof, "xxhash", hashes)
+    made = {"cpu": "cpu", "disk": settings(tmp_path)["tiers"][0]}
+    rig = Rig()
+    async with rig.open(**{"tiers": [made[name] for name in tiers], "retrieve.verify_arena": True}) as engine:
+        await store(rig, engine)
+        stored = len(threads)
+        assert await retrieve(rig, engine) == 40
+        await engine.scrub()
+
+    assert stored
+    assert threading.get_ident() not in threads
