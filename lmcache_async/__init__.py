@@ -18,12 +18,14 @@ from lmcache_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierSuspendedError,
     TierUnavailableError,
     UnknownPluginError,
 )
 from lmcache_async.hashing import Namespace, RequestNamespace
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
+from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
 __all__ = [
@@ -36,12 +38,16 @@ __all__ = [
     "ChunkCorruptError",
     "ChunkKey",
     "ConfigError",
+    "ConfiguredLayer",
     "EngineClosedError",
     "EngineConfig",
     "KVLayout",
     "LMCacheAsyncError",
     "LMCacheEngine",
     "LMCacheEngineBuilder",
+    "LayerConfig",
+    "LayerContext",
+    "LayerStatistics",
     "MissingDependencyError",
     "Namespace",
     "RequestNamespace",
@@ -54,6 +60,7 @@ __all__ = [
     "TierError",
     "TierFullError",
     "TierStatistics",
+    "TierSuspendedError",
     "TierUnavailableError",
     "UnknownPluginError",
     "load_config",

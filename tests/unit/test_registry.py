@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.errors import ConfigError, MissingDependencyError, UnknownPluginError
-from lmcache_async.registry import STAGES, TIERS, Plugin, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
 
 
 class Site:
@@ -70,6 +70,18 @@ def test_the_groups_are_apart(site):
     assert (list(registry.available(TIERS)), list(registry.available(STAGES))) == ([], ["x"])
     assert registry.load(STAGES, "x") == 7
     assert refusal(registry, "y", UnknownPluginError, STAGES) == "there is no stage y; there are: x"
+
+
+def test_layers_are_a_group_of_their_own(site):
+    site.distribution("some-layers", ["x = some_layers:Layer"], group=LAYERS).module(
+        "some_layers", "Layer = 7\n"
+    )
+
+    registry = site.registry()
+
+    assert (list(registry.available(LAYERS)), list(registry.available(TIERS))) == (["x"], [])
+    assert registry.load(LAYERS, "x") == 7
+    assert refusal(registry, "y", UnknownPluginError, LAYERS) == "there is no layer y; there are: x"
 
 
 def test_a_plug_in_is_imported_when_it_is_loaded(site):

@@ -1,0 +1,233 @@
+"""One tier is sick: the engine's calls end within their deadlines, and soon it is as fast as without it.
+
+Time is virtual, so these are not measurements but what the layers come to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from random import Random
+
+import pytest
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.simulation import Trace, new_loop
+from lmcache_async.testing.simulation.threads import threads_as_steps
+from lmcache_async.tiers.layers.circuit import CircuitState
+from tests.tiers.layered import HANG, ToldTier, now
+
+STORE_S = RETRIEVE_S = 8.0
+TOKENS = 40
+CALL_S = 0.002
+
+
+class SteadyTier(ToldTier):
+    """Takes the same time for each call."""
+
+    def __init__(self, config):
+        super().__init__(far=True)
+
+    async def _do(self, verb, keys):
+        self.told.appendleft(CALL_S)
+        await super()._do(verb, keys)
+
+
+class FailingTier(SteadyTier):
+    """Fails at once, whatever it is asked."""
+
+    sick = True
+
+    async def _do(self, verb, keys):
+        self.told.appendleft(TierUnavailableError("away") if self.sick else CALL_S)
+        await ToldTier._do(self, verb, keys)
+
+
+class HangingTier(SteadyTier):
+    """Never answers."""
+
+    async def _do(self, verb, keys):
+        self.told.appendleft(HANG)
+        await ToldTier._do(self, verb, keys)
+
+
+class UnreadableTier(SteadyTier):
+    """Takes chunks and knows that it has them, but no read ever ends: a disk that is stuck."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.far = False
+
+    async def _do(self, verb, keys):
+        if verb == "get_many":
+            self.told.appendleft(HANG)
+        await ToldTier._do(self, verb, keys)
+
+
+def run(coroutine_function):
+    loop = new_loop(Random(1), Trace(), thread_delay=lambda: 0.0)
+    with threads_as_steps():
+        try:
+            return loop.run_until_complete(coroutine_function())
+        finally:
+            loop.close()
+
+
+class Client:
+    """Stores prompts and reads them again, in other places of the device's memory.
+
+    Attributes:
+        seconds: How long each round took.
+        hits: Of how many tokens each retrieve brought back the right content.
+    """
+
+    def __init__(self, rig, engine):
+        self.rig = rig
+        self.engine = engine
+        self.seconds = []
+        self.hits = []
+        self._prompts = 0
+
+    async def rounds(self, count, pause_s=0.0):
+        for _ in range(count):
+            await asyncio.sleep(pause_s)
+            start = now()
+            await self._round()
+            self.seconds.append(now() - start)
+
+    async def _round(self):
+        self._prompts += 1
+        tokens = list(range(self._prompts * 1000, self._prompts * 1000 + TOKENS))
+        self.rig.write(range(TOKENS), self.rig.content(tokens))
+        start = now()
+        await self.engine.store(tokens, range(TOKENS))
+        assert now() - start <= STORE_S + 0.01
+        slots = range(TOKENS, 2 * TOKENS)
+        self.rig.write(slots, self.rig.content(tokens) * 0 - 7)
+        start = now()
+        mask = await self.engine.retrieve(tokens, slots)
+        assert now() - start <= RETRIEVE_S + 0.01
+        hit = int(mask.sum())
+        self.hits.append(hit)
+        got = self.rig.read(slots)
+        assert (got[:, :, :hit] == self.rig.content(tokens)[:, :, :hit]).all()
+        assert (got[:, :, hit:] == -7).all()
+
+
+def opened(tier_class, check, **options):
+    """What `check(client, tier)` gives, in an engine that has this tier before a healthy one."""
+
+    async def main():
+        tiers = []
+
+        class Kept(tier_class):
+            def __init__(self, config):
+                super().__init__(config)
+                tiers.append(self)
+
+        rig = Rig(slabs=40)
+        async with rig.open(
+            registry=FakeRegistry(tiers={"first": Kept, "good": SteadyTier}),
+            tiers=[{"name": "first", "timeout_s": 5, **options}, {"name": "good", "timeout_s": 5}],
+            **{"store.timeout_s": STORE_S, "retrieve.timeout_s": RETRIEVE_S},
+        ) as engine:
+            result = await check(Client(rig, engine), tiers[0])
+            start = now()
+        assert now() - start <= 2 * engine.config.shutdown_timeout_s + 0.1
+        return result
+
+    return run(main)
+
+
+def breaker_of(client):
+    return client.engine.statistics().layers["first"]["breaker"]
+
+
+@pytest.mark.parametrize("tier_class", [FailingTier, HangingTier, UnreadableTier])
+def test_a_sick_tier_is_soon_left_alone_and_the_healthy_one_serves_as_fast_as_ever(tier_class):
+    async def rounds(client, tier):
+        del tier
+        await client.rounds(40)
+        return client
+
+    healthy = opened(SteadyTier, rounds)
+    client = opened(tier_class, rounds)
+
+    assert healthy.hits == client.hits == [TOKENS] * 40
+    slow = sum(seconds > max(healthy.seconds) for seconds in client.seconds)
+    assert slow <= 4
+    assert sum(client.seconds[4:]) <= sum(healthy.seconds[4:])
+
+
+@pytest.mark.parametrize("tier_class", [FailingTier, HangingTier, UnreadableTier])
+def test_while_it_stays_sick_only_what_tries_it_is_slow(tier_class):
+    async def rounds(client, tier):
+        del tier
+        await client.rounds(150, pause_s=2.0)
+        return client, breaker_of(client)
+
+    client, breaker = opened(tier_class, rounds)
+
+    assert client.hits == [TOKENS] * 150
+    slow = [seconds for seconds in client.seconds if seconds > 0.5]
+    tries = breaker.lookup.opened + breaker.read.opened + breaker.write.opened
+    assert tries >= 4  # it was tried again and again
+    assert len(slow) <= 5 + 2 * tries
+    assert statistics.median(client.seconds) <= 0.02
+
+
+def test_once_it_is_well_it_serves_again():
+    async def check(client, tier):
+        await client.rounds(10)
+        assert breaker_of(client).lookup.state is CircuitState.OPEN
+        tier.sick = False
+        await client.rounds(20, pause_s=5.0)
+        return breaker_of(client), len(tier.records)
+
+    breaker, records = opened(FailingTier, check)
+
+    assert breaker.lookup.state is breaker.write.state is CircuitState.CLOSED
+    assert records > 0
+
+
+@pytest.mark.parametrize("tier_class", [FailingTier, HangingTier])
+def test_without_layers_the_border_alone_still_ends_every_call_in_time(tier_class):
+    async def rounds(client, tier):
+        del tier
+        await client.rounds(3)
+        return client
+
+    client = opened(tier_class, rounds, layers=[])
+
+    assert len(client.seconds) == 3  # each of its calls has been held to its deadline
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_every_fault_from_the_config_nothing_is_wrong_and_nothing_is_late(seed):
+    layers = ["metrics", "retry", "breaker", "deadline"]
+    layers.append(
+        {
+            "name": "faults",
+            "seed": seed,
+            "error": 0.2,
+            "delay": 0.2,
+            "delay_s": 3,
+            "hang": 0.05,
+            "corrupt": 0.3,
+            "drop": 0.2,
+            "lie": 0.1,
+        }
+    )
+
+    async def rounds(client, tier):
+        del tier
+        await client.rounds(40, pause_s=1.0)
+        return client, client.engine.statistics()
+
+    client, told = opened(SteadyTier, rounds, layers=layers)
+
+    assert sum(client.hits) > 20 * TOKENS
+    assert sum(told.layers["first"]["faults"].counts.values()) > 20
+    assert told.counts.get("first.corrupt.checksum", 0) + told.counts.get("first.corrupt.length", 0) > 0
