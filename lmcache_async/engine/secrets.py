@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.memory.encryption import RecordCipher
+
+logger = logging.getLogger(__name__)
 
 
 def open_cipher(config: EngineConfig) -> RecordCipher | None:
@@ -15,7 +19,16 @@ def open_cipher(config: EngineConfig) -> RecordCipher | None:
         ConfigError: The keys cannot be read.
         MissingDependencyError: The package cryptography is not installed.
     """
-    return RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
+    if not config.encryption.enabled:
+        return None
+    cipher = RecordCipher(config.encryption.read_keys())
+    if not config.read_hash_key():
+        logger.warning(
+            "encryption is on (key %s), but chunk keys, by which tiers name records, are made without a secret: who sees"
+            " names can confirm a guess of a whole prompt; set hash_key_file and hash_algorithm",
+            cipher.key_id,
+        )
+    return cipher
 
 
 def store_stages(config: EngineConfig) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 from lmcache_async.config import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 
 # A block may await at its top level, as a reader would write it in a notebook.

@@ -294,3 +294,12 @@ async def test_named_or_not_the_stages_are_there_once(tmp_path, keys):
     await stored(rig_of(), **config)
 
     assert (await retrieved(rig_of(), **config))[0] == len(TOKENS)
+
+
+async def test_encryption_without_a_hash_key_is_worth_a_warning_that_shows_no_key(tmp_path, keys, caplog):
+    config = {"tiers": [disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    async with rig_of().open(**config):
+        pass
+
+    assert [record.message for record in caplog.records if "set hash_key_file" in record.message]
+    assert keys[0].hex() not in caplog.text

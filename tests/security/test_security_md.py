@@ -1,0 +1,51 @@
+"""SECURITY.md promises nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.config import load_config
+from lmcache_async.config.explain import known_keys
+from lmcache_async.config.model import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`([^`\n]+)`", TEXT)
+TESTS = sorted({name for name in NAMED if name.startswith("tests/")})
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_each_test_that_it_names_is_there(name):
+    assert list(ROOT.glob(name.rstrip("/")))
+
+
+def test_it_names_tests_for_every_defence():
+    rows = re.findall(r"^\| (?!against|---)(.+) \|$", TEXT, re.MULTILINE)
+
+    assert len(rows) >= 10
+    assert all("`tests/" in row for row in rows)
+
+
+def test_each_setting_that_it_names_is_one():
+    keys = set(known_keys(EngineConfig))
+    settings = {name.split(":")[0] for name in NAMED if re.fullmatch(r"[a-z]+[_.][a-z_.]+(: \w+)?", name)}
+    settings -= {"cache_salt"}  # of a request
+
+    assert {"hash_key_file", "encryption.key_file", "plugins.third_party"} <= settings
+    assert settings <= keys
+
+
+def test_the_checklists_settings_are_a_config(tmp_path):
+    config = load_config(
+        env={},
+        extra={
+            "hash_algorithm": "blake3",
+            "hash_key_file": str(tmp_path / "h"),
+            "plugins.third_party": False,
+        },
+    )
+
+    assert not config.plugins.third_party
