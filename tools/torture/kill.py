@@ -18,6 +18,7 @@ from pathlib import Path
 
 import uvloop
 
+from lmcache_async.engine.engine import CacheEngine
 from tools.torture.outcome import Outcome
 from tools.torture.prompts import Bench, disk_tiers, prompt, quiet
 
@@ -27,6 +28,7 @@ STORING = 0.8  # of the kills hit an engine that stores; the others one that may
 ROOMY, NARROW = 4 << 30, 24
 """Bytes that are never used up, and records that are soon used up."""
 KILLS_A_DIRECTORY = 12
+AT_ONCE = 24  # records loaded by one call
 UNSEEN = 0.2  # of the kills are followed by another one before anybody looks
 CHECK_TIMEOUT_S = 120.0
 
@@ -126,48 +128,54 @@ class Directory:
         self.reported: set[int] = set()
         self._bench = bench
 
+    def files(self) -> list[Path]:
+        """All but the lock: records, and what was being written."""
+        return [path for path in self.path.rglob("*") if path.is_file() and path.name != "lock"]
+
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
     async def check(self, outcome: Outcome) -> None:
-        """Open it and prove every record in it; count bytes, look for leftovers."""
-        bench = self._bench
-        known = {
-            chunk.key: (chunk, content, number)
-            for number in range(self.began)
-            for chunk, content in bench.with_content(prompt(number))
-        }
-        async with bench.rig.open(
-            registry=bench.registry, tiers=disk_tiers(self.path, self.max_bytes)
-        ) as engine:
-            files = [path for path in self.path.rglob("*") if path.is_file() and path.name != "lock"]
-            held = engine.statistics().tiers["disk"]
-            on_disk = sum(path.stat().st_size for path in files)
-            outcome.expect(
-                held.bytes == on_disk <= self.max_bytes,
-                f"{self.path}: {held.bytes} bytes accounted, {on_disk} on disk, limit {self.max_bytes}",
-            )
-            outcome.expect(
-                held.chunks == len(files), f"{self.path}: {held.chunks} chunks, {len(files)} files"
-            )
-            outcome.expect(held.corrupt == 0, f"{self.path}: {held.corrupt} records were torn")
-            names = {path.name: path for path in files}
-            strays = [path for path in files if path.parent.name != path.name[:2]]
-            outcome.expect(not strays, f"{self.path}: left over: {strays[:3]}")
-            there = [known[key] for key in known if key.hex() in names]
-            outcome.expect(
-                len(there) == len(files), f"{self.path}: {len(files) - len(there)} records of nobody"
-            )
-            for start in range(0, len(there), 24):
-                part = [(chunk, content) for chunk, content, _ in there[start : start + 24]]
-                served, wrong = await bench.load(engine, part)
-                outcome.expect(wrong == 0, f"{self.path}: {wrong} slots have wrong bytes")
-                outcome.expect(
-                    served == len(part), f"{self.path}: {len(part) - served} records are not served"
-                )
-                outcome.add("records proven", served)
+        """Open it, count its bytes, look for leftovers, prove every record, look for what must be there."""
+        rig, tiers = self._bench.rig, disk_tiers(self.path, self.max_bytes)
+        async with rig.open(registry=self._bench.registry, tiers=tiers) as engine:
+            self._count(engine, outcome)
+            lacking = await self._prove(engine, outcome)
         if self.max_bytes == ROOMY:
-            missing = {number for key, (_, _, number) in known.items() if key.hex() not in names}
-            lost = sorted(missing & self.reported)
+            lost = sorted(lacking & self.reported)
             outcome.expect(not lost, f"{self.path}: prompts {lost[:5]} were stored and are gone")
-            outcome.add("reported prompts found", len(self.reported - missing))
+            outcome.add("reported prompts found", len(self.reported - lacking))
+
+    def _count(self, engine: CacheEngine, outcome: Outcome) -> None:
+        files, held = self.files(), engine.statistics().tiers["disk"]
+        there = self.bytes_on_disk()
+        outcome.expect(
+            held.bytes == there <= self.max_bytes,
+            f"{self.path}: {held.bytes} bytes accounted, {there} on disk, limit {self.max_bytes}",
+        )
+        outcome.expect(held.chunks == len(files), f"{self.path}: {held.chunks} chunks, {len(files)} files")
+        outcome.expect(held.corrupt == 0, f"{self.path}: {held.corrupt} records were torn")
+        strays = [path for path in files if path.parent.name != path.name[:2]]
+        outcome.expect(not strays, f"{self.path}: left over: {strays[:3]}")
+
+    async def _prove(self, engine: CacheEngine, outcome: Outcome) -> set[int]:
+        """Load every record and compare its bytes; the prompts that lack one."""
+        names = {path.name for path in self.files()}
+        there, lacking = [], set()
+        for number in range(self.began):
+            for chunk, content in self._bench.with_content(prompt(number)):
+                if chunk.key.hex() in names:
+                    there.append((chunk, content))
+                else:
+                    lacking.add(number)
+        outcome.expect(len(there) == len(names), f"{self.path}: {len(names) - len(there)} records of nobody")
+        for start in range(0, len(there), AT_ONCE):
+            part = there[start : start + AT_ONCE]
+            served, wrong = await self._bench.load(engine, part)
+            outcome.expect(wrong == 0, f"{self.path}: {wrong} slots have wrong bytes")
+            outcome.expect(served == len(part), f"{self.path}: {len(part) - served} records are not served")
+            outcome.add("records proven", served)
+        return lacking
 
 
 class Campaign:
@@ -200,6 +208,11 @@ class Campaign:
         outcome.add("kills with something stored", bool(life.stored))
         directory.reported |= life.stored
         directory.began = life.began
+        there = directory.bytes_on_disk()
+        outcome.expect(
+            there <= directory.max_bytes,
+            f"{directory.path}: {there} bytes with those half written, limit {directory.max_bytes}",
+        )
         if self._random.random() < UNSEEN:
             outcome.add("kills before the check of the next one")
             return
