@@ -83,6 +83,9 @@ class TierSpec(PluginSpec):
         default="", description="What this tier is called in reports; unique. Its name if not given."
     )
     timeout_s: Seconds = Field(default=30.0, description="Longest time of one call to the tier, in seconds.")
+    open_timeout_s: Seconds = Field(
+        default=60.0, description="Longest time to open the tier at start-up, in seconds."
+    )
     layers: Annotated[tuple[LayerSpec, ...] | None, BeforeValidator(_parse_layers)] = Field(
         default=None,
         description="Layers around the tier, outermost first; none means the usual ones, an empty list no layer.",

@@ -61,6 +61,7 @@ def _stacked(
         name=spec.id,
         timeout_s=spec.timeout_s,
         close_timeout_s=config.shutdown_timeout_s,
+        open_timeout_s=spec.open_timeout_s,
         logger=logger,
     )
     return StackedTier(

@@ -113,3 +113,35 @@ async def test_whatever_a_tier_raises_becomes_a_tier_error_and_is_told_once(aren
             await tier.contains(KEY)
     assert caplog.text.count("raised ValueError") == 1
     assert await tier.contains(KEY) is False
+
+
+class _Stuck(DictTier):
+    """Never opens, or never closes."""
+
+    def __init__(self, *, opens):
+        super().__init__()
+        self.opens = opens
+
+    async def __aenter__(self):
+        if not self.opens:
+            await asyncio.Event().wait()
+        return self
+
+    async def __aexit__(self, *_):
+        await asyncio.Event().wait()
+
+
+async def test_a_tier_that_never_opens_is_an_error_at_the_deadline():
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = GuardLayer(_Stuck(opens=False), name="t", timeout_s=5, open_timeout_s=0.01, logger=logger)
+    async with asyncio.timeout(5):
+        with pytest.raises(TierUnavailableError, match=r"'t': was not open after 0.01 s; .* open_timeout_s"):
+            await tier.__aenter__()
+
+
+async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = GuardLayer(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=0.01, logger=logger)
+    async with asyncio.timeout(5), tier:
+        pass
+    assert "tier 't': was not closed after 0.02 s" in caplog.text

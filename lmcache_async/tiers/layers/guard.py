@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
-from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError
+from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.tiers.base import Allocate, Tier
@@ -24,7 +25,8 @@ class GuardLayer(BoundedLayer):
         inner: The tier.
         name: What messages call it.
         timeout_s: Seconds that a call may take.
-        close_timeout_s: Seconds that closing waits for calls given up; None is `timeout_s`.
+        close_timeout_s: Seconds that closing waits for calls given up, and then for the tier; None is `timeout_s`.
+        open_timeout_s: Seconds that opening may take.
         logger: Where unexpected errors of the tier go, once per cause.
     """
 
@@ -36,6 +38,7 @@ class GuardLayer(BoundedLayer):
         timeout_s: float,
         logger: LimitedLogger,
         close_timeout_s: float | None = None,
+        open_timeout_s: float = 60.0,
     ) -> None:
         super().__init__(
             inner,
@@ -46,6 +49,37 @@ class GuardLayer(BoundedLayer):
             close_timeout_s=timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s),
         )
         self._logger = logger
+        self._open_timeout_s = open_timeout_s
+
+    async def __aenter__(self) -> Self:
+        """Open the tier.
+
+        Raises:
+            TierUnavailableError: It was not open in time.
+        """
+        try:
+            async with asyncio.timeout(self._open_timeout_s):
+                return await super().__aenter__()
+        except TimeoutError as error:
+            raise TierUnavailableError(
+                f"tier {self._name!r}: was not open after {self._open_timeout_s} s;"
+                " see whether its backend answers, or give the tier a larger open_timeout_s"
+            ) from error
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the tier; one that does not end in time is left as it is, and said to be."""
+        try:
+            async with asyncio.timeout(2 * self._close_timeout_s):
+                await super().__aexit__(kind, error, trace)
+        except TimeoutError:
+            self._logger.report(
+                f"{self._name}.close",
+                "tier %r: was not closed after %s s; it is left as it is",
+                self._name,
+                2 * self._close_timeout_s,
+            )
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         there = await super().contains_many(keys)
