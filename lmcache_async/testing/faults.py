@@ -26,9 +26,10 @@ class Fault:
             something else than TierError. `delay`: it takes `seconds`. `hang`: it waits until it is
             cancelled. `drop`: a put stores nothing and says nothing, a get or contains finds nothing.
             `lie`: contains says the opposite. `flip`: a get comes with one byte changed. `cut`: it comes
-            shortened. A kind that means nothing to the verb lets it through.
+            shortened. A kind that means nothing to a call waits for one to which it does.
         seconds: Of a delay.
-        position: Of the byte flipped, or the length left; taken modulo the record's length.
+        position: Of the byte flipped, or the length left; taken modulo the record's length, so that
+            a negative one counts from the end.
     """
 
     kind: FaultKind
@@ -99,7 +100,11 @@ class FaultyTier(TierLayer):
         return await Tier.put_many(self, items)
 
     async def _next(self, verb: str, key: ChunkKey) -> Fault:
-        fault = self.faults.popleft() if self.faults else None
+        fault = self.faults[0] if self.faults else None
+        if isinstance(fault, Fault) and verb != _VERBS.get(fault.kind, verb):
+            return _NONE
+        if self.faults:
+            self.faults.popleft()
         if isinstance(fault, Exception):
             raise fault
         if fault is None:
@@ -119,6 +124,7 @@ class FaultyTier(TierLayer):
 
 
 _NONE = Fault("delay")
+_VERBS: dict[FaultKind, str] = {"lie": "contains", "flip": "get", "cut": "get"}
 
 
 def unavailable() -> TierError:

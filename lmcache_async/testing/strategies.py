@@ -27,11 +27,23 @@ HARMLESS: tuple[FaultKind, ...] = ("error", "refuse", "bug", "delay", "drop", "l
 """Every kind of fault that needs no deadline to end; `hang` is the one that does."""
 
 
+@st.composite
 def token_streams(
-    *, min_size: int = 1, max_size: int = 36, vocabulary: int = 2
-) -> st.SearchStrategy[list[int]]:
-    """Prompts, as token ids below `vocabulary`; few ids and short prompts, so that they share prefixes often."""
-    return st.lists(st.integers(0, vocabulary - 1), min_size=min_size, max_size=max_size)
+    draw: st.DrawFn, *, min_size: int = 1, max_size: int = 36, vocabulary: int = 2, stems: int = 2
+) -> list[int]:
+    """Prompts, as token ids below `vocabulary`; most begin as others do, as conversations and documents do.
+
+    Args:
+        min_size: Tokens of the shortest prompt.
+        max_size: Tokens of the longest prompt.
+        vocabulary: How many different tokens there are.
+        stems: How many beginnings they share; 0 leaves it to chance.
+    """
+    size = draw(st.integers(min_size, max_size))
+    shared = draw(st.integers(0, size)) if stems else 0
+    stem = draw(st.integers(0, stems - 1)) if shared else 0
+    tail = draw(st.lists(st.integers(0, vocabulary - 1), min_size=size - shared, max_size=size - shared))
+    return [(stem + position // 3) * (stem + 1) % vocabulary for position in range(shared)] + tail
 
 
 def chunk_keys() -> st.SearchStrategy[ChunkKey]:
@@ -82,7 +94,7 @@ def fault_plans(
         Fault,
         kind=st.sampled_from(list(kinds)),
         seconds=st.floats(0, max_delay_s),
-        position=st.integers(0, 2 * SLAB_BYTES),
+        position=st.integers(-64, -1) | st.integers(0, 2 * SLAB_BYTES),
     )
     return FaultPlan(tuple(draw(st.lists(st.none() | fault, max_size=max_size))))
 

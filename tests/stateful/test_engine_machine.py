@@ -20,7 +20,7 @@ class EngineMachine(CacheMachine):
 
 
 class SlowerTierMachine(CacheMachine):
-    """No memory, a small tier of somebody else's in front of the disk."""
+    """A small tier of somebody else's in front of the disk."""
 
     def make_tiers(self, directory, max_bytes):
         return [

@@ -131,6 +131,20 @@ class RemovalCases(Cases):
         assert await holds(opened, 2, allocate)
         await leases_are_back(opened, arena)
 
+    async def test_a_rejected_chunk_is_never_given_again(
+        self, opened: Tier, arena: Arena, allocate: Allocate
+    ) -> None:
+        await put(opened, arena, [1, 2])
+        assert await opened.reject(key_of(1), "checksum") is opened.capabilities.removes
+        assert not await opened.reject(key_of(9), "checksum")
+        if opened.capabilities.removes:
+            assert not await opened.contains(key_of(1))
+            assert await opened.get(key_of(1), allocate) is None
+            await put(opened, arena, [1])
+            assert await holds(opened, 1, allocate)
+        assert await holds(opened, 2, allocate)
+        await leases_are_back(opened, arena)
+
     async def test_keys_and_clear_speak_of_what_is_there(
         self, opened: Tier, arena: Arena, allocate: Allocate
     ) -> None:

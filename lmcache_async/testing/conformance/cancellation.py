@@ -42,6 +42,7 @@ OTHERS: dict[str, Verb] = {
     "contains_many": lambda tier, items, _: tier.contains_many([key for key, _ in items]),
     "count_prefix": lambda tier, items, _: tier.count_prefix([key for key, _ in items]),
     "clear": lambda tier, *_: tier.clear(),
+    "scrub": lambda tier, *_: tier.scrub(),
 }
 
 

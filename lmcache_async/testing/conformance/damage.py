@@ -64,6 +64,21 @@ class DamageCases(Cases):
             assert await holds(again, 2, allocate)
             await leases_are_back(again, arena)
 
+    async def test_a_scrub_finds_what_is_damaged_and_leaves_the_rest(
+        self, opened: Tier, arena: Arena, allocate: Allocate
+    ) -> None:
+        await put(opened, arena, range(4))
+        clean = await opened.scrub()
+        assert not clean.corrupt, f"a scrub takes whole records for broken ones: {clean.corrupt}"
+        assert clean.chunks in {0, 4}
+        if await self.damage(opened, key_of(1), EDITS["payload flipped"]):
+            report = await opened.scrub()
+            assert sum(report.corrupt.values()) == bool(clean.chunks)
+            if clean.chunks:
+                assert await opened.get(key_of(1), allocate) is None
+        assert all([await holds(opened, number, allocate) for number in (0, 2, 3)])
+        await leases_are_back(opened, arena)
+
     async def test_another_chunks_record_is_not_taken_for_the_one_asked_for(
         self, opened: Tier, arena: Arena, allocate: Allocate
     ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -116,18 +117,18 @@ class LifecycleCases(Cases):
         async with tier:
             await put(tier, arena, [1])
         buffer = record(arena, 2)
-        calls: list[Coroutine[Any, Any, Any]] = [
-            tier.put(key_of(2), buffer),
-            tier.contains(key_of(1)),
-            holds(tier, 1, allocate),
-            tier.remove(key_of(5)),
+        calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: tier.put(key_of(2), buffer),
+            lambda: tier.contains(key_of(1)),
+            lambda: holds(tier, 1, allocate),
+            lambda: tier.remove(key_of(5)),
         ]
-        for call in calls:
-            try:
-                assert await in_time(call) in {None, True, False}
-            except TierError:
-                continue
-        buffer.release()
+        try:
+            for call in calls:
+                with contextlib.suppress(TierError):
+                    assert await in_time(call()) in {None, True, False}
+        finally:
+            buffer.release()
         assert arena.statistics().leased_slabs == 0, "a closed tier keeps leases"
 
     async def test_an_error_within_the_block_closes_the_tier_and_is_not_swallowed(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -18,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.registry import Registry
-from lmcache_async.testing.faults import FaultPlan
+from lmcache_async.testing.faults import Fault, FaultKind, FaultPlan
+from lmcache_async.testing.machines.checks import check_quiet
 from lmcache_async.testing.machines.prompts import Prompts
 from lmcache_async.testing.registry import FaultyRegistry
 from lmcache_async.testing.rig import Rig
@@ -31,12 +31,13 @@ T = TypeVar("T")
 SPACES = (RequestNamespace(), RequestNamespace(cache_salt="tenant"))
 PROMPTS = token_streams(max_size=36)
 SPACE = st.sampled_from(range(len(SPACES)))
+SOME = st.lists(st.tuples(PROMPTS, SPACE), min_size=1, max_size=3)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Stores and retrieves of two tenants, with faults, evictions, restarts and cancellations in between.
 
-    It runs the bundled tiers `cpu` and `disk`; subclass it and override `make_tiers` to have others:
+    It runs the bundled tiers `cpu` and `disk`, or `disk` alone; subclass it and override `make_tiers` to have others:
 
     ```python
     class MyMachine(CacheMachine):
@@ -67,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
     settings: ClassVar[dict[str, Any]] = {"retrieve.verify_arena": True}
 
     def make_tiers(self, directory: Path, max_bytes: int) -> Sequence[object]:
-        """The config's `tiers`, fastest first.
+        """The config's `tiers`, fastest first; half of the runs leave out `"cpu"`.
 
         Args:
             directory: Is empty at first. A restart calls with the same one again.
@@ -79,12 +80,13 @@ class CacheMachine(RuleBasedStateMachine):
         """Where the tiers come from: what is installed. A FakeRegistry offers classes that are not."""
         return Registry()
 
-    @initialize(slabs=st.none() | st.integers(1, 12))
-    def start(self, slabs: int | None) -> None:
+    @initialize(slabs=st.none() | st.integers(1, 12), memory=st.booleans())
+    def start(self, slabs: int | None, memory: bool) -> None:
         self.runner = asyncio.Runner(loop_factory=self.loop_factory)
         self.directory = Path(tempfile.mkdtemp(prefix="lmcache-async-test-"))
         self.rig = Rig(blocks=24, slabs=6)
         self.roomy = slabs is None
+        self.memory = memory
         self.max_bytes = (1000 if slabs is None else slabs) * self.rig.slab_bytes
         self.prompts = [Prompts(self.rig.chunk_size) for _ in SPACES]
         self.registry = FaultyRegistry(self.make_registry())
@@ -99,17 +101,39 @@ class CacheMachine(RuleBasedStateMachine):
         self.registry.made.clear()
         self.calm = self.roomy
         tiers = list(self.make_tiers(self.directory, self.max_bytes))
+        if not self.memory:
+            tiers = [tier for tier in tiers if tier != "cpu"]
         self.engine: CacheEngine = await self.exit.enter_async_context(
             self.rig.open(registry=self.registry, **{"tiers": tiers, **self.settings})
         )
 
-    @rule(tokens=PROMPTS, space=SPACE)
-    def store(self, tokens: list[int], space: int) -> None:
-        self.run(self._store(tokens, space))
+    @rule(some=SOME)
+    def store(self, some: list[tuple[list[int], int]]) -> None:
+        for tokens, space in some:
+            self.run(self._store(tokens, space))
 
-    @rule(tokens=PROMPTS, space=SPACE, skip=st.integers(0, 10))
-    def retrieve(self, tokens: list[int], space: int, skip: int) -> None:
-        self.run(self._retrieve(tokens, space, min(skip, len(tokens))))
+    @rule(some=SOME, skip=st.just(0) | st.integers(0, 10))
+    def retrieve(self, some: list[tuple[list[int], int]], skip: int) -> None:
+        for tokens, space in some:
+            self.run(self._retrieve(tokens, space, min(skip, len(tokens))))
+
+    @precondition(lambda self: any(prompts.may_be for prompts in self.prompts))
+    @rule(
+        data=st.data(),
+        damage=st.sampled_from(["none", "flip", "cut"]),
+        position=st.integers(-99, -1) | st.integers(0, 9999),
+    )
+    def retrieve_again(self, data: st.DataObject, damage: FaultKind | Literal["none"], position: int) -> None:
+        """What was stored, and bytes that change on their way back."""
+        asked = [
+            (space, prompt)
+            for space, prompts in enumerate(self.prompts)
+            for prompt in prompts.must_be or prompts.may_be
+        ]
+        space, prompt = data.draw(st.sampled_from(sorted(asked)))
+        if damage != "none":
+            self.fail(FaultPlan((Fault(damage, position=position),) * 3), 0)
+        self.run(self._retrieve([*prompt], space, 0))
 
     @rule(tokens=PROMPTS, other=PROMPTS, space=SPACE, other_space=SPACE)
     def store_and_retrieve(self, tokens: list[int], other: list[int], space: int, other_space: int) -> None:
@@ -123,13 +147,12 @@ class CacheMachine(RuleBasedStateMachine):
     def lookup(self, tokens: list[int], space: int) -> None:
         self.run(self._lookup(tokens, space))
 
-    @rule(tokens=PROMPTS, space=SPACE, lookup_id=st.sampled_from(["a", "b"]))
-    def pin(self, tokens: list[int], space: int, lookup_id: str) -> None:
-        self.run(self.engine.lookup(tokens, namespace=SPACES[space], lookup_id=lookup_id))
-
-    @rule(lookup_id=st.sampled_from(["a", "b"]))
-    def unpin(self, lookup_id: str) -> None:
-        self.engine.unpin(lookup_id)
+    @rule(tokens=PROMPTS, space=SPACE, lookup_id=st.sampled_from(["a", "b"]), unpin=st.booleans())
+    def pin(self, tokens: list[int], space: int, lookup_id: str, unpin: bool) -> None:
+        if unpin:
+            self.engine.unpin(lookup_id)
+        else:
+            self.run(self.engine.lookup(tokens, namespace=SPACES[space], lookup_id=lookup_id))
 
     @rule(tokens=PROMPTS, space=SPACE)
     def prefetch(self, tokens: list[int], space: int) -> None:
@@ -161,24 +184,23 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, tokens: list[int], space: int, which: int, tier: int) -> None:
         self.run(self._evict(tokens, space, which, tier))
 
-    @rule(memory_only=st.booleans())
-    def clear(self, memory_only: bool) -> None:
-        self.run(self.engine.clear(memory_only=memory_only))
-        if not memory_only:
+    @rule(what=st.sampled_from(["restart", "forget memory", "forget memory", "forget"]))
+    def begin_again(self, what: str) -> None:
+        forget = what == "forget"
+        if what == "restart":
+            forget = not self._is_persistent()
+            self.run(self.exit.aclose())
+            self.run(self.open())
+        else:
+            self.run(self.engine.clear(memory_only=not forget))
+        if forget:
             for prompts in self.prompts:
                 prompts.forget()
 
-    @rule()
-    def restart(self) -> None:
-        self.run(self.exit.aclose())
-        if not self._is_persistent():
-            for prompts in self.prompts:
-                prompts.forget()
-        self.run(self.open())
-
-    @precondition(lambda self: self.registry.made)
     @rule(plan=fault_plans(), tier=st.integers(0, 3))
     def fail(self, plan: FaultPlan, tier: int) -> None:
+        if not self.registry.made:
+            return
         self.registry.made[tier % len(self.registry.made)].faults.extend(plan.faults)
         if any(plan.faults):
             self._not_calm()
@@ -186,7 +208,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         if hasattr(self, "engine"):
-            self.run(self._check_quiet())
+            self.run(check_quiet(self.engine))
 
     def teardown(self) -> None:
         if not hasattr(self, "runner"):
@@ -246,25 +268,6 @@ class CacheMachine(RuleBasedStateMachine):
                 prompts.must_be.clear()
         after = await self._lookup(tokens, space)
         assert after <= before or not self.calm, "an eviction has made a hit longer"
-
-    async def _check_quiet(self) -> None:
-        assert await self.engine.flush(timeout_s=30), "calls or writes do not end"
-        statistics = self.engine.statistics()
-        if statistics.arena.lingering_slabs:
-            gc.collect()  # a cancelled call's traceback may still know its buffers' arrays
-            statistics = self.engine.statistics()
-        assert (statistics.running, statistics.late_calls) == (0, 0)
-        kept = sum(
-            stacked.tier.statistics().chunks
-            for stacked in self.engine._parts.stack.tiers
-            if stacked.tier.capabilities.in_arena
-        )
-        leased = statistics.arena.leased_slabs
-        assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} slabs leased, {kept} kept"
-        for name, writer in statistics.writers.items():
-            assert (writer.queued_chunks, writer.queued_bytes) == (0, 0), f"{name} has writes queued"
-        for name, tier in statistics.tiers.items():
-            assert tier.max_bytes is None or tier.bytes <= tier.max_bytes, f"{name} holds too much"
 
     def _compute(self, tokens: list[int], space: int) -> None:
         """Put into slots 0 on what a model would, and note that it may be found from now on."""

@@ -1,0 +1,38 @@
+"""docs/test-your-tier.md, as a reader follows it: each page of tests passes in a project of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
+TESTS = re.findall(r"^```python test\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(TESTS)))
+def test_the_pages_tests_pass(number: int, tmp_path: Path) -> None:
+    (tmp_path / "test_page.py").write_text(TESTS[number], encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_page.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+
+    assert ran.returncode == 0, ran.stdout
+    assert "skipped" not in ran.stdout
+
+
+def test_the_page_has_a_tier_of_at_most_thirty_lines_and_its_test() -> None:
+    tier = re.search(r"^class FolderConfig.*?(?=^class TestFolderTier)", TESTS[0], re.MULTILINE | re.DOTALL)
+
+    assert len(TESTS) == 2
+    assert tier is not None
+    assert len([line for line in tier[0].splitlines() if line.strip()]) <= 30

@@ -1,0 +1,76 @@
+"""The state machine over the engine finds planted bugs; each takes one promise of the engine away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.memory import record
+from lmcache_async.stages import verify as verify_stage
+from lmcache_async.testing import CacheMachine
+from lmcache_async.tiers.writer import TierWriter
+from tests.made import installed
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
+
+
+class Machine(CacheMachine):
+    def make_registry(self):
+        return installed()
+
+
+def no_checksum(monkeypatch):
+    """A flipped byte is served."""
+
+    def verify(view, **options):
+        return record.verify(view, **(options | {"payload": False}))
+
+    monkeypatch.setattr(verify_stage, "verify", verify)
+
+
+def one_namespace(monkeypatch):
+    """Tenants share keys."""
+    plain = RequestNamespace()
+    real = RequestNamespace.root
+    monkeypatch.setattr(RequestNamespace, "root", lambda self, *given: real(plain, *given))
+
+
+def leaking_writer(monkeypatch):
+    """A written chunk's lease is kept."""
+    real = TierWriter._end
+
+    def end(self, item, error):
+        item.buffer.retain()
+        real(self, item, error)
+
+    monkeypatch.setattr(TierWriter, "_end", end)
+
+
+def scatter_is_lost(monkeypatch):
+    """What was read never reaches device memory."""
+
+    async def scatter(self, *arguments, **options):
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(CpuCopier, "scatter", scatter)
+
+
+@pytest.mark.parametrize("plant", [no_checksum, one_namespace, leaking_writer, scatter_is_lost])
+def test_the_machine_fails_an_engine_with(plant, monkeypatch):
+    plant(monkeypatch)
+
+    with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever shows it
+        run_state_machine_as_test(Machine, settings=SETTINGS)
