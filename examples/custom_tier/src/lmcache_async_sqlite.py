@@ -10,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from lmcache_async import Allocate, Buffer, Capabilities, ChunkKey, Tier, TierConfig, TierUnavailableError
+from lmcache_async import (
+    Allocate,
+    Buffer,
+    Capabilities,
+    ChunkKey,
+    Tier,
+    TierClosedError,
+    TierConfig,
+    TierUnavailableError,
+)
 
 
 class SQLiteConfig(TierConfig):
@@ -21,6 +30,7 @@ class SQLiteConfig(TierConfig):
 
 class SQLiteTier(Tier):
     config_type = SQLiteConfig
+    _file: sqlite3.Connection | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -48,13 +58,18 @@ class SQLiteTier(Tier):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._in_thread(self._file.close)
+        file, self._file = self._file, None
+        await self._in_thread(file.close)
         self._thread.shutdown()
 
     async def _run(self, statement: str, *values: bytes) -> list[Any]:
+        file = self._file
+        if file is None:
+            raise TierClosedError(f"sqlite at {self.config.path} is not open")
+
         def execute() -> list[Any]:
-            with self._file:  # a transaction
-                return self._file.execute(statement, values).fetchall()
+            with file:  # a transaction
+                return file.execute(statement, values).fetchall()
 
         try:
             return await self._in_thread(execute)
