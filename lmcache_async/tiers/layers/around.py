@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
@@ -25,8 +24,7 @@ class Kind(StrEnum):
     WRITE = "write"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a tier, of one chunk or of a batch.
 
     Attributes:

@@ -147,7 +147,7 @@ class BreakerLayer(AroundLayer):
         failed: bool | None = None
         try:
             result = await run()
-            failed = self._share_of_failures(result) >= self._failure_rate
+            failed = kind is not Kind.LOOKUP and self._share_of_failures(result) >= self._failure_rate
         except Exception as error:
             failed = _is_failure(error)
             raise
@@ -157,9 +157,10 @@ class BreakerLayer(AroundLayer):
         return result
 
     def _share_of_failures(self, result: object) -> float:
-        if not isinstance(result, list) or not result:
+        if not isinstance(result, list):
             return 0.0
-        return sum(_is_failure(one) is True for one in result if isinstance(one, TierError)) / len(result)
+        errors = [one for one in result if isinstance(one, TierError)]
+        return sum(_is_failure(error) is True for error in errors) / len(result) if errors else 0.0
 
     def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
         self._tell(kind)

@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.around import AroundLayer, Call
+from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 
 T = TypeVar("T")
@@ -145,18 +144,22 @@ class MetricsLayer(AroundLayer):
 
 
 def _count(counts: _Counts, call: Call, result: object) -> None:
-    """What came back: a number of chunks, one answer, or one for each chunk of a batch."""
-    if call.verb == "count_prefix":
-        counts.found += result if isinstance(result, int) else 0
-        return
-    answers = result if isinstance(result, list) else [result]
-    for position, answer in enumerate(answers):
-        if isinstance(answer, TierError):
-            counts.errors[type(answer).__name__] += 1
-        elif isinstance(answer, Buffer):
-            counts.found += 1
-            counts.bytes += answer.nbytes
-        elif answer is True:
-            counts.found += 1
-        elif position < len(call.given):
-            counts.bytes += call.given[position].nbytes
+    """What came back. Nothing is looked at one by one that can be counted at once: batches are large."""
+    if call.kind is Kind.READ:
+        for answer in result if isinstance(result, list) else (result,):
+            if isinstance(answer, Buffer):
+                counts.found += 1
+                counts.bytes += answer.nbytes
+            elif answer is not None:
+                counts.errors[type(answer).__name__] += 1
+    elif call.given:
+        errors = result if isinstance(result, list) and any(result) else ()
+        counts.bytes += call.nbytes
+        for error, buffer in zip(errors, call.given, strict=False):
+            if error is not None:
+                counts.errors[type(error).__name__] += 1
+                counts.bytes -= buffer.nbytes
+    elif isinstance(result, list):
+        counts.found += sum(result)
+    elif isinstance(result, int):  # of a prefix; or whether one was there
+        counts.found += result

@@ -123,8 +123,11 @@ class RetryLayer(AroundLayer):
                     if len(left) == count and not error.retryable:
                         raise
                     answers = [error] * len(left)
-                for position, answer in zip(left, answers, strict=True):
-                    results[position] = answer
+                if len(left) == count:
+                    results = answers
+                else:
+                    for position, answer in zip(left, answers, strict=True):
+                        results[position] = answer
                 failed = [position for position in left if _is_retryable(results[position])]
                 self._recovered += (len(left) - len(failed)) if pauses.taken else 0
                 if not failed or not await self._again(pauses):
