@@ -16,16 +16,17 @@ from tools.mutants.copy import copy_tree, mutated
 from tools.mutants.mutation import Mutation
 from tools.mutants.mutations import MUTATIONS
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1200.0
 """Of one pytest run; a mutant that hangs is noticed as well, by pytest's own limit of a test."""
 
-TEST_TIMEOUT_S = 30
+TEST_TIMEOUT_S = 90
+"""Of one test of a mutant: what hangs takes that long. Tests of the source as it is may take longer."""
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+def run_tests(tree: Path, tests: Sequence[str], timeout_s: float = TEST_TIMEOUT_S) -> tuple[int, str]:
     """Pytest's exit status and what it printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    command += ["--timeout", str(TEST_TIMEOUT_S), "-m", "not gpu and not vllm", *tests]
+    command += ["--timeout", str(timeout_s), "-m", "not gpu and not vllm", *tests]
     # Found there before the checkout; seeded, so that the same mutant always meets the same tests.
     environment = os.environ | {"PYTHONPATH": str(tree), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -99,7 +100,8 @@ def main() -> int:
         copy_tree(tree)
         check_origin(tree)
         tell(f"{len(chosen)} mutations; first the tests as they are")
-        status, output = run_tests(tree, sorted({test for mutation in chosen for test in mutation.tests}))
+        tests = sorted({test for mutation in chosen for test in mutation.tests})
+        status, output = run_tests(tree, tests, TIMEOUT_S)
         if status:
             tell(output[-3000:])
             tell("the tests fail without any mutation: nothing can be said")

@@ -8,7 +8,7 @@ RECORD = "lmcache_async/memory/record.py"
 DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
-TEST_CRASH = ("tests/tiers/test_disk_crash.py",)
+TEST_CRASH = ("tests/tiers/test_disk_crash.py::test_a_directory_survives_kill_9_at_any_moment",)
 
 RECORDS = (
     Mutation(
