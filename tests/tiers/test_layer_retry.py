@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import (
+    BudgetExceededError,
     ChunkCorruptError,
     TierError,
     TierFullError,
@@ -115,6 +116,24 @@ async def test_what_will_not_change_is_not_tried_again(error):
     with pytest.raises(type(error)):
         await retrying(inner).contains(KEYS[0])
     assert len(inner.calls) == 1
+
+
+@in_virtual_time
+async def test_chunks_that_found_no_memory_of_ours_are_not_asked_for_again(arena):
+    """They would wait for memory, and hold the memory of the others meanwhile."""
+    error = TierUnavailableError("no memory to read into")
+    error.__cause__ = BudgetExceededError("none")
+    inner = fill(ToldTier(), 4)
+    inner.told_of[KEYS[1]].append(error)
+    inner.told.extend([None, error])
+    tier = retrying(inner)
+
+    results = await tier.get_many(KEYS[:3], allocator(arena))
+
+    assert [taken(result) for result in results] == [content(0), error, content(2)]
+    with pytest.raises(TierUnavailableError):
+        await tier.get(KEYS[1], allocator(arena))
+    assert len(inner.calls) == 2
 
 
 @pytest.mark.parametrize("verb", ["contains_many", "count_prefix", "get", "put", "remove", "reject"])

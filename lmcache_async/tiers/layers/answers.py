@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_async.errors import TierError
+from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 
 
@@ -24,3 +24,8 @@ def check_answers(verb: str, answers: Sequence[object], asked: int) -> None:
     if len(answers) != asked:
         release_answers(answers)
         raise TierError(f"{verb} gave {len(answers)} answers for {asked} chunks")
+
+
+def memory_was_short(error: BaseException) -> bool:
+    """Whether it was our own memory that a call did not get, which says nothing of the backend."""
+    return isinstance(error, BudgetExceededError) or isinstance(error.__cause__, BudgetExceededError)

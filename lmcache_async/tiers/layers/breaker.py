@@ -14,7 +14,6 @@ from pydantic import model_validator
 from lmcache_async.config.explain import disagree
 from lmcache_async.config.values import Count, Fraction, Seconds
 from lmcache_async.errors import (
-    BudgetExceededError,
     ChunkCorruptError,
     TierClosedError,
     TierError,
@@ -22,6 +21,7 @@ from lmcache_async.errors import (
     TierSuspendedError,
 )
 from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.answers import memory_was_short
 from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics
@@ -170,7 +170,7 @@ class BreakerLayer(AroundLayer):
 
     def _tell(self, kind: Kind) -> None:
         """A line in the log when a circuit has opened or closed."""
-        state = self._circuits[kind].statistics(self._now).state
+        state = self._circuits[kind].state
         if state is self._told[kind] or state is CircuitState.HALF_OPEN:
             return
         self._told[kind] = state
@@ -192,8 +192,6 @@ class BreakerLayer(AroundLayer):
 
 def _is_failure(error: Exception) -> bool | None:
     """Whether the backend failed; None where the error says nothing of it."""
-    if isinstance(error, BudgetExceededError | TierClosedError | TierSuspendedError):
-        return None
-    if isinstance(error.__cause__, BudgetExceededError):  # our memory was short, not the backend
+    if memory_was_short(error) or isinstance(error, TierClosedError | TierSuspendedError):
         return None
     return not isinstance(error, TierFullError | ChunkCorruptError)

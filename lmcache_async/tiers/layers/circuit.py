@@ -85,6 +85,11 @@ class Circuit:
         self._opened = 0
         self._refused = 0
 
+    @property
+    def state(self) -> CircuitState:
+        """As of the last call."""
+        return self._state
+
     def admits(self, now: float) -> bool:
         """Whether `enter` would let a call pass."""
         self._sweep(now)

@@ -15,7 +15,7 @@ from lmcache_async.config.values import Count, Seconds
 from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import check_answers, release_answers
+from lmcache_async.tiers.layers.answers import check_answers, memory_was_short, release_answers
 from lmcache_async.tiers.layers.around import AroundLayer, Call
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.types import ChunkKey
@@ -90,7 +90,7 @@ class RetryLayer(AroundLayer):
             try:
                 result = await run()
             except TierError as error:
-                if not (error.retryable and await self._again(pauses)):
+                if not (_is_retryable(error) and await self._again(pauses)):
                     raise
             else:
                 self._recovered += pauses.taken > 0
@@ -120,7 +120,7 @@ class RetryLayer(AroundLayer):
                     answers = await ask(left)
                     check_answers(verb, answers, len(left))
                 except TierError as error:
-                    if len(left) == count and not error.retryable:
+                    if len(left) == count and not _is_retryable(error):
                         raise
                     answers = [error] * len(left)
                 if len(left) == count:
@@ -172,4 +172,5 @@ class _Pauses:
 
 
 def _is_retryable(answer: object) -> bool:
-    return isinstance(answer, TierError) and answer.retryable
+    """Not so where memory is short: who waits for more of it should hold none meanwhile."""
+    return isinstance(answer, TierError) and answer.retryable and not memory_was_short(answer)
