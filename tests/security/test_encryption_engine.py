@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from lmcache_async.errors import ChainError, ConfigError
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import turns
 from tests.made import registry_of
 
 TOKENS = list(range(100, 136))  # four chunks of 8 and a partial one of 4
@@ -303,3 +305,57 @@ async def test_encryption_without_a_hash_key_is_worth_a_warning_that_shows_no_ke
 
     assert [record.message for record in caplog.records if "set hash_key_file" in record.message]
     assert keys[0].hex() not in caplog.text
+
+
+@settings(max_examples=10)
+@given(
+    count=st.integers(1, 60),
+    seed=st.integers(0, 2**31 - 100),
+    key=st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1),
+    memory=st.booleans(),
+)
+async def test_any_prompt_comes_back_bit_by_bit(tmp_path_factory, count, seed, key, memory):
+    folder = tmp_path_factory.mktemp("any")
+    tokens = [(seed + i * i) % 1000 for i in range(count)]
+    config = {
+        "tiers": [*["cpu"][:memory], disk(folder)],
+        "encryption.key_file": key_file(folder, key),
+        "hash_algorithm": "sha256",
+    }
+    await stored(rig_of(), tokens, **config)
+
+    hit, statistics = await retrieved(rig_of(), tokens, **config)
+
+    assert hit == count
+    assert not [name for name in statistics.counts if "corrupt" in name or "dropped" in name]
+
+
+async def test_prefetched_chunks_are_in_memory_in_the_clear(tmp_path, keys):
+    config = {"tiers": ["cpu", disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    await stored(rig_of(), **config)
+    rig = rig_of()
+    async with rig.open(**config) as engine:
+        assert await engine.prefetch(TOKENS) == len(TOKENS)
+        for path in files(tmp_path):
+            path.unlink()
+
+        assert (await engine.retrieve(TOKENS, torch.arange(64, 64 + len(TOKENS)))).all()
+        assert torch.equal(rig.read(BACK), rig.content(TOKENS))
+
+
+@pytest.mark.parametrize("steps", range(0, 60, 4))
+async def test_cancelled_anywhere_every_lease_comes_back(tmp_path, keys, steps):
+    rig = rig_of()
+    rig.write(SLOTS, rig.content(TOKENS))
+    config = {"tiers": ["cpu", disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    async with rig.open(**config) as engine:
+        for start in (
+            lambda: engine.store(TOKENS, torch.tensor(SLOTS)),
+            lambda: engine.retrieve(TOKENS, torch.tensor(BACK)),
+        ):
+            task = asyncio.ensure_future(start())
+            await turns(steps)
+            task.cancel()
+            await asyncio.wait({task})
+            await engine.clear(memory_only=True)  # so that the retrieve reads the disk
+    assert engine.statistics().arena.leased_slabs == 0

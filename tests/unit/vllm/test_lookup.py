@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.engine.results import LookupResult
-from lmcache_async.hashing import ChunkHasher, RequestNamespace
+from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import link
 from lmcache_async.integration.vllm.chains import RequestChain
 from lmcache_async.integration.vllm.lookup_client import LookupClient
@@ -117,6 +117,7 @@ def ranks(socket_dir: Path, until) -> Iterator[Ranks]:
 
 
 PROMPT = list(range(30))
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
 def test_a_hit_is_what_every_rank_has(ranks: Ranks):
@@ -193,6 +194,48 @@ def test_ranks_that_disagree_on_chunks_are_not_asked(ranks: Ranks, until):
     until(lambda: all(link.identity is not None for link in ranks.client._links))
 
     assert not ranks.client.connected
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(KEY, OTHER_KEY), (KEY, b""), (b"", KEY)])
+def test_ranks_with_another_hash_key_are_not_asked(ranks: Ranks, until, socket_dir: Path, ours, theirs):
+    ranks.client.close(5.0)
+    ranks.identities = [
+        replace(one, algorithm="sha256", hash_key_id=hash_key_id(theirs)) for one in ranks.identities
+    ]
+    ranks.client = LookupClient(
+        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, hash_key=ours
+    )
+    for rank in (0, 1):
+        ranks.serve(rank)
+    until(lambda: all(link.identity is not None for link in ranks.client._links))
+
+    assert not ranks.client.connected
+
+
+def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
+    ranks.client.close(5.0)
+    ranks.identities = [
+        replace(one, algorithm="blake3", hash_key_id=hash_key_id(KEY)) for one in ranks.identities
+    ]
+    ranks.client = LookupClient(
+        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, hash_key=KEY
+    )
+    for engine, root in zip(ranks.engines, ranks.roots, strict=True):
+        hasher = ChunkHasher(
+            RequestNamespace(cache_salt="s").root(root, "blake3", KEY),
+            chunk_size=CHUNK,
+            algorithm="blake3",
+            hash_key=KEY,
+        )
+        engine.keys.update(hasher.extend_keys(PROMPT[:16]))
+        hasher.extend(PROMPT[16:20])
+        engine.keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
+    ranks.serve_all()
+
+    answer = ranks.ask(PROMPT, cache_salt="s")
+
+    assert (answer.chunks, answer.partial_tokens) == (2, 4)
+    assert ranks.ask(PROMPT, cache_salt="t").chunks == 0
 
 
 def test_a_late_answer_is_a_miss_and_leaves_no_pins(socket_dir: Path, until):
