@@ -14,7 +14,7 @@ from lmcache_async.testing import TierConformance
 
 
 class TestSQLiteTier(TierConformance):
-    many_keys: ClassVar[int] = 500  # each is a transaction
+    many_keys: ClassVar[int] = 200  # each is a transaction
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:

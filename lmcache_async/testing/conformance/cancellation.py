@@ -25,7 +25,7 @@ from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey
 
 CHUNKS = 4
-"""Of a batch; of other numbers for each cancellation, so that each finds the same tier."""
+"""Of a batch."""
 
 Items = Sequence[tuple[ChunkKey, Buffer]]
 Verb = Callable[[Tier, Items, Allocate], Coroutine[Any, Any, Any]]
@@ -57,7 +57,7 @@ class CancellationCases(Cases):
         given: list[Buffer] = []
 
         async def start(attempt: int) -> Any:
-            items = [(key_of(number), record(arena, number)) for number in _numbers(attempt)]
+            items = [(key_of(number), record(arena, number)) for number in _numbers(verb, attempt)]
             given.extend(buffer for _, buffer in items)
             return await call(opened, items, _with_more_awaits(allocate))
 
@@ -70,12 +70,12 @@ class CancellationCases(Cases):
                 given.pop().release()
             scribble(arena)  # what it still read would be wrong now
             await leases_are_back(opened, arena)
-            for number in _numbers(attempt):
+            for number in _numbers(verb, attempt):
                 await holds(opened, number, allocate)
             attempt += 1
             await _prepare(opened, arena, verb, attempt)
-        await put(opened, arena, _numbers(0))
-        assert all([await holds(opened, number, allocate) for number in _numbers(0)]), "it works no more"
+        await put(opened, arena, range(CHUNKS))
+        assert all([await holds(opened, number, allocate) for number in range(CHUNKS)]), "it works no more"
 
     @pytest.mark.parametrize("verb", [*WRITES, *OTHERS])
     async def test_a_cancellation_is_not_swallowed(
@@ -83,7 +83,7 @@ class CancellationCases(Cases):
     ) -> None:
         call = WRITES.get(verb) or OTHERS[verb]
         await _prepare(opened, arena, verb, 0)
-        items = [(key_of(number), record(arena, number)) for number in _numbers(0)]
+        items = [(key_of(number), record(arena, number)) for number in range(CHUNKS)]
         for number in range(10):
             task = await cancelled_at_await(call(opened, items, allocate), number)
             if not task.cancelled():
@@ -123,14 +123,16 @@ class CancellationCases(Cases):
         assert await holds(opened, 0, allocate)
 
 
-def _numbers(attempt: int) -> range:
-    return range(CHUNKS * attempt, CHUNKS * (attempt + 1))
+def _numbers(verb: str, attempt: int) -> range:
+    """New chunks for each write, so that each finds none of them there; the same ones for all else."""
+    start = CHUNKS * attempt if verb in WRITES else 0
+    return range(start, start + CHUNKS)
 
 
 async def _prepare(tier: Tier, arena: Arena, verb: str, attempt: int) -> None:
     """What the next call, if it is no write, is to find there."""
     if verb not in WRITES:
-        await put(tier, arena, _numbers(attempt))
+        await put(tier, arena, _numbers(verb, attempt))
 
 
 def _with_more_awaits(allocate: Allocate) -> Allocate:
