@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
+hypothesis.settings.register_profile(
+    "thorough", parent=hypothesis.settings.get_profile("long")
+)  # tests/thorough.py
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )

@@ -12,8 +12,8 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import turns
 from tests.made import Made, ParkingTier, installed
-from tests.steps import turns
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 OTHERS = [token + 1000 for token in TOKENS]

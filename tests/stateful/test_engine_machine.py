@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 import uvloop
-from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.machines import CacheMachine
 from tests.made import installed, registry_of
+from tests.thorough import machine_settings
 
 
 class EngineMachine(CacheMachine):
@@ -37,6 +37,4 @@ class SlowerTierMachine(CacheMachine):
 def test_an_engine_keeps_its_promises(machine, loop_factory):
     on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})
 
-    run_state_machine_as_test(
-        on_loop, settings=settings(max_examples=20, stateful_step_count=25, deadline=None)
-    )
+    run_state_machine_as_test(on_loop, settings=machine_settings(12))

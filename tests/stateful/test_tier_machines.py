@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import uvloop
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -15,6 +14,7 @@ from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, Latenc
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.strategies import fault_plans
 from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.thorough import machine_settings
 
 LOGGER = LimitedLogger(logging.getLogger("tests"))
 
@@ -65,6 +65,4 @@ class FaultyMachine(TierMachine):
 def test_a_tier_is_a_dict(machine, loop_factory):
     on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})
 
-    run_state_machine_as_test(
-        on_loop, settings=settings(max_examples=12, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(on_loop, settings=machine_settings(12, 20))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from tests.tiers.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 
 CALLS = ("open", "pwrite", "utime", "fsync", "replace", "unlink", "close", "mkdir")
 

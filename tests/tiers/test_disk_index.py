@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lmcache_async.errors import TierFullError
 from lmcache_async.plugins.disk.directory import Found
 from lmcache_async.plugins.disk.index import STAMP_AGE_NS, DiskIndex, Entry, Reservation
-from tests.tiers.records import key_of
+from lmcache_async.testing.records import key_of
 
 PAGE = 4096
 

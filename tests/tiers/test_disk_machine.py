@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
@@ -16,6 +15,7 @@ from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS
 from lmcache_async.testing.records import FORMAT, key_of
 from lmcache_async.types import ChunkKey
+from tests.thorough import machine_settings
 
 
 def file_bytes(number: int) -> int:
@@ -64,4 +64,4 @@ class DiskMachine(TierMachine):
 
 
 TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestDiskMachine.settings = machine_settings(25)

@@ -11,10 +11,10 @@ from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier, GatedTier
+from lmcache_async.testing.steps import cancelled_at_each_step, turns
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
-from tests.steps import cancelled_at_each_step, turns
 
 SLAB = 4096
 

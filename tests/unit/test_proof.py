@@ -12,7 +12,7 @@ from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.proof import prove
 from lmcache_async.memory.record import RecordFormat, seal
-from tests.tiers.records import chunk_of, key_of, payload_of
+from lmcache_async.testing.records import chunk_of, key_of, payload_of
 
 FORMAT = RecordFormat(namespace="n", layout="l", dtype="uint8", chunk_size=16, reserved_bytes=ENVELOPE_BYTES)
 PAYLOAD_BYTES = 9000
