@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("scheduler",)
+BENCHMARKS = ("scheduler", "checksums")
 
 
 def main(arguments: list[str]) -> int:

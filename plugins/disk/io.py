@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierError
 from lmcache_async.memory.buffer import PAGE
@@ -67,6 +67,13 @@ class ReadResult:
 
     nbytes: int = 0
     error: OSError | TierError | None = None
+
+
+class Proven(NamedTuple):
+    """What a scrub found: "" where the record is right, "error" where it could not be read."""
+
+    nbytes: int
+    cause: str
 
 
 def pages(nbytes: int) -> int:

@@ -6,13 +6,14 @@ import collections
 import contextlib
 import errno
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.changing import ChangingKeys
-from lmcache_async.plugins.disk.io import WriteJob
+from lmcache_async.plugins.disk.io import Proven, WriteJob
 from lmcache_async.plugins.disk.opening import open_directory
+from lmcache_async.plugins.disk.turns import Turns
 from lmcache_async.plugins.disk.workers import Workers, end
 
 if TYPE_CHECKING:
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DELETE_BATCH = 256  # records deleted by a thread in one call
-
-
-class Proven(NamedTuple):
-    """What a scrub found: "" where the record is right, "error" where it could not be read."""
-
-    nbytes: int
-    cause: str
 
 
 class RecordStore:
@@ -56,6 +50,7 @@ class RecordStore:
         self._files = opened.files
         self._logger = LimitedLogger(logging.getLogger(__name__))
         self._changing = ChangingKeys()
+        self._turns = Turns(2 * config.io_threads)  # while one each is read, one each waits for its thread
 
     @classmethod
     async def open(cls, config: DiskConfig) -> RecordStore:
@@ -97,8 +92,10 @@ class RecordStore:
         """
         self._workers.abandon(self._directory.close)
 
-    async def read(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+    async def read(self, key: ChunkKey, allocate: Allocate, call: int) -> Buffer | None:
         """The record in a buffer of `allocate`'s; None when it is not there or not whole.
+
+        Reads of lower calls come first.
 
         Raises:
             TierUnavailableError: The file cannot be read.
@@ -109,8 +106,9 @@ class RecordStore:
         with self.index.reading(key):
             buffer = await allocate(entry.nbytes)
             try:
-                future = self._workers.start(self._files.read, key, buffer.padded_view)
-                await end(future)
+                async with self._turns.turn(call):
+                    future = self._workers.start(self._files.read, key, buffer.padded_view)
+                    await end(future)
                 result = future.result()
                 if result.error is None:
                     buffer.resize(result.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Self
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierUnavailableError
@@ -41,6 +42,7 @@ class DiskTier(Tier):
         self._opened: RecordStore | None = None
         self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()  # of reading calls, in their order
         self._calls = 0
         self._last_call: asyncio.Future[None] | None = None
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
@@ -74,7 +76,7 @@ class DiskTier(Tier):
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         with self._call() as store:
             await self._note_use(store, [key])
-            return await store.read(key, allocate)
+            return await store.read(key, allocate, next(self._numbers))
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key; where there is no memory for one in time, those after it are misses."""
@@ -82,11 +84,12 @@ class DiskTier(Tier):
         with self._call() as store:
             await self._note_use(store, keys)
             left = iter([(index, key) for index, key in enumerate(keys) if key in store.index])
+            call = next(self._numbers)
 
             async def work() -> None:
                 for index, key in left:
                     try:
-                        results[index] = await store.read(key, allocate)
+                        results[index] = await store.read(key, allocate, call)
                     except TierError as error:
                         results[index] = error
                     except BudgetExceededError as error:
@@ -240,8 +243,8 @@ class DiskTier(Tier):
             await store.set_stamps(stamps)
 
     async def _side_by_side(self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int) -> None:
-        """As many of `work` as keep all threads busy: one more each prepares while one waits."""
-        count = min(num_chunks, 2 * self._config.io_threads)
+        """As many of `work` as have all the turns there are, with as many again to take them over."""
+        count = min(num_chunks, 4 * self._config.io_threads)
         if count == 1:
             await work()
         elif count > 1:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import aiofiles.os
 
+from lmcache_async.errors import TierClosedError
 from lmcache_async.memory.threads import WorkerPool
 
 T = TypeVar("T")
@@ -23,7 +24,15 @@ class Workers:
         self.executor = WorkerPool(num_threads, thread_name_prefix=name)
 
     def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        return self.executor.submit(call, *args)
+        """Have a thread make the call.
+
+        Raises:
+            TierClosedError: The tier was closed while its calls were under way.
+        """
+        try:
+            return self.executor.submit(call, *args)
+        except RuntimeError as error:
+            raise TierClosedError(f"the disk tier was closed: {error}") from error
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
         """A short call without buffers; cancelled, it waits for its real end all the same."""
