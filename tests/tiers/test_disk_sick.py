@@ -232,6 +232,22 @@ async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_
     await reopened(config, holds=1)
 
 
+async def test_the_border_closes_a_stuck_tier_within_its_deadline(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = GuardLayer(DiskTier(config), name="disk", timeout_s=0.05, close_timeout_s=0.05, logger=logger)
+    async with asyncio.timeout(60):
+        async with tier:
+            gate.shut()
+            with record(arena, 1) as buffer, pytest.raises(TierUnavailableError, match="no answer in"):
+                await tier.put(key_of(1), buffer)
+    gate.open()
+    assert await tier.drain(timeout_s=60)
+    await reopened(config, holds=1)
+
+
 async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
     config: DiskConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Annotated, Any, TypeVar
@@ -18,6 +19,8 @@ from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerC
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
+
+_CLOSE_S = 1.0  # closing may take that long, however short the deadline for late calls is
 
 
 def _parse_optional_seconds(value: object) -> float | None:
@@ -131,7 +134,9 @@ class BoundedLayer(TierLayer):
         try:
             await self.drain(timeout_s=self._close_timeout_s)
         finally:
-            await super().__aexit__(kind, error, trace)
+            with contextlib.suppress(TimeoutError):  # a tier that is stuck ends when it ends
+                async with asyncio.timeout(max(_CLOSE_S, self._close_timeout_s)):
+                    await super().__aexit__(kind, error, trace)
 
     async def _call(
         self,
