@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +22,53 @@ from tools.torture import __main__ as main
 from tools.torture import churn, flips, fuzz, kill, simulate
 from tools.torture.options import Options
 from tools.torture.outcome import MAX_PROBLEMS, Outcome
-from tools.torture.trend import trend
+from tools.torture.trend import Sample, trend
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_kills_leave_what_was_stored() -> None:
-    outcome = kill.run(kills=6, seconds=0, seed=3)
+    outcome = kill.run(kills=4, seconds=0, seed=3)
 
     assert outcome.problems == []
-    assert outcome.counts["kills"] == 6
-    assert outcome.counts["records proven"] > 0
+    assert outcome.counts["kills"] == 4
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def change(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    path.write_bytes(content)
+
+
+def leave(path: Path) -> None:
+    (path.parent.parent / "tmp" / "something").write_bytes(b"left over")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [(Path.unlink, "are gone"), (cut, "torn"), (change, "not served"), (leave, "left over")],
+)
+def test_what_a_kill_must_not_do_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harm: Callable[[Path], None], told: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a directory with a problem is left behind
+    live = kill.Writers.run
+
+    def harmful(writers: kill.Writers, path: Path, *arguments: Any, **options: Any) -> kill.Life:
+        life = live(writers, path, *arguments, **options)
+        if life.stored:
+            harm(next(path.glob("??/*")))
+        return life
+
+    monkeypatch.setattr(kill.Writers, "run", harmful)
+
+    outcome = kill.run(kills=200, seconds=0, seed=3)  # it ends with the first problem
+
+    assert any(told in problem for problem in outcome.problems)
 
 
 def test_damage_is_never_served() -> None:
@@ -69,6 +108,31 @@ def test_churn_tells_of_a_lease_that_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     outcome = churn.run(operations=100, seconds=10, seed=3)
 
     assert any("leased by nobody" in problem for problem in outcome.problems)
+
+
+@pytest.mark.parametrize(
+    ("grows", "told"),
+    [
+        ({}, []),
+        ({"rss": 1 << 20}, ["RSS"]),
+        ({"descriptors": 1}, ["descriptors"]),
+        ({"threads": 1}, ["threads"]),
+    ],
+    ids=["nothing", "rss", "descriptors", "threads"],
+)
+def test_what_grows_is_told(grows: dict[str, int], told: list[str]) -> None:
+    first = Sample(operations=0, rss=1 << 28, descriptors=16, threads=9)
+    samples = [
+        replace(
+            first, operations=1000 * i, **{name: getattr(first, name) + i * by for name, by in grows.items()}
+        )
+        for i in range(1, 17)
+    ]
+    outcome = Outcome("churn")
+
+    churn.judge(samples, outcome)
+
+    assert [problem.split()[0] for problem in outcome.problems] == told
 
 
 def test_simulated_operations_keep_every_promise() -> None:
