@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -234,6 +235,34 @@ async def test_a_place_that_is_let_go_in_time_is_taken(directory):
     await taking
 
     assert await greeted(directory / "s") == IDENTITY
+    await second.aclose()
+
+
+class StubbornEngine(Engine):
+    """Ends a lookup when the gate opens, cancelled or not."""
+
+    async def lookup_keys(self, keys, *, lookup_id=None):
+        self.asked += 1
+        while not self.gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.gate.wait()
+
+
+async def test_a_server_that_ends_late_leaves_the_next_ones_socket_alone(directory):
+    engine = StubbornEngine()
+    engine.gate.clear()
+    first, second = server_at(directory / "s", engine), server_at(directory / "s")
+    await first.start()
+    _, writer = await asyncio.open_unix_connection(directory / "s")
+    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "x", "keys": b"", "tail": b""}))
+    await until(lambda: engine.asked)
+    closing = asyncio.ensure_future(first.aclose())
+    await second.start(wait_s=30)
+    engine.gate.set()
+    await closing
+
+    assert await greeted(directory / "s") == IDENTITY
+    writer.close()
     await second.aclose()
 
 

@@ -92,6 +92,9 @@ class LookupServer:
     async def aclose(self) -> None:
         if self._server is None:
             return
+        self._path.unlink(
+            missing_ok=True
+        )  # first: once we do not listen any more, the next one may take the place
         self._server.close()
         self._say_goodbye()
         connections = list(self._connections)  # each is a task of ours, so that it can be cancelled
@@ -99,7 +102,6 @@ class LookupServer:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
         await self._server.wait_closed()
-        self._path.unlink(missing_ok=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
