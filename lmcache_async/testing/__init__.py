@@ -85,7 +85,6 @@ def __dir__() -> list[str]:
 
 
 def _import(module: str) -> object:
-    _explain_assertions()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -103,3 +102,6 @@ def _explain_assertions() -> None:
     modules = [f"{__name__}.{name}" for name in ("conformance", "machines", "records")]
     if pytest is not None and not any(module in sys.modules for module in modules):
         pytest.register_assert_rewrite(*modules)
+
+
+_explain_assertions()

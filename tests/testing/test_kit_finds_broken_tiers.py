@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from lmcache_async.testing.conformance import base
 
 base.DEADLINE_S = 0.1  # what hangs or leaks here does so by intention
 FAILED = {}
+TEXTS = {}
 
 def pytest_runtestloop(session):
     for item in session.items:
@@ -30,16 +32,17 @@ def pytest_runtestloop(session):
 def pytest_runtest_makereport(item):
     report = (yield).get_result()
     if report.failed:
+        TEXTS[item.cls.__name__] = str(report.longrepr)
         FAILED.setdefault(item.cls.__name__, []).append(item.name)
 
 def pytest_sessionfinish(session):
-    pathlib.Path("failed.json").write_text(json.dumps(FAILED))
+    pathlib.Path("failed.json").write_text(json.dumps([FAILED, TEXTS]))
 """
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The first case that failed, by the name of the test class."""
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By the name of the test class: the first case that failed, and what pytest said."""
     folder = tmp_path_factory.mktemp("third_party")
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     source = Path(__file__).with_name("suite_over_broken_tiers.py").read_text(encoding="utf-8")
@@ -58,8 +61,13 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     )
     path = folder / "failed.json"
     assert path.exists(), ran.stdout + ran.stderr
-    result: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    result: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return result
+
+
+@pytest.fixture
+def failed(outcome: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return outcome[0]
 
 
 def test_an_honest_tier_passes_in_a_project_without_our_conftest(failed: dict[str, list[str]]) -> None:
@@ -69,3 +77,8 @@ def test_an_honest_tier_passes_in_a_project_without_our_conftest(failed: dict[st
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_the_suite_fails_a_tier_that(kind: type, failed: dict[str, list[str]]) -> None:
     assert failed.get(f"Test{kind.__name__}"), f"no case finds out: {kind.__doc__}"
+
+
+def test_a_failure_shows_the_values(outcome: list[dict[str, Any]]) -> None:
+    """As pytest does for asserts of a test's own module: ours are asked to be rewritten."""
+    assert "assert 3 == 2" in outcome[1]["TestPrefixOverHoles"]
