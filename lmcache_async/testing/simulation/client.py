@@ -206,7 +206,7 @@ class Client:
         self._model.begin_clear(memory_only=memory_only)
         done = False
         try:
-            tiers_s = len(self._world.scenario.backends) * self._world.scenario.call_s
+            tiers_s = self._world.scenario.slow_tiers * self._world.scenario.call_s
             clearing = self._engine.clear(memory_only=memory_only)
             done = await self._call(clearing, 2 * STORE_S + tiers_s) is not CANCELLED
         except TierError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from lmcache_async.testing.simulation.loop import SimulatedLoop
 
@@ -18,16 +21,20 @@ def abandon(loop: SimulatedLoop) -> None:
     """Drop everything that still ran on the loop, whatever it waited for.
 
     A real process would just be gone. Here coroutines have to be closed, which runs their `finally`
-    blocks: the loop is closed before, so that they reach nothing that outlives the process.
+    blocks: the loop is closed before, so that they reach nothing that outlives the process. What threads
+    had still to do is not done; a thread begun in a `finally` block runs at once.
     """
     tasks = loop.live_tasks()
     loop.close()
-    with _unheard():
+    loop.threads.drop()
+    asyncio._set_running_loop(loop)
+    with _unheard(), patch.object(threading.Thread, "start", threading.Thread.run):
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             _close(task.get_coro())
         tasks.clear()
         gc.collect()
+    asyncio._set_running_loop(None)
 
 
 def _close(coroutine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,8 @@ from lmcache_async.testing.simulation.tier import Backend
 CHUNK = 4
 MAX_TOKENS = 24
 CLIENTS = 4
+FILES = "files"
+"""The id of the real disk tier, where a stack has it."""
 
 STORE_S, RETRIEVE_S, SHUTDOWN_S = 3.0, 2.0, 1.0
 
@@ -26,19 +29,24 @@ class Scenario:
     Attributes:
         all_fits: Whether nothing is evicted, refused or damaged, so that every hit can be asked for.
         call_s: The deadline of one call to a tier.
-        backends: The tiers that outlive a process, by the name of their plug-in.
+        backends: What the simulated tiers keep their records in, by the tiers' ids.
+        slow_tiers: How many tiers outlive a process.
+        has_files: Whether the real disk tier is one of them.
     """
 
     rig: Rig
     config: EngineConfig
     prompts: list[tuple[Prompt, ...]]
     backends: dict[str, Backend]
+    slow_tiers: int
+    has_files: bool
     weather: Weather
     all_fits: bool
     call_s: float
 
 
-def draw_scenario(rng: Random, faults: Faults) -> Scenario:
+def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
+    """Args: folder: Where the real disk tier keeps its files."""
     rig = Rig(layers=1, blocks=CLIENTS * MAX_TOKENS // 4, chunk_size=CHUNK, head_dim=2)
     prompts = make_prompts(
         rng,
@@ -58,19 +66,35 @@ def draw_scenario(rng: Random, faults: Faults) -> Scenario:
     rig.slabs = chunks + 2 * CLIENTS * MAX_TOKENS // CHUNK if roomy else rng.randint(2, 16)
     call_s = rng.choice((0.5, 0.5, 5.0))  # the tiers' deadline may be the tighter one, or the request's
     weather = Weather(rng, odds, call_timeout_s=call_s)
+    stack = rng.choice(_STACKS)
     backends = {
         name: Backend(
             weather,
             max_records=None if roomy or rng.random() < 0.3 else rng.randint(1, chunks),
             local_index=local_index,
         )
-        for name, local_index in rng.choice(_STACKS)
+        for name, local_index in stack
+        if name != FILES
     }
+    names = [name for name, _ in stack]
+    settings = _settings(rng, rig, names, roomy=roomy, call_s=call_s)
+    for tier in settings["tiers"]:
+        if tier["id"] == FILES:
+            slabs = 2 * chunks if roomy else rng.randint(1, chunks)
+            # Without direct I/O: whether a file system has that must make no difference.
+            tier |= {
+                "path": str(folder),
+                "max_bytes": slabs * rig.slab_bytes,
+                "odirect": False,
+                "io_threads": 2,
+            }
     return Scenario(
         rig=rig,
-        config=rig.config(**_settings(rng, rig, list(backends), roomy=roomy, call_s=call_s)),
+        config=rig.config(**settings),
         prompts=prompts,
         backends=backends,
+        slow_tiers=len(stack),
+        has_files=FILES in names,
         weather=weather,
         all_fits=roomy and faults is Faults.NONE,
         call_s=call_s,
@@ -83,6 +107,8 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
     (("disk", True),),
     (("remote", False),),
     (("disk", True), ("remote", False)),
+    ((FILES, True),),
+    ((FILES, True), ("remote", False)),
 )
 
 
@@ -99,13 +125,13 @@ def _layers(rng: Random) -> list[Any]:
     return rng.choice((usual, touchy, []))
 
 
-def _settings(rng: Random, rig: Rig, backends: list[str], *, roomy: bool, call_s: float) -> dict[str, Any]:
-    cpu: dict[str, Any] = {"name": "cpu"}
+def _settings(rng: Random, rig: Rig, slow: list[str], *, roomy: bool, call_s: float) -> dict[str, Any]:
+    cpu: dict[str, Any] = {"name": "cpu", "id": "cpu"}
     if not roomy and rng.random() < 0.5:
         cpu["max_bytes"] = rng.randint(1, rig.slabs) * rig.slab_bytes
     tiers = [
         {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": _layers(rng)}
-        for name in backends
+        for name in slow
     ]
     alone = bool(tiers) and rng.random() < 0.2
     slabs = rig.slabs

@@ -95,6 +95,15 @@ class SimulatedThreads:
             if call.future.set_running_or_notify_cancel():
                 call.end()
 
+    def drop(self) -> None:
+        """Forget all that was submitted: the process is gone, and whoever asks for a result gets an error."""
+        for pool in self._pools.values():
+            for call in (*pool.running, *pool.queue):
+                call.future._done_callbacks.clear()  # type: ignore[attr-defined]
+                if not call.future.cancel():
+                    call.future.set_exception(RuntimeError("the process is gone"))
+        self._pools.clear()
+
     def _start_one(self, pool: _Pool) -> None:
         self._loop.call_later(self._delay(), self._begin, pool)
 

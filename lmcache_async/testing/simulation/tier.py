@@ -125,6 +125,7 @@ class SimulatedTier(Tier):
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         await self._arrive("put")
+        self._check_lease(key, buffer)
         if self._weather.strikes(self._weather.odds.error / 2):
             raise TierFullError("the backend has no room")
         record = bytes(buffer.view)
@@ -134,6 +135,7 @@ class SimulatedTier(Tier):
             await self._weather.travel()
             self._check_process()
             whole = True
+            self._check_lease(key, buffer)
             if bytes(buffer.view) != record:
                 self.backend.complaints.append(f"the record of {key.hex()} changed while it was written")
         finally:
@@ -169,6 +171,10 @@ class SimulatedTier(Tier):
         self._check_process()
         if self._weather.strikes(self._weather.odds.error):
             raise _error(self._weather, verb)
+
+    def _check_lease(self, key: ChunkKey, buffer: Buffer) -> None:
+        if buffer.released:
+            self.backend.complaints.append(f"the lease of {key.hex()} was given back while it was written")
 
     def _check_process(self) -> None:
         if self._process != self.backend.process:

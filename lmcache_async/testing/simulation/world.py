@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+from typing import cast
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.observability.instrument import Instrument
@@ -22,14 +26,16 @@ from lmcache_async.testing.simulation.crash import abandon
 from lmcache_async.testing.simulation.device import make_regions
 from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
 from lmcache_async.testing.simulation.faults import STALL_SECONDS, Faults
+from lmcache_async.testing.simulation.files import Disk
 from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
 from lmcache_async.testing.simulation.model import Model
 from lmcache_async.testing.simulation.prompts import Prompt
 from lmcache_async.testing.simulation.report import SimulationReport
-from lmcache_async.testing.simulation.scenario import CLIENTS, MAX_TOKENS, SHUTDOWN_S, draw_scenario
+from lmcache_async.testing.simulation.scenario import CLIENTS, FILES, MAX_TOKENS, SHUTDOWN_S, draw_scenario
 from lmcache_async.testing.simulation.threads import threads_as_steps
 from lmcache_async.testing.simulation.tier import tier_over
 from lmcache_async.testing.simulation.trace import Trace
+from lmcache_async.tiers.base import Tier
 
 PATIENCE_S = 1000.0
 """Virtual seconds in which a process ends, whatever happens to it: far beyond all deadlines together."""
@@ -57,11 +63,11 @@ class World:
         slack_s: How much later than its deadline a call may end: by as much as threads dawdle.
     """
 
-    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry) -> None:
+    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
         self.rng = Random(f"{seed} {faults}")
         self.trace = Trace()
-        self.scenario = draw_scenario(self.rng, faults)
-        self.model = Model(all_fits=self.scenario.all_fits, persistent=bool(self.scenario.backends))
+        self.scenario = draw_scenario(self.rng, faults, folder)
+        self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
         self.step = 0
         self.closing = False
         self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
@@ -73,7 +79,13 @@ class World:
         self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
         self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
-        tiers = {f"simulated_{name}": tier_over(backend) for name, backend in self.scenario.backends.items()}
+        tiers: dict[str, object] = {
+            f"simulated_{name}": tier_over(backend) for name, backend in self.scenario.backends.items()
+        }
+        self._disk: Disk | None = None
+        if self.scenario.has_files:
+            self._disk = Disk(cast("type[Tier]", installed.load(TIERS, "disk")))
+            tiers[f"simulated_{FILES}"] = self._disk.tier_class
         self._registry = SimulatedRegistry(installed, tiers)
 
     def run(self, progress: Callable[[int], object]) -> None:
@@ -113,8 +125,8 @@ class World:
         weather = self.scenario.weather
         loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
         loop.deadline = self.now + PATIENCE_S
-        if self.rng.random() < 0.4:
-            loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
+        if self.rng.random() < 0.4 and not self._disk:  # that one has to be open before it can be let go
+            self._crash_soon(loop)
         self.closing = False
         try:
             loop.run_until_complete(self._process(loop))
@@ -123,13 +135,18 @@ class World:
             self.counts["crash"] += 1
             for backend in self.scenario.backends.values():
                 backend.crash()
-            self.model.crash()
         finally:
             self.now = loop.time()
             abandon(loop)
+            self.model.crash()  # last: closing the callers' coroutines has ended what they had begun
+            if self._disk:
+                self._disk.let_go()
             weather.forget()
             for region in self._regions:
                 region.poison()
+
+    def _crash_soon(self, loop: SimulatedLoop) -> None:
+        loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
 
     async def _process(self, loop: SimulatedLoop) -> None:
         scenario = self.scenario
@@ -143,6 +160,8 @@ class World:
             registry=self._registry,
         ) as engine:
             own_tasks = len(loop.live_tasks())
+            if self._disk and self.rng.random() < 0.4:
+                self._crash_soon(loop)
             for _ in range(self.rng.randint(1, 12)):
                 await self._round(engine)
                 await settle(self, engine)
@@ -154,7 +173,7 @@ class World:
                 await asyncio.sleep(0)
             self.closing = True
             start = loop.time()
-        limit = 2 * SHUTDOWN_S + len(scenario.backends) * min(SHUTDOWN_S, scenario.call_s) + self.slack_s
+        limit = 2 * SHUTDOWN_S + scenario.slow_tiers * min(SHUTDOWN_S, scenario.call_s) + self.slack_s
         if loop.time() - start > limit:
             raise Violation(f"closing took {loop.time() - start:.3f} s of virtual time, more than {limit}")
         await _all(late)
@@ -195,6 +214,11 @@ def _no_surprises() -> Iterator[None]:
             gc.enable()
 
 
+def _memory() -> str | None:
+    """A file system in memory, where there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 def simulate(
     seed: int,
     *,
@@ -217,8 +241,12 @@ def simulate(
     """
     start = time.perf_counter()
     violation = ""
-    with threads_as_steps(), _no_surprises():
-        world = World(seed, steps, faults, installed or Registry())
+    with (
+        TemporaryDirectory(prefix="lmcache-async-", dir=_memory()) as folder,
+        threads_as_steps(),
+        _no_surprises(),
+    ):
+        world = World(seed, steps, faults, installed or Registry(), Path(folder))
         try:
             world.run(progress)
         except Violation as error:
