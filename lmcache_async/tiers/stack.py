@@ -223,19 +223,20 @@ class TierStack:
         kept = [False] * len(items)
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         for stacked in self.tiers:
+            given = outside if stacked.leaves_memory else items
+            for position in range(len(given), len(items)):
+                errors[position] = TierFullError("no arena memory to encrypt it in")
+                self._written(stacked, errors[position])
             if stacked.writer is not None:
-                futures = await stacked.writer.submit(outside, timeout_s=self._write_timeout_s)
+                futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
                 for position, future in enumerate(futures):
                     queued[position].append(future)
                     future.add_done_callback(lambda f, s=stacked: self._written(s, f.result()))  # type: ignore[misc]
-                for position in range(len(outside), len(items)):
-                    errors[position] = TierFullError("no arena memory to encrypt it in")
-                    self._written(stacked, errors[position])
                 continue
             try:
-                outcomes = await stacked.tier.put_many(items)
+                outcomes = await stacked.tier.put_many(given)
             except TierError as error:
-                outcomes = [error] * len(items)
+                outcomes = [error] * len(given)
             for position, outcome in enumerate(outcomes):
                 self._written(stacked, outcome)
                 errors[position] = outcome

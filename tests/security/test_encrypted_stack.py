@@ -1,0 +1,109 @@
+"""The tier stack itself lets no plain record out, whatever the stages before it do."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_async.errors import ChainError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.steps import turns
+from lmcache_async.tiers.stack import StackedTier, TierStack
+from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import ChunkKey
+
+KEYS = [ChunkKey(bytes([number]) * 16) for number in range(3)]
+PLAIN, SECRET = b"plain" * 20, b"secret" * 20
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(24 * 4096, 4096, prefault=False, huge_pages=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture(params=["queued", "at once"])
+def outside(request):
+    tier = DictTier()
+    writer = TierWriter(tier, name="far", max_bytes=1 << 20) if request.param == "queued" else None
+    return StackedTier("far", tier, writer)
+
+
+def filled(arena, content, count):
+    buffers = [arena.lease_nowait(len(content)) for _ in range(count)]
+    for buffer in buffers:
+        buffer.view[:] = content
+    return buffers
+
+
+def release(buffers):
+    for buffer in buffers:
+        buffer.release()
+
+
+async def given(arena, stack, keys, plain, secret):
+    """What each key came to."""
+    outcomes = {}
+    items = list(zip(keys, plain, strict=True))
+    await stack.write(items, outcomes.__setitem__, at_rest=secret)
+    assert await stack.flush(timeout_s=30)
+    await turns(2)
+    return outcomes
+
+
+async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outside):
+    stack = TierStack([StackedTier("cpu", CPUTier(CPUConfig())), outside], write_timeout_s=0, encrypted=True)
+    await stack.open(arena)
+    plain, secret = filled(arena, PLAIN, 3), filled(arena, SECRET, 2)
+
+    outcomes = await given(arena, stack, KEYS, plain, secret)
+
+    assert outcomes == {0: "", 1: "", 2: ""}
+    assert outside.tier.records == dict.fromkeys(KEYS[:2], SECRET)
+    assert stack.counts["far.dropped.TierFullError"] == 1
+    release(plain + secret)
+    fetched = await stack.fetch(KEYS, (0, 0, 0), arena.lease_nowait)
+    assert [bytes(buffer.view) for buffer in fetched.buffers] == [PLAIN] * 3
+    release(fetched.buffers)
+    await stack.aclose(timeout_s=1)
+
+
+async def test_a_chunk_that_no_tier_was_given_is_dropped(arena, outside):
+    stack = TierStack([outside], write_timeout_s=0, encrypted=True)
+    await stack.open(arena)
+    plain, secret = filled(arena, PLAIN, 2), filled(arena, SECRET, 1)
+
+    outcomes = await given(arena, stack, KEYS[:2], plain, secret)
+
+    assert outcomes == {0: "", 1: "TierFullError"}
+    release(plain + secret)
+    await stack.aclose(timeout_s=1)
+
+
+async def test_a_plain_record_is_not_let_out(arena, outside):
+    stack = TierStack([outside], write_timeout_s=0, encrypted=True)
+    await stack.open(arena)
+    plain = filled(arena, PLAIN, 1)
+
+    with pytest.raises(ChainError, match=r"encryption is on.*store\.stages"):
+        await given(arena, stack, KEYS[:1], plain, None)
+
+    await stack.promote([(KEYS[0], plain[0])], [1])
+    assert await stack.flush(timeout_s=30)
+    assert outside.tier.records == {}
+    release(plain)
+    await stack.aclose(timeout_s=1)
+
+
+async def test_without_encryption_all_tiers_share_the_record(arena, outside):
+    stack = TierStack([outside], write_timeout_s=0)
+    await stack.open(arena)
+    plain = filled(arena, PLAIN, 1)
+
+    assert await given(arena, stack, KEYS[:1], plain, None) == {0: ""}
+    assert outside.tier.records == {KEYS[0]: PLAIN}
+    release(plain)
+    await stack.aclose(timeout_s=1)
