@@ -18,12 +18,13 @@ CONFTEST = """
 import json, pathlib, pytest
 from lmcache_async.testing.conformance import base
 
-base.DEADLINE_S = 0.1  # what hangs or leaks here does so by intention
 FAILED = {}
 TEXTS = {}
 
 def pytest_runtestloop(session):
     for item in session.items:
+        broken = item.cls.__name__ != "TestDictTier"
+        base.DEADLINE_S = 0.1 if broken else 60.0  # what is broken hangs or leaks by intention
         if item.cls.__name__ not in FAILED:  # one failure is enough
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
     return True

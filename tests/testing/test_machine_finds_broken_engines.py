@@ -17,7 +17,7 @@ from lmcache_async.tiers.writer import TierWriter
 from tests.made import installed
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=300,  # it ends with the first that fails
     stateful_step_count=25,
     deadline=None,
     database=None,

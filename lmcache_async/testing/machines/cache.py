@@ -224,6 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         report = await self.engine.store(tokens, range(len(tokens)), namespace=SPACES[space])
         flushed = await self.engine.flush(timeout_s=30)
         assert flushed, "a flush did not end"
+        self._note_failures()
         if self.calm and not report.dropped:
             self.prompts[space].must_be.add(tuple(tokens))
         return report
@@ -251,6 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
         lies = any(faulty.faults for faulty in self.registry.made)
         found = await self.engine.lookup(tokens, namespace=SPACES[space])
         assert lies or found <= self.prompts[space].longest(tokens), "found what was never stored"
+        self._note_failures()
         if self.calm:
             assert found >= self.prompts[space].shortest(tokens), "what was stored is not found"
         return found
@@ -276,6 +278,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _content(self, tokens: list[int], space: int) -> torch.Tensor:
         return self.rig.content([token + 2 * space + 1 for token in tokens])
+
+    def _note_failures(self) -> None:
+        """A tier that was too slow for this machine has failed as well, and counts it."""
+        counts = self.engine.statistics().counts
+        if any(event in name for name in counts for event in (".errors.", ".dropped.")):
+            self._not_calm()
 
     def _not_calm(self) -> None:
         self.calm = False
