@@ -48,9 +48,7 @@ def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_ta
     _equal("slabs leased, beside those of the cpu tier,", statistics.arena.leased_slabs - kept, 0)
     _equal("calls waiting for slabs", statistics.arena.waiting, 0)
     _equal("chunks pinned", statistics.pinned_chunks, 0)
-    for name, tier in statistics.tiers.items():
-        if tier.max_bytes is not None and tier.bytes > tier.max_bytes:
-            raise Violation(f"tier {name!r} holds {tier.bytes} bytes of at most {tier.max_bytes}")
+    check_always(engine)
     for name, writer in statistics.writers.items():
         _equal(f"bytes queued for {name!r}", writer.queued_bytes, 0)
     runners = engine._runners
@@ -78,13 +76,17 @@ async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -
 
 
 def check_always(engine: CacheEngine) -> None:
-    """What holds at every moment."""
+    """What holds at every moment: nothing is larger than it may be.
+
+    Raises:
+        Violation: Something is.
+    """
     statistics = engine.statistics()
     for name, writer in statistics.writers.items():
         if writer.queued_bytes > writer.max_bytes:
             raise Violation(f"{writer.queued_bytes} bytes wait for {name!r}, of at most {writer.max_bytes}")
     for name, tier in statistics.tiers.items():
-        if tier.max_bytes is not None and name == "cpu" and tier.bytes > tier.max_bytes:
+        if tier.max_bytes is not None and tier.bytes > tier.max_bytes:
             raise Violation(f"tier {name!r} holds {tier.bytes} bytes of at most {tier.max_bytes}")
 
 

@@ -12,6 +12,7 @@ import torch
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import EngineClosedError, TierError
 from lmcache_async.pipeline.batch import StoreRequest
+from lmcache_async.testing.simulation.checks import check_always
 from lmcache_async.testing.simulation.device import Region
 from lmcache_async.testing.simulation.errors import Violation
 from lmcache_async.testing.simulation.model import Promise
@@ -61,6 +62,7 @@ class Client:
             self._world.begin_step(verb.__name__)
             try:
                 await verb()
+                check_always(self._engine)
             except EngineClosedError:
                 if not self._world.closing:
                     raise
