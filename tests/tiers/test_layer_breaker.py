@@ -307,6 +307,7 @@ async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(aren
     for _ in range(5):
         assert await tier.contains_many(KEYS) == [True] * 4
     assert states(tier)[1] is OPEN  # nobody has read yet
+    assert tier.layer_statistics().lookup.calls == 0
     assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
     assert states(tier)[1] is CLOSED
 

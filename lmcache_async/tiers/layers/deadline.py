@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
@@ -19,8 +17,6 @@ from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerC
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
-
-_CLOSE_S = 1.0  # closing may take that long, however short the deadline for late calls is
 
 
 def _parse_optional_seconds(value: object) -> float | None:
@@ -58,7 +54,6 @@ class BoundedLayer(TierLayer):
         lookup_s: Seconds for `contains`, `contains_many`, `count_prefix`; None sets no bound here.
         read_s: For `get`, `get_many`.
         write_s: For `put`, `put_many`, `remove`, `reject`, `clear`.
-        close_timeout_s: Seconds that closing waits for calls given up.
     """
 
     def __init__(
@@ -69,14 +64,12 @@ class BoundedLayer(TierLayer):
         lookup_s: float | None,
         read_s: float | None,
         write_s: float | None,
-        close_timeout_s: float,
     ) -> None:
         super().__init__(inner)
         self._name = name
         self._lookup_s = lookup_s
         self._read_s = read_s
         self._write_s = write_s
-        self._close_timeout_s = close_timeout_s
         self._late: set[asyncio.Task[Any]] = set()
 
     @property
@@ -127,16 +120,6 @@ class BoundedLayer(TierLayer):
 
     async def clear(self) -> int:
         return await self._call("clear", self._write_s, self.inner.clear())
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self.drain(timeout_s=self._close_timeout_s)
-        finally:
-            with contextlib.suppress(TimeoutError):  # a tier that is stuck ends when it ends
-                async with asyncio.timeout(max(_CLOSE_S, self._close_timeout_s)):
-                    await super().__aexit__(kind, error, trace)
 
     async def _call(
         self,
@@ -205,6 +188,5 @@ class DeadlineLayer(ConfiguredLayer):
             lookup_s=None if index_is_here else options.lookup_s,
             read_s=options.read_s,
             write_s=options.write_s,
-            close_timeout_s=0.0,  # the border waits for all
         )
         super().__init__(bounded, options, context)

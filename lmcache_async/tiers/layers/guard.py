@@ -46,8 +46,8 @@ class GuardLayer(BoundedLayer):
             lookup_s=timeout_s,
             read_s=timeout_s,
             write_s=timeout_s,
-            close_timeout_s=timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s),
         )
+        self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
         self._logger = logger
         self._open_timeout_s = open_timeout_s
 
@@ -72,7 +72,10 @@ class GuardLayer(BoundedLayer):
         """Close the tier; one that does not end in time is left as it is, and said to be."""
         try:
             async with asyncio.timeout(2 * self._close_timeout_s):
-                await super().__aexit__(kind, error, trace)
+                try:
+                    await self.drain(timeout_s=self._close_timeout_s)
+                finally:
+                    await super().__aexit__(kind, error, trace)
         except TimeoutError:
             self._logger.report(
                 f"{self._name}.close",
