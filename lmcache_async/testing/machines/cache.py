@@ -120,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(prompts.may_be for prompts in self.prompts))
     @rule(
         data=st.data(),
-        damage=st.sampled_from(["none", "flip", "cut"]),
+        damage=st.sampled_from(["none", "flip", "flip", "cut"]),
         position=st.integers(-99, -1) | st.integers(0, 9999),
     )
     def retrieve_again(self, data: st.DataObject, damage: FaultKind | Literal["none"], position: int) -> None:
@@ -131,7 +131,8 @@ class CacheMachine(RuleBasedStateMachine):
             for prompt in prompts.must_be or prompts.may_be
         ]
         space, prompt = data.draw(st.sampled_from(sorted(asked)))
-        if damage != "none":
+        if damage != "none" and self._is_persistent():
+            self.run(self.engine.clear(memory_only=True))  # so that it comes from a tier that fails
             self.fail(FaultPlan((Fault(damage, position=position),) * 3), 0)
         self.run(self._retrieve([*prompt], space, 0))
 
@@ -186,13 +187,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["restart", "forget memory", "forget memory", "forget"]))
     def begin_again(self, what: str) -> None:
-        forget = what == "forget"
+        forget = what == "forget" or not self._is_persistent()
         if what == "restart":
-            forget = not self._is_persistent()
             self.run(self.exit.aclose())
             self.run(self.open())
         else:
-            self.run(self.engine.clear(memory_only=not forget))
+            self.run(self.engine.clear(memory_only=what == "forget memory"))
         if forget:
             for prompts in self.prompts:
                 prompts.forget()
