@@ -280,6 +280,11 @@ def _wrong_length(key: ChunkKey, what: str) -> ChunkCorruptError:
     return ChunkCorruptError(f"record {key.hex()}: {what}", cause="length")
 
 
+def too_long(key: ChunkKey, nbytes: int, max_bytes: int) -> ReadResult:
+    """What a read of such a record comes to."""
+    return ReadResult(error=_wrong_length(key, f"the file has {nbytes} bytes, more than {max_bytes}"))
+
+
 def _no_file(key: ChunkKey) -> ChunkCorruptError:
     return ChunkCorruptError(f"record {key.hex()}: what lies there is no regular file", cause="file")
 

@@ -9,9 +9,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.memory.record import MAX_RECORD_BYTES
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.changing import ChangingKeys
-from lmcache_async.plugins.disk.io import Proven, WriteJob
+from lmcache_async.plugins.disk.io import Proven, WriteJob, too_long
 from lmcache_async.plugins.disk.opening import open_directory
 from lmcache_async.plugins.disk.turns import Turns
 from lmcache_async.plugins.disk.workers import Workers, end
@@ -39,9 +40,11 @@ class RecordStore:
 
     Attributes:
         corrupt: Records found broken, by cause.
+        max_record_bytes: What a file may have at most; one that is longer was not written by us.
     """
 
     def __init__(self, config: DiskConfig, workers: Workers, opened: OpenDirectory) -> None:
+        self.max_record_bytes = MAX_RECORD_BYTES
         self.index = opened.index
         self.corrupt: collections.Counter[str] = collections.Counter(opened.corrupt)
         self._root = config.root
@@ -102,6 +105,9 @@ class RecordStore:
         """
         entry = self.index.entry(key)
         if entry is None:
+            return None
+        if entry.nbytes > self.max_record_bytes:  # no memory will ever hold it
+            await self._not_read(key, too_long(key, entry.nbytes, self.max_record_bytes), is_indexed=True)
             return None
         with self.index.reading(key):
             buffer = await allocate(entry.nbytes)
@@ -185,13 +191,8 @@ class RecordStore:
         error = result.error
         if isinstance(error, ChunkCorruptError):
             self.corrupt[error.cause] += 1
-            self._logger.report(
-                f"corrupt.{error.cause}",
-                "%s is broken (%s: %s); a miss, and no hit any more",
-                self._path(key),
-                error.cause,
-                error,
-            )
+            line = "%s is broken (%s: %s); a miss, and no hit any more"
+            self._logger.report(f"corrupt.{error.cause}", line, self._path(key), error.cause, error)
             if is_indexed and key not in self._changing:
                 with self._changing.change([key]):
                     await self._set_aside(key, error.cause)

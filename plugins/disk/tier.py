@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
     from types import TracebackType
 
+    from lmcache_async.memory.arena import Arena
     from lmcache_async.types import ChunkKey
 
 
@@ -42,6 +43,7 @@ class DiskTier(Tier):
         self._opened: RecordStore | None = None
         self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
+        self._max_record_bytes: int | None = None
         self._numbers = itertools.count()  # of reading calls, in their order
         self._calls = 0
         self._last_call: asyncio.Future[None] | None = None
@@ -56,6 +58,10 @@ class DiskTier(Tier):
             local_index=True,
             max_concurrency=self._config.io_threads,
         )
+
+    def bind(self, arena: Arena) -> None:
+        """A record fits into a slab: a file that is longer is broken."""
+        self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
         return key in self._store.index
@@ -180,6 +186,8 @@ class DiskTier(Tier):
             TierUnavailableError: Another process has the directory, or it cannot be used.
         """
         self._opened = await RecordStore.open(self._config)
+        if self._max_record_bytes is not None:
+            self._opened.max_record_bytes = self._max_record_bytes
         if self._config.scrub_interval_s:
             self._scrubbing = asyncio.create_task(self._scrub_for_ever(self._config.scrub_interval_s))
         return self

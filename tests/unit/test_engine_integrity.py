@@ -123,6 +123,21 @@ async def test_a_record_in_doubt_is_a_miss_counted_by_cause_told_once_and_put_as
         assert engine.statistics().arena.leased_slabs == 0
 
 
+async def test_a_record_that_grew_beyond_a_slab_between_two_runs_is_a_miss_and_stored_again(
+    tmp_path: Path,
+) -> None:
+    rig = Rig()
+    async with rig.open(**settings(tmp_path)) as engine:
+        await store(rig, engine)
+    path = files(tmp_path)[tuple(TOKENS[16:24])]
+    path.write_bytes(path.read_bytes() + bytes(1 << 20))
+    async with rig.open(**settings(tmp_path)) as engine:
+        assert await retrieve(rig, engine) == 16
+        assert engine.statistics().tiers["disk"].corrupt_by_cause == {"length": 1}
+        await store(rig, engine)
+        assert await retrieve(rig, engine) == 40
+
+
 async def test_a_scrub_of_the_engine_finds_what_nobody_asked_for(tmp_path: Path) -> None:
     rig = Rig()
     options = settings(tmp_path)
