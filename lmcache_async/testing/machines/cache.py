@@ -133,6 +133,8 @@ class CacheMachine(RuleBasedStateMachine):
         space, prompt = data.draw(st.sampled_from(sorted(asked)))
         if damage != "none" and self._is_persistent():
             self.run(self.engine.clear(memory_only=True))  # so that it comes from a tier that fails
+            for faulty in self.registry.made:
+                faulty.faults.clear()
             self.fail(FaultPlan((Fault(damage, position=position),) * 3), 0)
         self.run(self._retrieve([*prompt], space, 0))
 
