@@ -158,7 +158,7 @@ def test_a_violation_is_told_with_the_command_that_replays_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("test", "problem"),
     [
-        ("def test_a(): assert float(os.environ['LMCACHE_ASYNC_FUZZ_SECONDS']) == 2.0", ""),
+        ("def test_a(): assert float(os.environ['LMCACHE_ASYNC_FUZZ_SECONDS']) > 0.04", ""),
         ("def test_a(): assert 0, 'a crash'", "a crash"),
         ("", "there are no tests"),
     ],
@@ -170,7 +170,7 @@ def test_fuzzing_shares_its_time_and_tells_what_fails(
     (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
 
-    outcome = fuzz.run(seconds=2.0)
+    outcome = fuzz.run(seconds=0.5)
 
     assert bool(outcome.problems) == bool(problem)
     assert problem in "".join(outcome.problems)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tools.torture.outcome import Outcome
@@ -14,10 +15,12 @@ ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fuzz")
 SPARE_S = 600.0
 """What a test may take beyond its time, for the shrinking of what it found."""
+LAST = 0.1
+"""Of the time: less than that is not worth another round."""
 
 
 def run(*, seconds: float) -> Outcome:
-    """Fuzz for so long, shared evenly by the tests."""
+    """Fuzz for so long, shared evenly by the tests; again while time is left, as some need none of it."""
     outcome = Outcome("fuzz")
     listed = subprocess.run(
         [*PYTEST, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -26,19 +29,25 @@ def run(*, seconds: float) -> Outcome:
     if not names:
         outcome.problem(f"there are no tests: {(listed.stdout + listed.stderr)[-1000:]}")
         return outcome.end()
-    each = seconds / len(names)
-    outcome.counts |= {"tests": len(names), "seconds each": round(each, 1)}
-    command = [*PYTEST, "--timeout", f"{each + SPARE_S:.0f}"]
-    environment = os.environ | {"LMCACHE_ASYNC_FUZZ_SECONDS": str(each)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-    outcome.expect(process.returncode == 0, f"status {process.returncode}: {output[-4000:]}")
-    passed = re.search(r"(\d+) passed", output)
-    outcome.counts["tests passed"] = int(passed[1]) if passed else 0
-    outcome.expect(
-        outcome.counts["tests passed"] == len(names), f"{passed and passed[0]} of {len(names)} tests"
-    )
+    outcome.counts |= {"tests": len(names), "rounds": 0}
+    begin = time.monotonic()
+    while not outcome.failed and (left := seconds - (time.monotonic() - begin)) > LAST * seconds:
+        fuzz(left / len(names), len(names), outcome)
+        outcome.add("rounds")
+        outcome.tell(time.monotonic() - begin, seconds, "seconds")
     return outcome.end()
+
+
+def fuzz(each_s: float, tests: int, outcome: Outcome) -> None:
+    """One round; each test gets so many seconds."""
+    ran = subprocess.run(
+        [*PYTEST, "--timeout", f"{each_s + SPARE_S:.0f}"],
+        cwd=ROOT,
+        env=os.environ | {"LMCACHE_ASYNC_FUZZ_SECONDS": str(each_s)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    outcome.expect(ran.returncode == 0, f"status {ran.returncode}: {(ran.stdout + ran.stderr)[-4000:]}")
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    outcome.expect(passed is not None and int(passed[1]) == tests, f"{passed and passed[0]} of {tests} tests")
