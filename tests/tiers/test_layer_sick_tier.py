@@ -206,7 +206,7 @@ def test_without_layers_the_border_alone_still_ends_every_call_in_time(tier_clas
 
 @pytest.mark.parametrize("seed", range(4))
 def test_under_every_fault_from_the_config_nothing_is_wrong_and_nothing_is_late(seed):
-    layers = ["metrics", "retry", "breaker", "deadline"]
+    layers = ["metrics", {"name": "retry", "seed": seed}, "breaker", "deadline"]
     layers.append(
         {
             "name": "faults",
@@ -230,4 +230,4 @@ def test_under_every_fault_from_the_config_nothing_is_wrong_and_nothing_is_late(
 
     assert sum(client.hits) > 20 * TOKENS
     assert sum(told.layers["first"]["faults"].counts.values()) > 20
-    assert told.counts.get("first.corrupt.checksum", 0) + told.counts.get("first.corrupt.length", 0) > 0
+    assert any(name.startswith("first.corrupt.") for name in told.counts)
