@@ -24,7 +24,7 @@ print(json.dumps([report.digest, report.decisions, report.made, report.virtual_s
 """
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("faults", Faults)
 def test_nothing_happens_that_must_not_happen(seed, faults, installed):
     report = simulate(seed, steps=300, faults=faults, installed=installed)
@@ -72,7 +72,7 @@ def test_a_seed_is_replayed_to_the_letter(installed, real_disk):
 def test_a_seed_is_replayed_to_the_letter_in_other_processes():
     """Whatever their hash seeds are, and wherever their objects lie."""
     answers = []
-    for hash_seed in ("0", "1", "random"):
+    for hash_seed in ("0", "random"):
         ran = subprocess.run(
             [sys.executable, "-c", REPLAY],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
@@ -83,7 +83,7 @@ def test_a_seed_is_replayed_to_the_letter_in_other_processes():
         )
         answers.append(json.loads(ran.stdout))
 
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
 
 
 def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(installed, monkeypatch):
