@@ -13,7 +13,6 @@ from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.plugins.disk.index import DiskIndex
 from lmcache_async.plugins.disk.io import RecordFiles
 from lmcache_async.plugins.disk.quarantine import Quarantine
-from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +56,7 @@ def open_directory(config: DiskConfig) -> OpenDirectory:
 def _take_over(directory: RecordDirectory, config: DiskConfig) -> OpenDirectory:
     found = directory.open()
     _warn_if_shared(directory)
-    direct = detect_direct(directory, directory.temporary_name(ChunkKey(bytes(KEY_BYTES))), config.odirect)
+    direct = detect_direct(directory, config.odirect)
     quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
     files = RecordFiles(directory, direct=direct, fsync=config.fsync, quarantine=quarantine)
     whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]

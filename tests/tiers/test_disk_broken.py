@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,25 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(
             assert await get(tier, allocate, 1)
         assert await get(tier, allocate, 2)
         assert tier.statistics().bytes == bytes_in(config.root)
+
+
+async def test_somebodys_fifo_under_the_name_of_our_next_file_stays(
+    config: DiskConfig, arena: Arena, allocate: Allocate
+) -> None:
+    (config.root / "tmp").mkdir(parents=True)
+    there = [
+        config.root / "tmp" / f"{key.hex()}.{number}" for key in (bytes(16), key_of(1)) for number in (0, 1)
+    ]
+    for path in there:
+        os.mkfifo(path)
+
+    async with DiskTier(config) as tier:
+        for _ in range(3):  # each try takes the next name
+            with record(arena, 1) as buffer, suppress(TierUnavailableError):
+                await tier.put(key_of(1), buffer)
+
+        assert await get(tier, allocate, 1)
+        assert all(path.is_fifo() for path in there)
 
 
 @pytest.mark.parametrize("thing", ["file", "link"])
