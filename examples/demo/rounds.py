@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from examples.demo.client import Engine
 
 SETTLE_S = 1.0  # a store goes on after its answer; what is measured next must not share the cores with it
-REPEATS = 3  # of requests that take milliseconds; a round keeps their median
+REPEATS = 5  # of requests that take milliseconds; a round keeps their median
 
 Prompt: TypeAlias = list[int]
 Tell: TypeAlias = Callable[[str], None]
