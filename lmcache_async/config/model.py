@@ -158,7 +158,9 @@ class VLLMConfig(Section):
         description="How long chunks found by a lookup stay pinned if no retrieve follows, in seconds.",
     )
     max_pinned_fraction: Fraction = Field(
-        default=0.25, description="Largest part of the arena that lookups may pin, above 0 and at most 1."
+        default=0.25,
+        description="Largest part of the arena that lookups may pin, and of vLLM's blocks that stores may hold"
+        " until they are copied; above 0 and at most 1.",
     )
     socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
         default=None,
