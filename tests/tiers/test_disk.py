@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,31 +28,10 @@ from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import io as disk_io
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, path_of, put, turns
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
-    yield arena
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
-
-
-@pytest.fixture
-def allocate(arena: Arena) -> Allocate:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=5)
-
-    return allocate
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> DiskConfig:
-    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
 
 
 class DiskConformance(TierConformance, SuffixEvictionConformance):

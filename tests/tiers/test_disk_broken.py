@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +17,9 @@ import pytest
 from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.memory import proof
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import scrub as disk_scrub
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
 
@@ -30,27 +28,6 @@ DAMAGES = {
     "version": lambda content: content[:8] + b"\x63" + content[9:],
     "length": lambda content: content[:-4096],
 }
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
-    yield arena
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
-
-
-@pytest.fixture
-def allocate(arena: Arena) -> Allocate:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=5)
-
-    return allocate
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> DiskConfig:
-    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ import pytest
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk.directory import RecordDirectory
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.tiers.disk_child import Children
@@ -31,27 +30,6 @@ def children() -> Iterator[Children]:
     children = Children()
     yield children
     children.close()
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
-    yield arena
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
-
-
-@pytest.fixture
-def allocate(arena: Arena) -> Allocate:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=5)
-
-    return allocate
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> DiskConfig:
-    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
 
 
 async def open_and_close(config: DiskConfig) -> None:

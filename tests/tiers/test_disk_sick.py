@@ -15,10 +15,9 @@ import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.layers.guard import GuardLayer
 from tests.tiers.disk_child import Children
@@ -46,27 +45,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
     for parent in closed:
         parent.chmod(modes[parent])
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
-    yield arena
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
-
-
-@pytest.fixture
-def allocate(arena: Arena) -> Allocate:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=5)
-
-    return allocate
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> DiskConfig:
-    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
 
 
 def open_fds() -> int:

@@ -1,0 +1,35 @@
+"""What the disk tier's tests have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.disk import DiskConfig
+from lmcache_async.testing.records import SLAB_BYTES
+from lmcache_async.tiers.base import Allocate
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    yield arena
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@pytest.fixture
+def allocate(arena: Arena) -> Allocate:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=5)
+
+    return allocate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DiskConfig:
+    return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
