@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from lmcache_async.integration.vllm.lookups import MISS, Answer
+from lmcache_async.integration.vllm.lookups import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ async def query(
         ],
     )
     if replies is None:
-        return MISS
+        return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
     counts = [_number(reply, "count", 0, chunks) for reply in replies]
     hit = min(counts)
     if hit == chunks:

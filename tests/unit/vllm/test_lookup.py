@@ -303,6 +303,20 @@ def test_an_engine_that_fails_is_a_miss(ranks: Ranks):
     assert ranks.ask(PROMPT).chunks == 3
 
 
+def test_what_one_rank_pinned_is_let_go_when_another_one_failed(ranks: Ranks, until):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    ranks.engines[1].broken = True
+    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+    until(lambda: lookup.answer is not None)
+    until(lambda: ranks.engines[0].pins[lookup.lookup_id] > 0)
+
+    ranks.client.release(lookup)
+
+    until(lambda: ranks.engines[0].pins[lookup.lookup_id] == 0)
+
+
 def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     ranks.serve_all()
     ranks.hold(0, PROMPT)
