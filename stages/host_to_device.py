@@ -7,7 +7,7 @@ from collections import Counter
 from lmcache_async.device.copier import Copier, CopyJob
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat
-from lmcache_async.pipeline.batch import VerifiedBatch
+from lmcache_async.pipeline.batch import RetrieveRequest, VerifiedBatch
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 
@@ -15,7 +15,7 @@ from lmcache_async.types import RetrieveReport
 class HostToDeviceStage:
     """Scatters a batch's payloads to their rows, in prefix order: never behind a hole.
 
-    Cancelled, it waits for the copy's real end first.
+    Cancelled, it waits for the copy's real end first. A load that nobody waits for any more is not begun.
     """
 
     ordered = True
@@ -30,12 +30,16 @@ class HostToDeviceStage:
         self._stack = stack
 
     async def __call__(self, batch: VerifiedBatch) -> RetrieveReport:
+        progress = batch.request.progress if isinstance(batch.request, RetrieveRequest) else None
+        if progress is not None and not progress.begin():
+            return RetrieveReport(hit_chunks=0, hit_tokens=0, bytes=0, by_tier=Counter(), cause="given_up")
+        whole = len(batch.chunks) == len(batch.request.chunks)
         jobs = [
             CopyJob(rows, buffer.array[self._header_bytes :])
             for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
         ]
         if jobs:
-            await self._copier.scatter(jobs, batch.request.fence)
+            await self._copier.scatter(jobs, batch.request.fence, progress if whole else None)
         by_tier: Counter[str] = Counter()
         for chunk, tier in zip(batch.chunks, batch.tiers, strict=True):
             by_tier[self._stack.tiers[tier].id] += len(chunk.tokens)

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.engine.results import LookupResult
+from lmcache_async.engine.results import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.wire import PROTOCOL, Identity
@@ -41,10 +41,14 @@ class KnownKeys:
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
         del lookup_id
         count = next((at for at, key in enumerate(keys) if key not in self.keys), len(keys))
-        return LookupResult(count=count, by_tier={"cpu": count})
+        return LookupResult(count=count, by_tier={"cpu": count}, pinned=count)
 
-    async def first_present(self, keys: Sequence[ChunkKey]) -> int | None:
-        return next((at for at, key in enumerate(keys) if key in self.keys), None)
+    async def first_present(
+        self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None
+    ) -> FirstPresent | None:
+        del lookup_id
+        position = next((at for at, key in enumerate(keys) if key in self.keys), None)
+        return FirstPresent(position, pinned=True) if position is not None else None
 
     def unpin(self, lookup_id: str) -> None:
         del lookup_id

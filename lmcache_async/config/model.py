@@ -162,6 +162,16 @@ class VLLMConfig(Section):
         description="Largest part of the arena that lookups may pin, and of vLLM's blocks that stores may hold"
         " until they are copied; above 0 and at most 1.",
     )
+    layerwise_load: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether hits in host memory are loaded within the step that uses them, each layer awaited when"
+        " the model comes to it; auto does it where the model runs on a CPU.",
+    )
+    layerwise_max_tokens: Count = Field(
+        default=16384,
+        description="Longest hit that is loaded so, since the rest of the batch waits too; longer ones are loaded"
+        " before the request joins a batch.",
+    )
     socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
         default=None,
         description="Directory of the sockets between scheduler and workers; none means a private temporary one.",

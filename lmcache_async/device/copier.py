@@ -15,6 +15,7 @@ from lmcache_async.types import BlockIds
 
 if TYPE_CHECKING:
     from lmcache_async.device.layout import KVLayout
+    from lmcache_async.device.progress import LoadProgress
 
 Payload: TypeAlias = npt.NDArray[np.uint8]
 """A chunk's payload `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""
@@ -69,8 +70,13 @@ class Copier(Protocol):
             ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
         """
 
-    async def scatter(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def scatter(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
+    ) -> None:
         """Write each job's payload to its rows, behind `fence`. Two jobs must not name the same row.
+
+        Args:
+            progress: Told of planes that are written in all rows, where the copier knows; first planes first.
 
         Raises:
             ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.

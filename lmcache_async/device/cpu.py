@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs, wait_all
-from lmcache_async.device.plan import Int64s, Piece, PlaneTable, coarsen, cut, runs, segments
+from lmcache_async.device.parts import Part, PartQueue
+from lmcache_async.device.plan import (
+    Int64s,
+    Piece,
+    PlaneTable,
+    coarsen,
+    cut,
+    plane_steps,
+    runs,
+    segments,
+    whole_planes,
+)
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.threads import WorkerPool
 
@@ -19,6 +32,17 @@ if TYPE_CHECKING:
 
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.planes import Plane
+    from lmcache_async.device.progress import LoadProgress
+
+PART_BYTES = 16 << 20
+"""Of a load that is waited for plane by plane: what a thread takes at a time, one or two milliseconds."""
+
+KEPT_CORES = 1
+"""Of these one is the model's, which copies what it waits for itself, and one vLLM's engine, which spins while it
+waits: copying threads beside them on fewer cores make the forward later, not the load earlier."""
+
+ALONE_S = 0.5
+"""After so long a load is copied also without the thread that should wait for it."""
 
 MIN_THREAD_BYTES = 1 << 20
 """Below this a second thread costs more than it saves: a hop is some 50 microseconds, 1 MiB takes 100."""
@@ -27,7 +51,7 @@ LARGE_ROW_BYTES = 32 << 10
 """From here on rows copied one by one run at memmove's speed, so longer runs gain nothing."""
 
 LONG_RUN_BYTES = 128 << 10
-"""From here on a run is worth a call of its own from Python (half a microsecond)."""
+"""From here on a run is worth a call of its own from Python (half a microsecond), which gives up the lock."""
 
 UNLOCKED_ITEMS = 512
 """NumPy assigns up to 500 items by index without giving up the interpreter lock: more are as good as free."""
@@ -48,6 +72,7 @@ class CpuCopier:
     def __init__(self, layout: KVLayout, *, threads: int = 2) -> None:
         self.layout = layout
         self._threads = threads
+        self._helpers = max(0, min(threads, len(os.sched_getaffinity(0)) - KEPT_CORES))
         self._table = PlaneTable(layout.planes)
         self._groups = _group(layout)
         self._largest = max(plane.row_bytes for plane in layout.planes)
@@ -59,19 +84,30 @@ class CpuCopier:
 
     async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
         del fence
-        await self._run(check_jobs(self.layout, jobs, writes_payload=True), to_host=True)
+        checked = check_jobs(self.layout, jobs, writes_payload=True)
+        self._check_open()
+        await self._run(checked, to_host=True)
 
-    async def scatter(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def scatter(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
+    ) -> None:
         del fence
-        await self._run(check_jobs(self.layout, jobs, writes_payload=False), to_host=False)
+        checked = check_jobs(self.layout, jobs, writes_payload=False)
+        self._check_open()
+        if progress is None:
+            await self._run(checked, to_host=False)
+        else:
+            await self._scatter_in_order(checked, progress)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the copier is closed")
 
     def close(self) -> None:
         self._closed = True
         self._executor.shutdown(wait=True)
 
     async def _run(self, jobs: Sequence[CheckedJob], *, to_host: bool) -> None:
-        if self._closed:
-            raise EngineClosedError("the copier is closed")
         total = sum(job.payload.nbytes for job in jobs)
         share = max(-(-total // self._threads) + self._largest, MIN_THREAD_BYTES)
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
@@ -80,6 +116,30 @@ class CpuCopier:
             [asyncio.wrap_future(future) for future in work],
             on_cancel=lambda: [future.cancel() for future in work],
         )
+
+    async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
+        """Write all rows of the first planes, then of the next ones, together with the thread that waits."""
+        num_rows = [len(job.rows) for job in jobs]
+        parts: list[Part] = []
+        for planes in plane_steps(self._table, PART_BYTES // max(sum(num_rows), 1)):
+            step = whole_planes(self._table, num_rows, planes)
+            if sum(piece.nbytes for piece in step) < 2 * PART_BYTES:
+                works = [step]
+            else:
+                works = cut(self._table, num_rows, max_bytes=PART_BYTES, planes=planes)
+            parts += [
+                Part(planes[0], functools.partial(self._copy, jobs, work, to_host=False)) for work in works
+            ]
+        queue = PartQueue(parts, self.layout.num_planes, progress.advance)
+        del parts
+        progress.accept_help(queue.work)
+        for _ in range(self._helpers):
+            self._executor.submit(queue.work)
+        late = asyncio.get_running_loop().call_later(ALONE_S, self._executor.submit, queue.work)
+        try:
+            await wait_all([asyncio.wrap_future(queue.done)], on_cancel=queue.withdraw)
+        finally:
+            late.cancel()
 
     def _copy(self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool) -> None:
         for piece in part:
@@ -128,6 +188,9 @@ class AlignedGroup:
     def copy(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
         size = self.row_bytes
         memory = self._memory
+        if size >= LONG_RUN_BYTES:
+            _copy_rows(memory, where * size, payload, size, to_host=to_host)
+            return
         if size < LARGE_ROW_BYTES:
             units, factor, offset = coarsen(where)
             if size * factor < LARGE_ROW_BYTES:
@@ -161,8 +224,7 @@ class StridedGroup:
     def copy(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
         size = self.row_bytes
         if size >= LARGE_ROW_BYTES:
-            places = np.arange(0, len(payload), size)
-            _copy_spans(self._memory, where, payload, places, np.full_like(places, size), to_host=to_host)
+            _copy_rows(self._memory, where, payload, size, to_host=to_host)
             return
         rows = payload.view(f"V{size}")
         if not to_host:
@@ -186,6 +248,12 @@ def divide(where: Int64s, size: int) -> tuple[Int64s, int]:
     if factor == 1:
         return where, size
     return (where[:, None] * factor + np.arange(factor)).ravel(), size
+
+
+def _copy_rows(memory: Payload, starts: Int64s, payload: Payload, size: int, *, to_host: bool) -> None:
+    """Copy rows of one size, one by one."""
+    places = np.arange(0, len(payload), size)
+    _copy_spans(memory, starts, payload, places, np.full_like(places, size), to_host=to_host)
 
 
 def _copy_spans(

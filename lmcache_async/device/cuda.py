@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmcache_async.device.layout import KVLayout
+    from lmcache_async.device.progress import LoadProgress
 
 PARTS = 4
 """Parts of each ring: one on the bus, one gathering, two on their way to or from the loop's thread."""
@@ -159,7 +160,10 @@ class CudaCopier:
         checked = check_jobs(self.layout, jobs, writes_payload=True)
         await self._run(checked, fence, self._store)
 
-    async def scatter(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def scatter(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
+    ) -> None:
+        del progress  # its end is the end of all
         checked = check_jobs(self.layout, jobs, writes_payload=False)
         await self._run(checked, fence, self._load)
 

@@ -45,6 +45,7 @@ class KVLayout:
         block_size: Tokens of a block.
         granularity: Whether a row is a block or a token slot (`block * block_size + offset`).
         dtype: The element's name; several are joined by `+`.
+        layer_ends: For each named layer how many leading planes hold all of it; not for one that is another's.
         text: What a payload's bytes mean: equal for two caches exactly if one may be loaded into the
             other. Says nothing of addresses, device and number of blocks. Part of the namespace.
     """
@@ -56,6 +57,7 @@ class KVLayout:
     granularity: Granularity
     dtype: str
     text: str
+    layer_ends: Mapping[str, int]
 
     @classmethod
     def from_block_views(
@@ -142,7 +144,10 @@ class KVLayout:
         dtype = "+".join(sorted({view.dtype for view in views}))
         head = f"{granularity};{dtype};block_size={block_size};planes={summary(planes)}"
         text = f"{head};structure={digest(views, pieces, places)}"
-        return cls(tuple(planes), storages.tensors, num_blocks, block_size, granularity, dtype, text)
+        ends: dict[str, int] = {}
+        for (tensor, _), (plane, _) in places.items():
+            ends[views[tensor].name] = max(ends.get(views[tensor].name, 0), plane + 1)
+        return cls(tuple(planes), storages.tensors, num_blocks, block_size, granularity, dtype, text, ends)
 
     @property
     def device(self) -> torch.device:

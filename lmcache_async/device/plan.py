@@ -6,6 +6,7 @@ An entry is one row of one plane; the entries of a job are numbered `[plane][row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -79,17 +80,26 @@ class PlaneTable:
 
 
 def cut(
-    table: PlaneTable, num_rows: Sequence[int], *, max_bytes: int, max_entries: int | None = None
+    table: PlaneTable,
+    num_rows: Sequence[int],
+    *,
+    max_bytes: int,
+    max_entries: int | None = None,
+    planes: tuple[int, int] | None = None,
 ) -> list[list[Piece]]:
     """Cut a batch into parts of at most `max_bytes` and `max_entries`; jobs in order, none torn needlessly.
 
     An entry is never torn: one that is larger makes a part of its own.
+
+    Args:
+        planes: The first plane and the one behind the last; None for all.
     """
     parts: list[list[Piece]] = []
     room, entries = 0, 0
+    low, high = planes or (0, len(table.row_bytes))
     for job, count in enumerate(num_rows):
-        start, last = 0, count * len(table.row_bytes)
-        offset = 0
+        start, last = low * count, high * count
+        offset = table.payload_offset(count, start) if count else 0
         while start < last:
             stop = min(
                 table.entry_at(count, min(offset + room, table.payload_offset(count, last))), start + entries
@@ -106,6 +116,28 @@ def cut(
             room, entries = max(room - (end - offset), 0), entries - (stop - start)
             start, offset = stop, end
     return parts
+
+
+def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, int]) -> list[Piece]:
+    """All rows of these planes, one piece for each job that has any."""
+    low, high = planes
+    before, inside = int(table.starts[low]), int(table.starts[high] - table.starts[low])
+    return [
+        Piece(job, low * count, high * count, before * count, inside * count)
+        for job, count in enumerate(num_rows)
+        if count
+    ]
+
+
+def plane_steps(table: PlaneTable, step_bytes: int | None) -> list[tuple[int, int]]:
+    """All planes in consecutive ranges of at least `step_bytes` a row; one range for None."""
+    ends = [0]
+    if step_bytes is not None:
+        for plane in range(1, len(table.row_bytes)):
+            rest = table.starts[-1] - table.starts[plane]
+            if min(table.starts[plane] - table.starts[ends[-1]], rest) >= step_bytes:
+                ends.append(plane)
+    return list(pairwise([*ends, len(table.row_bytes)]))
 
 
 def runs(where: Int64s) -> tuple[Int64s, Int64s]:

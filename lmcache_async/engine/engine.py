@@ -13,8 +13,15 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger
+from lmcache_async.engine.lookups import Lookups
 from lmcache_async.engine.pins import Pins
-from lmcache_async.engine.results import EngineStatistics, LookupResult, merge_retrieved, merge_stored
+from lmcache_async.engine.results import (
+    EngineStatistics,
+    FirstPresent,
+    LookupResult,
+    merge_retrieved,
+    merge_stored,
+)
 from lmcache_async.engine.runners import Once, countdown, open_runners
 from lmcache_async.engine.scrub import scrub
 from lmcache_async.engine.tokens import TokenVerbs
@@ -58,6 +65,7 @@ class CacheEngine(TokenVerbs):
             max_buffers=int(parts.arena.num_slabs * config.vllm.max_pinned_fraction),
             ttl_s=config.vllm.lookup_pin_ttl_s,
         )
+        self._lookups = Lookups(parts.stack, self._pins, timeout_s=config.retrieve.timeout_s)
         self._runners = open_runners(config, parts, max_pinned=self._pins.max_buffers)
 
     @classmethod
@@ -105,25 +113,17 @@ class CacheEngine(TokenVerbs):
         configured time has passed.
         """
         self._check_open()
-        try:
-            async with asyncio.timeout(self.config.retrieve.timeout_s):
-                tiers, _ = await self._parts.stack.plan(keys)
-        except TimeoutError:
-            return LookupResult(count=0, by_tier={})
-        if lookup_id is not None:
-            await self._pin(keys, tiers, lookup_id)
-        names = [stacked.id for stacked in self._parts.stack.tiers]
-        return LookupResult(count=len(tiers), by_tier=dict(Counter(names[tier] for tier in tiers)))
+        return await self._lookups.prefix(keys, lookup_id)
 
-    async def first_present(self, keys: Sequence[ChunkKey]) -> int | None:
-        """Position of the first key that any tier has; None when there is none, or no answer in time."""
+    async def first_present(
+        self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None
+    ) -> FirstPresent | None:
+        """The first key that any tier has; None when there is none, or no answer in time.
+
+        With a `lookup_id` it is pinned, beside what that lookup has pinned, if it is in host memory.
+        """
         self._check_open()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.retrieve.timeout_s):
-                for position, key in enumerate(keys):
-                    if (await self._parts.stack.plan([key]))[0]:
-                        return position
-        return None
+        return await self._lookups.first(keys, lookup_id)
 
     def unpin(self, lookup_id: str) -> None:
         """End the pins of a lookup; unknown ids are fine."""
@@ -225,14 +225,6 @@ class CacheEngine(TokenVerbs):
         report = merge_retrieved(batches, asked, start)
         self._instrument.retrieved(request.request_id, report)
         return report
-
-    async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> None:
-        self._pins.release(lookup_id)
-        stack = self._parts.stack
-        held = [i for i, tier in enumerate(tiers) if stack.tiers[tier].tier.capabilities.in_arena]
-        held = held[: self._pins.room]
-        leases = await stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
-        self._pins.hold(lookup_id, leases)
 
     async def _track(
         self, coroutine: Coroutine[Any, Any, T], *, ended: Callable[[], None] = lambda: None

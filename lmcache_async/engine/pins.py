@@ -27,18 +27,30 @@ class Pins:
     def room(self) -> int:
         return max(0, self.max_buffers - self.count)
 
-    def hold(self, lookup_id: str, buffers: Sequence[Buffer]) -> None:
-        """Take over the leases, and give back those there is no room for; a former pin of the same id ends."""
-        self.release(lookup_id)
+    def hold(self, lookup_id: str, buffers: Sequence[Buffer]) -> int:
+        """Take over the leases, beside those of the same id, and give back those there is no room for.
+
+        All of an id end together, and the time begins anew.
+
+        Returns:
+            How many were kept; the first ones.
+        """
         room = 0 if self._closed else self.room
         kept = list(buffers[:room])
         for buffer in buffers[room:]:
             buffer.release()
         if not kept:
-            return
+            return 0
+        added = len(kept)
+        self.count += added
+        if lookup_id in self._held:
+            former, timer = self._held[lookup_id]
+            timer.cancel()
+            former.extend(kept)
+            kept = former
         timer = asyncio.get_running_loop().call_later(self._ttl_s, self.release, lookup_id)
         self._held[lookup_id] = (kept, timer)
-        self.count += len(kept)
+        return added
 
     def release(self, lookup_id: str) -> None:
         held = self._held.pop(lookup_id, None)

@@ -24,10 +24,20 @@ class LookupResult:
     Attributes:
         count: Leading chunks that are there.
         by_tier: Of these, how many each tier would serve.
+        pinned: Of these, how many are in host memory and stay there until they are unpinned.
     """
 
     count: int
     by_tier: Mapping[str, int]
+    pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPresent:
+    """Which of several keys is there, and whether it is pinned in host memory."""
+
+    position: int
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True)

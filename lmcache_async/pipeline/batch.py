@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from lmcache_async.device.copier import Fence
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.types import BlockIds, Chunk, Tokens
 
@@ -63,7 +64,13 @@ class StoreRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrieveRequest(Request):
-    """Bring the KV of the longest prefix of these chunks back to its rows."""
+    """Bring the KV of the longest prefix of these chunks back to its rows.
+
+    Attributes:
+        progress: Asked before anything is written, and told how far it has come.
+    """
+
+    progress: LoadProgress | None = None
 
 
 class Scope:

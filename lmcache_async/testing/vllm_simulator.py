@@ -7,17 +7,13 @@ tokens have used the same KV. Nothing here waits: each step runs the parts in vL
 
 from __future__ import annotations
 
-import copy
 import time
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -27,9 +23,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lmcache_async.testing.vllm_rank import Rank, Work
 from lmcache_async.testing.vllm_setup import (
-    CONTENT,
-    HEADS,
     LAYERS,
     VOCABULARY,
     Setup,
@@ -51,59 +46,10 @@ def next_token(value: int) -> int:
 
 
 @dataclass(slots=True)
-class Work:
-    """What one request computes in one step: positions start..stop in these blocks."""
-
-    start: int
-    stop: int
-    blocks: Sequence[int]
-
-
-@dataclass(slots=True)
 class Step:
     output: Any
     work: dict[str, Work]
     preempted: set[str] = field(default_factory=set)
-
-
-class Rank:
-    """One worker: its KV cache and its half of the connector."""
-
-    def __init__(self, config: Any, cache_config: Any, rank: int) -> None:
-        self.rank = rank
-        block_size = cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.block_size = block_size
-        shape = (cache_config.num_blocks, HEADS, block_size, CONTENT)
-        self.caches = {f"layer.{layer}": torch.full(shape, -1.0) for layer in range(LAYERS)}
-        self.connector: Any = None
-        if config.kv_transfer_config is not None:
-            mine = copy.copy(config)
-            mine.parallel_config = copy.copy(config.parallel_config)
-            mine.parallel_config.rank = rank
-            self.connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, cache_config)
-            self.connector.register_kv_caches(self.caches)
-
-    def write(self, blocks: Sequence[int], start: int, values: Sequence[int]) -> None:
-        for layer, cache in enumerate(self.caches.values()):
-            rows, slots, stored = self._places(blocks, start, values, layer)
-            cache[rows, :, slots] = stored
-
-    def wrong_positions(self, blocks: Sequence[int], start: int, values: Sequence[int]) -> list[int]:
-        """Where, from `start` on, the cache holds something else."""
-        wrong: set[int] = set()
-        for layer, cache in enumerate(self.caches.values()):
-            rows, slots, stored = self._places(blocks, start, values, layer)
-            differs = (cache[rows, :, slots] != stored).flatten(1).any(1)
-            wrong.update((differs.nonzero().flatten() + start).tolist())
-        return sorted(wrong)
-
-    def _places(
-        self, blocks: Sequence[int], start: int, values: Sequence[int], layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, start + len(values))
-        rows = torch.tensor(blocks)[positions // self.block_size]
-        stored = torch.tensor(values, dtype=torch.float32) * 4 + layer * 2 + self.rank % 2
-        return rows, positions % self.block_size, stored.view(-1, 1, 1)
 
 
 class SimulatedVLLM:
@@ -211,7 +157,7 @@ class SimulatedVLLM:
         return work
 
     def _run(self, step: Step) -> None:
-        outputs = [self._run_rank(rank, step) for rank in self.ranks]
+        outputs = self._run_ranks(step)
         merged = self._aggregator.aggregate(outputs) if self.connector is not None else outputs[0]
         results = self.scheduler.update_from_output(step.output, merged)
         for engine_outputs in results.values():
@@ -227,34 +173,66 @@ class SimulatedVLLM:
                     )
         self.preemptions += len(step.output.preempted_req_ids or ())
 
-    def _run_rank(self, rank: Rank, step: Step) -> ModelRunnerOutput:
-        """The order of vLLM's model runner V1."""
-        connector, output = rank.connector, step.output
-        if connector is not None:
+    def _run_ranks(self, step: Step) -> list[ModelRunnerOutput]:
+        """The order of vLLM's model runner V1. The ranks are at the same layer at the same time."""
+        output = step.output
+        connectors = [rank.connector for rank in self.ranks if rank.connector is not None]
+        for connector in connectors:
             connector.handle_preemptions(output.kv_connector_metadata)
             connector.bind_connector_metadata(output.kv_connector_metadata)
-        sampled = [self._forward(rank, request_id, work) for request_id, work in step.work.items()]
-        result = ModelRunnerOutput(
-            req_ids=list(step.work),
-            req_id_to_index={request_id: index for index, request_id in enumerate(step.work)},
-            sampled_token_ids=sampled,
-        )
-        if connector is not None:
-            result.kv_connector_output = _connector_output(connector, output)
-        return result
+            if output.has_sync_kv_loads:
+                connector.start_load_kv(None)
+        spoiled = self._forward(step)
+        ends = [_connector_output(connector, output) for connector in connectors]
+        invalid = {block for end in ends for block in end.invalid_block_ids}
+        for request_id, (number, wrong) in spoiled.items():
+            if not invalid.intersection(step.work[request_id].blocks):
+                raise AssertionError(f"rank {number}: {request_id} has read wrong KV at {wrong}")
+        sampled = [self._sample(name, work, spoilt=name in spoiled) for name, work in step.work.items()]
+        results = []
+        for rank in self.ranks:
+            result = ModelRunnerOutput(
+                req_ids=list(step.work),
+                req_id_to_index={request_id: index for index, request_id in enumerate(step.work)},
+                sampled_token_ids=sampled,
+            )
+            if ends:
+                result.kv_connector_output = ends[rank.rank]
+            results.append(result)
+        return results
 
-    def _forward(self, rank: Rank, request_id: str, work: Work) -> list[int]:
-        tokens, values = self._tokens[request_id], self._values[request_id]
-        while len(values) < min(work.stop, len(tokens)):
-            values.append(value_after(values[-1] if values else 0, tokens[len(values)]))
-        wrong = rank.wrong_positions(work.blocks, 0, values[: work.start])
-        if wrong:
-            raise AssertionError(f"rank {rank.rank}: {request_id} would read wrong KV at {wrong}")
-        rank.write(work.blocks, work.start, values[work.start : work.stop])
-        if rank.rank == 0:
+    def _forward(self, step: Step) -> dict[str, tuple[int, list[int]]]:
+        """Write and read every layer; requests that read wrong KV, which goes on into the layers after it.
+
+        Returns:
+            For each of them the rank and the positions where it was seen first.
+        """
+        spoiled: dict[str, tuple[int, list[int]]] = {}
+        for request_id, work in step.work.items():
+            tokens, values = self._tokens[request_id], self._values[request_id]
+            while len(values) < min(work.stop, len(tokens)):
+                values.append(value_after(values[-1] if values else 0, tokens[len(values)]))
             self.computed_tokens += work.stop - work.start
+        for layer in range(LAYERS) if step.work else ():
+            for rank in self.ranks:
+                if rank.connector is not None:
+                    rank.connector.wait_for_layer_load(f"layer.{layer}")
+                for request_id, work in step.work.items():
+                    values = self._values[request_id][work.start : work.stop]
+                    rank.write(layer, work, [-9] * len(values) if request_id in spoiled else values)
+            for rank in self.ranks:
+                for request_id, work in step.work.items():
+                    wrong = rank.wrong_positions(layer, work, self._values[request_id][: work.start])
+                    if wrong:
+                        spoiled.setdefault(request_id, (rank.rank, wrong))
+        return spoiled
+
+    def _sample(self, request_id: str, work: Work, *, spoilt: bool) -> list[int]:
+        tokens, values = self._tokens[request_id], self._values[request_id]
         if work.stop < len(tokens):
             return []
+        if spoilt:
+            return [VOCABULARY]  # no request's right answer
         token = next_token(values[work.stop - 1])
         if len(tokens) == work.stop:
             tokens.append(token)
@@ -263,7 +241,8 @@ class SimulatedVLLM:
 
 def _connector_output(connector: Any, output: Any) -> KVConnectorOutput:
     result = KVConnectorOutput()
-    connector.start_load_kv(None)
+    if not output.has_sync_kv_loads:
+        connector.start_load_kv(None)
     connector.wait_for_save()
     transfers = connector.get_transfer_results(output.finished_req_ids)
     result.finished_sending = transfers.finished_sending

@@ -28,7 +28,7 @@ from tests.fuzz.effort import effort, keep_at_it
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
 NAMES = ["op", "id", "keys", "tail", "lookup_id", "epoch", "memory_only", *asdict(IDENTITY)]
-NAMES += ["count", "tiers", "first", "removed", "error"]
+NAMES += ["count", "pinned", "tiers", "first", "first_pinned", "removed", "error"]
 
 leaves = (
     st.none()
@@ -47,11 +47,11 @@ good = st.sampled_from(
     [
         {"id": 1, "op": "hello"},
         {"id": 2, "op": "lookup", "lookup_id": "r#1", "keys": bytes(64), "tail": bytes(32)},
-        {"id": 3, "op": "first", "keys": bytes(32)},
+        {"id": 3, "op": "first", "lookup_id": "a", "keys": bytes(32)},
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},
         {"id": 1, **asdict(IDENTITY)},
-        {"id": 2, "count": 3, "tiers": {"cpu": 3}, "first": -1},
+        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "first": -1, "first_pinned": False},
         {"op": "goodbye"},
     ]
 )
@@ -98,10 +98,11 @@ class Engine:
 
     async def lookup_keys(self, keys, *, lookup_id=None):
         del lookup_id
-        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)))
+        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys))
 
-    async def first_present(self, keys):
-        return 0 if keys else None
+    async def first_present(self, keys, *, lookup_id=None):
+        del lookup_id
+        return SimpleNamespace(position=0, pinned=True) if keys else None
 
     def unpin(self, lookup_id):
         assert isinstance(lookup_id, str)
@@ -162,7 +163,14 @@ def check_still_serving(path: Path) -> None:
         connection.sendall(asked)
         length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
         answer = msgpack.unpackb(connection.recv(length, socket.MSG_WAITALL))
-    assert answer == {"id": 7, "count": 3, "tiers": {"cpu": 3}, "first": -1}
+    assert answer == {
+        "id": 7,
+        "count": 3,
+        "pinned": 3,
+        "tiers": {"cpu": 3},
+        "first": -1,
+        "first_pinned": False,
+    }
 
 
 def test_the_server_outlives_any_conversation(served):

@@ -13,9 +13,9 @@ from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Referen
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def engine(engines: Engines) -> Iterator[Engine]:
-    engine = engines.start(connector())
+@pytest.fixture(scope="module", params=["auto", "never"], ids=["layerwise", "before"])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = engines.start(connector(**{"vllm.layerwise_load": request.param}))
     yield engine
     engine.kill()
 

@@ -45,9 +45,9 @@ class Engine:
         del lookup_id
         self.asked += 1
         await self.gate.wait()
-        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)))
+        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys))
 
-    async def first_present(self, keys):
+    async def first_present(self, keys, *, lookup_id=None):
         return None
 
     def unpin(self, lookup_id):

@@ -90,24 +90,27 @@ def test_a_forgotten_pin_ends_after_its_time(arena, loop):
     assert (pins.count, arena.statistics().leased_slabs) == (0, 0)
 
 
-def test_a_pin_taken_again_has_the_new_leases_and_a_time_of_its_own(arena, loop):
+def test_a_pin_taken_again_has_all_leases_and_a_time_of_its_own(arena, loop):
     pins = Pins(max_buffers=8, ttl_s=30)
-    pins.hold("a", lease(arena, 3))
-    pins.hold("a", lease(arena, 2))
+    assert pins.hold("a", lease(arena, 3)) == 3
+    assert pins.hold("a", lease(arena, 2)) == 2
 
-    assert (pins.count, arena.statistics().leased_slabs) == (2, 2)
+    assert (pins.count, arena.statistics().leased_slabs) == (5, 5)
     assert [timer.cancelled for timer in loop.timers] == [True, False]
     loop.timers[1].fire()
-    assert pins.count == 0
-
-
-def test_a_pin_of_nothing_ends_the_former_one_and_needs_no_timer(arena, loop):
-    pins = Pins(max_buffers=8, ttl_s=30)
-    pins.hold("a", lease(arena, 3))
-    pins.hold("a", [])
-
     assert (pins.count, arena.statistics().leased_slabs) == (0, 0)
-    assert loop.due == []
+
+
+def test_a_pin_of_nothing_changes_nothing_and_needs_no_timer(arena, loop):
+    pins = Pins(max_buffers=8, ttl_s=30)
+    assert pins.hold("b", []) == 0
+    assert loop.timers == []
+
+    pins.hold("a", lease(arena, 3))
+    assert pins.hold("a", []) == 0
+    assert (pins.count, len(loop.timers)) == (3, 1)
+    pins.release("a")
+    assert (pins.count, arena.statistics().leased_slabs, loop.due) == (0, 0, [])
 
 
 def test_more_than_there_is_room_for_is_not_kept(arena, loop):
@@ -176,9 +179,9 @@ def test_the_bound_and_the_leases_agree_with_a_model(max_buffers, actions):
         pins = Pins(max_buffers=max_buffers, ttl_s=30)
         for action, lookup_id, number in actions:
             if action == "hold":
-                model.pop(lookup_id, None)
-                pins.hold(lookup_id, lease(arena, number))
-                model[lookup_id] = min(number, max_buffers - sum(model.values()))
+                kept = min(number, max_buffers - sum(model.values()))
+                assert pins.hold(lookup_id, lease(arena, number)) == kept
+                model[lookup_id] = model.get(lookup_id, 0) + kept
             elif action == "release":
                 model.pop(lookup_id, None)
                 pins.release(lookup_id)

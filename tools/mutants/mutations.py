@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tools.mutants.stuck import LAYERS, LEASES, WAITS
-from tools.mutants.wrong import DISK, OUTSIDE, RECORDS
+from tools.mutants.wrong import DISK, LAYERWISE, OUTSIDE, RECORDS
 
-MUTATIONS = RECORDS + OUTSIDE + DISK + LEASES + LAYERS + WAITS
+MUTATIONS = RECORDS + LAYERWISE + OUTSIDE + DISK + LEASES + LAYERS + WAITS

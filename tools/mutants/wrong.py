@@ -8,7 +8,41 @@ RECORD = "lmcache_async/memory/record.py"
 DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
+TEST_LEFT_BEHIND = (
+    "tests/unit/vllm/test_simulated.py::test_nobody_reads_what_a_layerwise_load_that_failed_left_behind",
+)
 TEST_CRASH = ("tests/tiers/test_disk_crash.py::test_a_directory_survives_kill_9_at_any_moment",)
+
+LAYERWISE = (
+    Mutation(
+        "blocks that a step is still to fill are shared",
+        "lmcache_async/integration/vllm/scheduler.py",
+        "if self.loads.may_be_empty(local_tokens):",
+        "if False:",
+        TEST_LEFT_BEHIND,
+    ),
+    Mutation(
+        "blocks of a layer-wise load that failed stay in vLLM's prefix cache",
+        "lmcache_async/integration/vllm/loads.py",
+        "self._evict({*mine,",
+        "set({*mine,",
+        TEST_LEFT_BEHIND,
+    ),
+    Mutation(
+        "a layer is not waited for",
+        "lmcache_async/integration/vllm/connector.py",
+        "self._guard(lambda: half.wait_for_layer(layer_name), False)",
+        "del half",
+        ("tests/unit/vllm/test_simulated.py::test_what_was_computed_once_is_loaded_back",),
+    ),
+    Mutation(
+        "a forward that did not wait for every layer is believed",
+        "lmcache_async/integration/vllm/layerwise.py",
+        "elif self._unasked:",
+        "elif False:",
+        ("tests/unit/vllm/test_worker.py",),
+    ),
+)
 
 RECORDS = (
     Mutation(

@@ -6,7 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.errors import ConfigError, MissingDependencyError
-from lmcache_async.integration.vllm.config import block_size_of, engine_config, namespace_of
+from lmcache_async.integration.vllm.config import (
+    block_size_of,
+    engine_config,
+    layerwise_tokens,
+    namespace_of,
+)
 from lmcache_async.integration.vllm.wire import socket_path
 
 if TYPE_CHECKING:
@@ -40,7 +45,14 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         adapter_algorithm=config.hash_algorithm,
     )
     roles = Roles(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
-    return SchedulerHalf(config, block_size=block_size, world_size=world_size, roles=roles, client=client)
+    return SchedulerHalf(
+        config,
+        block_size=block_size,
+        world_size=world_size,
+        roles=roles,
+        client=client,
+        layerwise_tokens=layerwise_tokens(config, vllm_config),
+    )
 
 
 def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:

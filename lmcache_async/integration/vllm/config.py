@@ -62,6 +62,35 @@ def block_size_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
+def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
+    """Whether loads are awaited layer by layer on every device.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    return load_config(extra=extra_config).vllm.layerwise_load == "always"
+
+
+def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
+    """The longest hit that the batch itself waits for; 0 for none.
+
+    Blocks of such a load are in vLLM's prefix cache before they are filled. Should it fail, then nobody
+    may have used them, which holds where a step's end is known before the next one is planned.
+    """
+    wanted = config.vllm.layerwise_load
+    overlapping = (
+        vllm_config.scheduler_config.async_scheduling
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    )
+    if wanted == "always" and overlapping:
+        logger.warning(
+            "vllm.layerwise_load: always has no effect with asynchronous scheduling or pipeline parallelism; "
+            "start vLLM with --no-async-scheduling"
+        )
+    on = wanted == "always" or (wanted == "auto" and vllm_config.device_config.device_type == "cpu")
+    return config.vllm.layerwise_max_tokens if on and not overlapping else 0
+
+
 def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:
     """What this rank's KV depends on besides tokens and request. Reads the model's files."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config

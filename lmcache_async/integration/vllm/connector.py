@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_async.integration.vllm.build import build_scheduler_half, build_worker_half, open_worker_half
-from lmcache_async.integration.vllm.config import unsupported_reason
+from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.hits import hit_sources
 from lmcache_async.integration.vllm.metadata import StepMetadata
 from lmcache_async.observability.logging import LimitedLogger
@@ -50,6 +50,11 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self._scheduler = build_scheduler_half(vllm_config, kv_cache_config)
         else:
             self._worker = build_worker_half(vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A captured graph of whole forwards would wait for no layer."""
+        return layerwise_always(extra_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -138,7 +143,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self._guard_step(half, half.start_loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request waits outside the batch until all of its load is done."""
+        if (half := self._worker) is not None:
+            self._guard(lambda: half.wait_for_layer(layer_name), False)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: stores read whole blocks of all layers after the forward."""
@@ -155,7 +161,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         half = self._worker
-        return set() if half is None else half.take_failed_blocks()
+        nothing: set[int] = set()
+        return nothing if half is None else self._guard(half.take_failed_blocks, nothing)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         half = self._worker

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -36,7 +37,7 @@ class Lookups(Protocol):
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
 
-    async def first_present(self, keys: Sequence[ChunkKey]) -> int | None: ...
+    async def first_present(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
 
     def unpin(self, lookup_id: str) -> None: ...
 
@@ -62,7 +63,7 @@ class LookupServer:
         self._clear = clear
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._running: set[str] = set()  # lookups that may still pin
+        self._running: Counter[str] = Counter()  # lookups that may still pin
         self._unwanted: set[str] = set()  # of these, those whose pins nobody wants any more
 
     async def start(self, *, wait_s: float = 5.0) -> None:
@@ -158,8 +159,9 @@ class LookupServer:
         match message:
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
                 return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail))
-            case {"op": "first", "keys": bytes(keys)}:
-                return {"first": await self._first(unpack_keys(keys))}
+            case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys)}:
+                with self._pinning(lookup_id):
+                    return await self._first(lookup_id, unpack_keys(keys))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
                 self._unpin(lookup_id)
                 return None
@@ -170,21 +172,30 @@ class LookupServer:
         raise ValueError(f"no message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
-        self._running.add(lookup_id)
-        try:
+        with self._pinning(lookup_id):
             result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
-            complete = result.count == len(keys)
-            first = await self._first(tail) if complete else -1
-        finally:
-            self._running.discard(lookup_id)
-            if lookup_id in self._unwanted:
-                self._unwanted.discard(lookup_id)
-                self._engine.unpin(lookup_id)
-        return {"count": result.count, "tiers": dict(result.by_tier), "first": first}
+            first = await self._first(lookup_id, tail if result.count == len(keys) else [])
+        return {"count": result.count, "pinned": result.pinned, "tiers": dict(result.by_tier), **first}
 
-    async def _first(self, keys: list[ChunkKey]) -> int:
-        found = await self._engine.first_present(keys) if keys else None
-        return -1 if found is None else found
+    async def _first(self, lookup_id: str, keys: list[ChunkKey]) -> Message:
+        found = await self._engine.first_present(keys, lookup_id=lookup_id) if keys else None
+        if found is None:
+            return {"first": -1, "first_pinned": False}
+        return {"first": found.position, "first_pinned": found.pinned}
+
+    @contextlib.contextmanager
+    def _pinning(self, lookup_id: str) -> Iterator[None]:
+        """Around what pins: who has let go in the meantime is given nothing to hold."""
+        self._running[lookup_id] += 1
+        try:
+            yield
+        finally:
+            self._running[lookup_id] -= 1
+            if not self._running[lookup_id]:
+                del self._running[lookup_id]
+                if lookup_id in self._unwanted:
+                    self._unwanted.discard(lookup_id)
+                    self._engine.unpin(lookup_id)
 
     def _unpin(self, lookup_id: str) -> None:
         if lookup_id in self._running:

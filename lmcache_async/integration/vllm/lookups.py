@@ -20,6 +20,7 @@ class Answer:
         partial_text: Its extra text.
         tiers: Chunks by the id of the tier that has them, of the first rank.
         pinned: Some rank holds leases for it until it is told otherwise.
+        resident: Every rank holds leases for all of it: it is in host memory and stays there.
     """
 
     chunks: int = 0
@@ -28,6 +29,7 @@ class Answer:
     partial_text: str = ""
     tiers: Mapping[str, int] = field(default_factory=dict)
     pinned: bool = False
+    resident: bool = False
 
 
 MISS = Answer()

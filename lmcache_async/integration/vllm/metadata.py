@@ -39,6 +39,7 @@ class Job:
         keys: For each rank the chunks' keys, 16 bytes each.
         texts: Extra text of those chunks that have one, by index in the job.
         block_ids: Block ids, int64; SKIP for a block that is not to be touched.
+        layerwise: A load that the forward of the same step waits for, layer by layer.
     """
 
     job_id: int
@@ -50,6 +51,7 @@ class Job:
     keys: tuple[bytes, ...]
     texts: tuple[tuple[int, str], ...]
     block_ids: bytes
+    layerwise: bool = False
 
     def rows(self) -> BlockIds:
         return np.frombuffer(self.block_ids, np.int64)

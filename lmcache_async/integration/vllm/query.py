@@ -42,28 +42,38 @@ async def query(
     if replies is None:
         return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
     counts = [_number(reply, "count", 0, chunks) for reply in replies]
+    held = [_number(reply, "pinned", 0, chunks) for reply in replies]
     hit = min(counts)
-    if hit == chunks:
-        candidates, firsts = ends, _firsts(replies, ends)
-    else:
+    candidates, of_ends = ends, replies
+    failed = False
+    if hit < chunks:
         candidates = chain.hole_candidates(hit)
-        firsts = await _first_of_all(links, candidates)
-    partial = _agreed(candidates, firsts)
+        asked = await _first_of_all(links, lookup.lookup_id, candidates)
+        of_ends, failed = asked or [], asked is None
+    partial = _agreed(candidates, _firsts(of_ends, candidates))
+    partial_held = [_flag(reply, "first_pinned") for reply in of_ends]
     return Answer(
         chunks=hit,
         partial_tokens=len(partial[0].tokens) if partial else 0,
         partial_keys=tuple(chunk.key for chunk in partial),
         partial_text=partial[0].extra if partial else "",
         tiers=_tiers(replies[0]),
-        pinned=any(counts),
+        pinned=any(held) or any(partial_held) or failed,
+        resident=all(count == number for count, number in zip(counts, held, strict=True))
+        and (not partial or all(partial_held)),
     )
 
 
-async def _first_of_all(links: Sequence[Link], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
+async def _first_of_all(
+    links: Sequence[Link], lookup_id: str, candidates: Sequence[Sequence[Chunk]]
+) -> list[Message] | None:
+    """Which partial chunk each rank has; nothing where there is none to ask for."""
     if not candidates[0]:
         return []
-    replies = await _ask_all(links, [{"op": "first", "keys": _pack(chunks)} for chunks in candidates])
-    return _firsts(replies, candidates) if replies is not None else []
+    return await _ask_all(
+        links,
+        [{"op": "first", "lookup_id": lookup_id, "keys": _pack(chunks)} for chunks in candidates],
+    )
 
 
 def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:
@@ -83,6 +93,8 @@ async def _ask_all(links: Sequence[Link], messages: Sequence[Message]) -> list[M
 
 
 def _firsts(replies: Sequence[Message], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
+    if not replies:
+        return []
     return [
         _number(reply, "first", -1, len(chunks) - 1)
         for reply, chunks in zip(replies, candidates, strict=True)
@@ -93,6 +105,13 @@ def _number(reply: Message, name: str, least: int, most: int) -> int:
     value = reply.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"a rank answered {value!r:.40} as {name}; it is {least} to {most}")
+    return value
+
+
+def _flag(reply: Message, name: str) -> bool:
+    value = reply.get(name)
+    if not isinstance(value, bool):
+        raise ValueError(f"a rank answered {value!r:.40} as {name}; it is true or false")  # noqa: TRY004
     return value
 
 

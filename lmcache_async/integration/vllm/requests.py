@@ -57,6 +57,7 @@ class RequestState:
         tail_tokens: Length of the prompt's partial end: whole blocks after its last full chunk.
         lookup: The last lookup.
         local_tokens: What vLLM had itself when it last asked for a match.
+        layerwise: The match that vLLM was told last is to be loaded by the step that uses it.
         loading: A load of it is under way.
         load_failed: A load of it failed; it is not tried again.
         next_chunk: The first full chunk that is neither known to be there nor on its way.
@@ -71,6 +72,7 @@ class RequestState:
     tail_tokens: int
     lookup: Lookup | None = None
     local_tokens: int = 0
+    layerwise: bool = False
     loading: bool = False
     load_failed: bool = False
     next_chunk: int = 0

@@ -5,26 +5,24 @@ All of it runs on the scheduler's thread.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.integration.vllm.loads import ActiveLoad, LoadSpan, load_job, lost_job
+from vllm.v1.request import RequestStatus
+
+from lmcache_async.integration.vllm.loads import Loads, LoadSpan, load_job, lost_job
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.pins import Pins
 from lmcache_async.integration.vllm.requests import RequestOptions, RequestState, chain_of, usable
 from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.lookup_client import LookupClient
     from lmcache_async.integration.vllm.lookups import Lookup
     from lmcache_async.integration.vllm.metadata import Job
-
-logger = LimitedLogger(logging.getLogger(__name__))
 
 _MISS_AGE_S = 2.0
 """After so long a request that was not a full hit asks again: another one may have stored its prefix."""
@@ -40,20 +38,25 @@ class Roles:
     stores: bool = True
 
 
-@dataclass(slots=True)
-class SchedulerCounts:
-    """Since the start: lookups that were late, loads planned, loads that failed in part or whole."""
-
-    lookup_timeouts: int = 0
-    loads: int = 0
-    failed_loads: int = 0
-
-
 class SchedulerHalf:
-    """Forwarded to by the connector in vLLM's EngineCore."""
+    """Forwarded to by the connector in vLLM's EngineCore.
+
+    Args:
+        layerwise_tokens: The longest hit that is loaded by the step that uses it.
+
+    Attributes:
+        lookup_timeouts: Requests whose lookup was late, since the start.
+    """
 
     def __init__(
-        self, config: EngineConfig, *, block_size: int, world_size: int, roles: Roles, client: LookupClient
+        self,
+        config: EngineConfig,
+        *,
+        block_size: int,
+        world_size: int,
+        roles: Roles,
+        client: LookupClient,
+        layerwise_tokens: int = 0,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -69,16 +72,22 @@ class SchedulerHalf:
         self._pins = Pins(config.vllm.max_pinned_fraction)
         self._stores = StorePlanner(self._policy, self._pins, client)
         self._requests: dict[str, RequestState] = {}
-        self._new_loads: list[Job] = []
-        self._loads: dict[str, ActiveLoad] = {}
+        self._layerwise_tokens = layerwise_tokens
         self._repeats_left = _MAX_REPEATS
-        self._blocks_of: Callable[[str], Any] = _no_blocks
-        self.counts = SchedulerCounts()
+        self._manager: Any = None
+        self.lookup_timeouts = 0
+        self.loads = Loads(
+            client,
+            chunk_size=config.chunk_size,
+            block_size=block_size,
+            blocks_of=lambda name: [block.block_id for block in self._blocks_of(name)],
+            evict=lambda blocks: self._manager.evict_blocks(blocks),
+        )
 
     def bind_cache_manager(self, manager: Any) -> None:
         """Of vLLM's KVCacheManager we use the block pool and the requests' block tables."""
         self._pins.bind(manager.block_pool)
-        self._blocks_of = manager.get_blocks
+        self._manager = manager
 
     def on_new_request(self, request: Any) -> None:
         """First sight of a request: its lookup begins before it is queued."""
@@ -92,6 +101,8 @@ class SchedulerHalf:
         """For get_num_new_matched_tokens; vLLM may ask any number of times."""
         state = self._state(request)
         state.local_tokens = local_tokens
+        if self.loads.may_be_empty(local_tokens):
+            return None, False  # until their step has ended
         if not state.may_load or request.skip_reading_prefix_cache:
             return 0, False
         lookup = self._current_lookup(state)
@@ -100,11 +111,14 @@ class SchedulerHalf:
         if lookup.answer is None:
             if self._client.now() - lookup.asked_at < self._config.vllm.lookup_timeout_s:
                 return None, False
-            self.counts.lookup_timeouts += not lookup.timed_out
+            self.lookup_timeouts += not lookup.timed_out
             lookup.timed_out = True
             return 0, False
-        external = self._hit_tokens(lookup) - local_tokens
-        return (external, True) if external > 0 else (0, False)
+        hit = self._hit_tokens(lookup)
+        external = max(0, hit - local_tokens)
+        fits = hit < request.num_tokens and external <= self._layerwise_tokens  # a token is left to compute
+        state.layerwise = lookup.answer.resident and fits
+        return external, external > 0 and not state.layerwise
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
         """For update_state_after_alloc: the request is admitted, and so many tokens are to be loaded."""
@@ -123,7 +137,13 @@ class SchedulerHalf:
             self._block_size,
         )
         job = load_job(
-            self._stores.new_job_id(), self._client.epoch, state.chain, lookup.answer, span, blocks.blocks[0]
+            self._stores.new_job_id(),
+            self._client.epoch,
+            state.chain,
+            lookup.answer,
+            span,
+            blocks.blocks[0],
+            layerwise=state.layerwise,
         )
         self._start_load(state, job)
         return True
@@ -134,7 +154,8 @@ class SchedulerHalf:
         if state.loading:
             return
         ids = [block.block_id for block in blocks.blocks[0][state.local_tokens // self._block_size :]]
-        job = lost_job(self._stores.new_job_id(), self._client.epoch, request.request_id, ids)
+        job_id, epoch = self._stores.new_job_id(), self._client.epoch
+        job = lost_job(job_id, epoch, request.request_id, ids, layerwise=state.layerwise)
         self._start_load(state, job)
 
     def plan_step(self, output: Any) -> StepMetadata:
@@ -148,19 +169,15 @@ class SchedulerHalf:
 
     def take_loads(self) -> tuple[Job, ...]:
         """Loads planned since the last step. They must reach the workers whatever else fails."""
-        loads, self._new_loads = tuple(self._new_loads), []
-        return loads
+        return self.loads.take()
 
     def update(self, output: Any) -> None:
         """For update_connector_output: what the ranks have ended."""
         if output.invalid_block_ids:
-            self._note_failures(output.invalid_block_ids)
+            self.loads.failed(output.invalid_block_ids)
         for request_id in output.finished_recving or ():
-            load = self._loads.pop(request_id, None)
-            if load is not None:
-                load.state.loading = False
-                if load.lookup is not None:
-                    self._client.release(load.lookup)
+            self.loads.ended(request_id)
+        self.loads.step_ended()
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
             self._stores.copied(output.kv_connector_worker_meta.copied)
 
@@ -169,11 +186,13 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
+        if state.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
+            self.loads.ended(request.request_id)  # it has an answer, so its step found nothing missing
         if state.lookup is not None and not state.loading:
             self._client.release(state.lookup)
         self._adopt(state)
         computed = min(request.num_computed_tokens, request.num_tokens)
-        self._stores.finish(state, computed, lambda: self._blocks_of(request.request_id).blocks[0])
+        self._stores.finish(state, computed, lambda: self._blocks_of(request.request_id))
 
     def reset(self) -> None:
         """For reset_cache. KV computed before it is not stored any more."""
@@ -250,17 +269,14 @@ class SchedulerHalf:
 
     def _start_load(self, state: RequestState, job: Job) -> None:
         self._adopt(state)
-        self._new_loads.append(job)
-        self._loads[job.request_id] = ActiveLoad(state, state.lookup, job)
-        state.loading = True
-        self.counts.loads += 1
+        self.loads.start(state, job)
 
     def _plan_stores(self, state: RequestState, num_tokens: int) -> None:
         request = state.request
         # Tokens beyond the known ones are guesses of a draft model or not sampled yet.
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
         self._adopt(state)
-        self._stores.plan(state, computed, lambda: self._blocks_of(request.request_id).blocks[0])
+        self._stores.plan(state, computed, lambda: self._blocks_of(request.request_id))
 
     def _adopt(self, state: RequestState) -> None:
         """What the lookup found need not be stored."""
@@ -276,24 +292,8 @@ class SchedulerHalf:
         if ends_there and answer.partial_tokens >= state.tail_tokens:
             state.tail_pending = False
 
-    def _note_failures(self, bad_blocks: set[int]) -> None:
-        for load in self._loads.values():
-            bad_token = load.first_bad_token(bad_blocks, self._block_size)
-            if bad_token is None:
-                continue
-            state = load.state
-            self.counts.failed_loads += not state.load_failed
-            state.load_failed = True
-            # vLLM computes it again from here on, and then it is stored again.
-            state.next_chunk = min(state.next_chunk, bad_token // self._policy.chunk_size)
-            state.tail_pending = state.tail_tokens > 0
-            logger.report(
-                "load",
-                "a load of request %s failed; its tokens from %d on are computed",
-                state.chain.request_id,
-                bad_token,
-            )
-
-
-def _no_blocks(request_id: str) -> Any:
-    raise RuntimeError(f"the cache manager with the blocks of {request_id} was never bound")
+    def _blocks_of(self, request_id: str) -> Sequence[Any]:
+        if self._manager is None:
+            raise RuntimeError(f"the cache manager with the blocks of {request_id} was never bound")
+        blocks: Sequence[Any] = self._manager.get_blocks(request_id).blocks[0]
+        return blocks

@@ -12,11 +12,12 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from typing import Any
 
     from lmcache_async.device.copier import Copier, Fence
+    from lmcache_async.device.progress import LoadProgress
     from lmcache_async.integration.vllm.metadata import Job
     from lmcache_async.types import RetrieveReport, StoreReport
 
@@ -58,16 +59,24 @@ class Transfers:
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._copied: dict[int, int] = {}
+        self._awaited: set[int] = set()  # layer-wise loads whose end is not known
 
-    def load(self, jobs: Sequence[Job]) -> None:
-        """Start to load, behind what the model's thread has asked of the device."""
+    def load(self, jobs: Sequence[Job], progress: Mapping[int, LoadProgress] | None = None) -> None:
+        """Start to load, behind what the model's thread has asked of the device.
+
+        Args:
+            progress: By job, for those that somebody waits for.
+        """
         if not jobs:
             return
+        self._expect(jobs)
         try:
-            self._loop.submit(self._load_all(jobs, self._engine.copier.fence()))
+            self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), progress or {}))
         except Exception as error:  # a border: these loads are lost, vLLM computes instead
             logger.log(logging.ERROR, repr(error), "loads could not be started: %r", error, exc_info=True)
             self.lose_loads(jobs)
+            for waited in (progress or {}).values():
+                waited.end()
 
     def store(self, jobs: Sequence[Job]) -> None:
         """Start to store what the forward passes so far have computed."""
@@ -80,9 +89,16 @@ class Transfers:
             self.drop_stores(jobs)
 
     def lose_loads(self, jobs: Iterable[Job]) -> None:
-        """Report the loads as ended with every block failed."""
+        """Report loads that were not started as ended with every block failed."""
         for job in jobs:
+            self._expect([job])
             self._load_ended(job, job.touched_blocks())
+
+    def give_up(self, job: Job) -> None:
+        """Report a layer-wise load that was started as failed in every block, whatever becomes of it."""
+        self._load_ended(job, ())
+        with self._lock:
+            self._failed_blocks.update(job.touched_blocks())
 
     def drop_stores(self, jobs: Iterable[Job]) -> None:
         """Report the stores' blocks as not needed any more."""
@@ -112,17 +128,19 @@ class Transfers:
         self._epoch = max(self._epoch, epoch)
         return await self._engine.clear(memory_only=memory_only)
 
-    async def _load_all(self, jobs: Sequence[Job], fence: Fence | None) -> None:
+    async def _load_all(
+        self, jobs: Sequence[Job], fence: Fence | None, progress: Mapping[int, LoadProgress]
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
-                group.create_task(self._load(job, fence))
+                group.create_task(self._load(job, fence, progress.get(job.job_id)))
 
     async def _store_all(self, jobs: Sequence[Job], fence: Fence | None) -> None:
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(self._store(job, fence))
 
-    async def _load(self, job: Job, fence: Fence | None) -> None:
+    async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         failed = job.touched_blocks()  # until the engine says otherwise
         try:
             if not job.keys:
@@ -135,6 +153,7 @@ class Transfers:
                     rows=tuple(rows for _, rows in parts),
                     request_namespace=job.request_namespace,
                     fence=fence,
+                    progress=progress,
                 )
             )
             missing = parts[report.hit_chunks :]
@@ -145,6 +164,8 @@ class Transfers:
             )
         finally:
             self._load_ended(job, failed)
+            if progress is not None:
+                progress.end()
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
         copied = _Once(lambda: self._copy_ended(job))
@@ -171,8 +192,17 @@ class Transfers:
 
     def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
         with self._lock:
+            if not job.layerwise:
+                self._finished.add(job.request_id)
+            elif job.job_id in self._awaited:
+                self._awaited.discard(job.job_id)  # vLLM waits for no word of it
+            else:
+                return  # given up: its blocks may be another request's by now
             self._failed_blocks.update(failed_blocks)
-            self._finished.add(job.request_id)
+
+    def _expect(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            self._awaited.update(job.job_id for job in jobs if job.layerwise)
 
     def _copy_ended(self, job: Job) -> None:
         with self._lock:

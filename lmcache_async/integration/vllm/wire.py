@@ -26,7 +26,7 @@ from lmcache_async.types import KEY_BYTES
 if TYPE_CHECKING:
     import asyncio
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys; more is no message of ours
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list

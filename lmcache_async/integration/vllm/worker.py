@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import hash_key_id
+from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.transfers import Transfers
@@ -65,6 +66,7 @@ class WorkerHalf:
         self._serving: concurrent.futures.Future[None] | None = None
         self._stop = asyncio.Event()
         self._transfers: Transfers | None = None
+        self._layerwise: LayerwiseLoads | None = None
         self._loads_early = False
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
@@ -83,6 +85,7 @@ class WorkerHalf:
         self._serving = self._loop.submit(self._serve(layout, namespace, opened))
         try:
             self._transfers = opened.result()
+            self._layerwise = LayerwiseLoads(self._transfers, layout.layer_ends, layout.num_planes)
         except BaseException:
             self._loop.close()
             raise
@@ -95,7 +98,13 @@ class WorkerHalf:
     def start_loads(self) -> bool:
         """For start_load_kv."""
         loads, self._loads = self._loads, ()
-        self._running.load(loads)
+        progress = self._waits.start([job for job in loads if job.layerwise])
+        self._running.load(loads, progress)
+        return True
+
+    def wait_for_layer(self, layer_name: str) -> bool:
+        """For wait_for_layer_load: its part of this step's layer-wise loads must be there."""
+        self._waits.wait(layer_name)
         return True
 
     def start_stores(self) -> bool:
@@ -114,6 +123,7 @@ class WorkerHalf:
         return self._running.take_finished()
 
     def take_failed_blocks(self) -> set[int]:
+        self._waits.settle()  # the forward is over
         return self._running.take_failed_blocks()
 
     def take_report(self) -> WorkerReport | None:
@@ -138,6 +148,12 @@ class WorkerHalf:
         if self._transfers is None:
             raise RuntimeError("the KV cache was never registered")
         return self._transfers
+
+    @property
+    def _waits(self) -> LayerwiseLoads:
+        if self._layerwise is None:
+            raise RuntimeError("the KV cache was never registered")
+        return self._layerwise
 
     async def _serve(
         self, layout: KVLayout, namespace: Namespace, opened: concurrent.futures.Future[Transfers]

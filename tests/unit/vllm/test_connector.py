@@ -20,8 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import connector as module
+from lmcache_async.integration.vllm.config import layerwise_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.hits import hit_sources
 from lmcache_async.integration.vllm.metadata import StepMetadata
@@ -122,6 +124,41 @@ def test_a_step_of_the_worker_that_breaks_is_abandoned_so_that_its_jobs_are_repo
     broken.wait_for_save()
 
     assert abandoned == [1, 1, 1]
+
+
+def test_a_wait_that_breaks_does_not_reach_vllm(broken: LMCacheAsyncConnector):
+    broken._worker = Broken()  # type: ignore[assignment]
+
+    broken.wait_for_layer_load("layer.0")
+    assert broken.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.parametrize(("wanted", "piecewise"), [("auto", False), ("never", False), ("always", True)])
+def test_graphs_of_whole_forwards_are_refused_where_each_layer_is_awaited(wanted: str, piecewise: bool):
+    options = {"vllm.layerwise_load": wanted}
+    assert LMCacheAsyncConnector.requires_piecewise_for_cudagraph(options) is piecewise
+
+
+@pytest.mark.parametrize(
+    ("wanted", "overlapped", "device", "tokens"),
+    [
+        ("auto", False, "cpu", 100),
+        ("auto", False, "cuda", 0),
+        ("always", False, "cuda", 100),
+        ("always", True, "cuda", 0),
+        ("auto", True, "cpu", 0),
+        ("never", False, "cpu", 0),
+    ],
+)
+def test_layers_are_awaited_only_where_a_steps_end_is_known_before_the_next_one(
+    setup: Setup, wanted: str, overlapped: bool, device: str, tokens: int
+):
+    config = vllm_config(setup)
+    config.scheduler_config.async_scheduling = overlapped
+    config.device_config.device_type = device
+    ours = load_config(env={}, extra={"vllm.layerwise_load": wanted, "vllm.layerwise_max_tokens": 100})
+
+    assert layerwise_tokens(ours, config) == tokens
 
 
 def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.results import LookupResult
+from lmcache_async.engine.results import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import link
 from lmcache_async.integration.vllm.chains import RequestChain
@@ -39,6 +39,8 @@ class KeySet:
     pins: Counter[str] = field(default_factory=Counter)
     gate: threading.Event | SimpleNamespace | None = None
     broken: bool = False
+    in_memory: bool = True
+    partial_in_memory: bool = True
     cleared: list[tuple[int, bool]] = field(default_factory=list)
 
     async def lookup_keys(self, keys, *, lookup_id=None):
@@ -48,10 +50,11 @@ class KeySet:
             raise OSError("the disk is gone")
         count = next((at for at, key in enumerate(keys) if key not in self.keys), len(keys))
         self.pins[lookup_id] += 1
-        return LookupResult(count=count, by_tier={"cpu": count})
+        return LookupResult(count=count, by_tier={"cpu": count}, pinned=count if self.in_memory else 0)
 
-    async def first_present(self, keys):
-        return next((at for at, key in enumerate(keys) if key in self.keys), None)
+    async def first_present(self, keys, *, lookup_id=None):
+        position = next((at for at, key in enumerate(keys) if key in self.keys), None)
+        return None if position is None else FirstPresent(position, pinned=self.partial_in_memory)
 
     def unpin(self, lookup_id):
         self.pins[lookup_id] -= 1
@@ -129,6 +132,32 @@ def test_a_hit_is_what_every_rank_has(ranks: Ranks):
 
     assert (answer.chunks, answer.partial_tokens) == (2, 0)
     assert answer.pinned
+
+
+def test_what_every_rank_holds_in_memory_is_resident(ranks: Ranks):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    assert ranks.ask(PROMPT).resident
+
+    ranks.engines[1].in_memory = False
+    answer = ranks.ask(PROMPT)
+    assert (answer.chunks, answer.resident, answer.pinned) == (3, False, True)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Ranks, until, in_memory: bool):
+    ranks.serve_all()
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT[:12])
+        ranks.engines[rank].partial_in_memory = in_memory
+
+    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+    until(lambda: lookup.answer is not None)
+    assert (lookup.answer.partial_tokens, lookup.answer.resident) == (4, in_memory)
+
+    ranks.client.release(lookup)
+    until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
 def test_a_full_hit_takes_the_partial_chunk_at_the_end_too(ranks: Ranks):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.chains import RequestChain
@@ -71,18 +71,27 @@ class Client:
 class Bench:
     """A scheduler half, and the little of vLLM's scheduler that calls it."""
 
-    def __init__(self, *, num_blocks: int = 1001, roles: Roles | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 1001, roles: Roles | None = None, layerwise_tokens: int = 0, **options: Any
+    ) -> None:
         self.client = Client()
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
         config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
         self.half = SchedulerHalf(
-            config, block_size=BLOCK, world_size=RANKS, roles=roles or Roles(), client=self.client
+            config,
+            block_size=BLOCK,
+            world_size=RANKS,
+            roles=roles or Roles(),
+            client=self.client,
+            layerwise_tokens=layerwise_tokens,
         )
+        self.evicted: set[int] = set()
         self.blocks: dict[str, list[Any]] = {}
         self.half.bind_cache_manager(
             SimpleNamespace(
                 block_pool=self.pool,
-                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks[name],)),
+                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),)),
+                evict_blocks=self.evicted.update,
             )
         )
         self.names = itertools.count()
@@ -153,10 +162,9 @@ def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
     return [(job.start, job.start + len(job.tokens) // 4) for job in jobs]
 
 
-def hit(chunks: int, partial: int = 0) -> Answer:
-    return Answer(
-        chunks, partial, (b"p" * 16, b"q" * 16) if partial else (), "", {"cpu": chunks}, pinned=True
-    )
+def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
+    keys = (b"p" * 16, b"q" * 16) if partial else ()
+    return Answer(chunks, partial, keys, "", {"cpu": chunks}, pinned=True, resident=resident)
 
 
 # Lookups
@@ -183,7 +191,7 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     bench.client.time = 0.2
 
     assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
-    assert bench.half.counts.lookup_timeouts == 1
+    assert bench.half.lookup_timeouts == 1
 
 
 def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():
@@ -375,7 +383,7 @@ def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again
     request.num_computed_tokens = 10
     stores = bench.step((request, 27)).stores
 
-    assert bench.half.counts.failed_loads == 1
+    assert bench.half.loads.counts.failed_loads == 1
     assert spans(stores) == [(8, 32), (32, 36)]
 
 
@@ -410,6 +418,120 @@ def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
     (job,) = bench.half.take_loads()
     assert job.keys == ()
     assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
+
+
+# Layer-wise loads
+
+
+def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int = 0) -> tuple[Request, Job]:
+    """A request whose hit is loaded by the step that it joins."""
+    request = bench.request(num_tokens)
+    bench.answer(request, hit(chunks, resident=True))
+    external, is_async = bench.half.match(request, local)
+    assert (external, is_async) == (chunks * CHUNK - local, False)
+    bench.allocate(request, external, num_tokens)
+    request.num_computed_tokens = local + external
+    (job,) = bench.step((request, num_tokens - local - external)).loads
+    return request, job
+
+
+def test_what_is_in_host_memory_is_loaded_by_the_step_that_uses_it():
+    bench = Bench(layerwise_tokens=24)
+    request, job = layerwise(bench)
+
+    assert job.layerwise
+    assert bench.half._requests[request.request_id].loading
+    bench.report()
+    assert not bench.half._requests[request.request_id].loading
+    assert [lookup.num_tokens for lookup in bench.client.released] == [37]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_tokens", "resident"),
+    [(4, 37, True), (3, 24, True), (3, 37, False)],
+    ids=["too long", "nothing left to compute", "not in memory"],
+)
+def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens: int, resident: bool):
+    bench = Bench(layerwise_tokens=24)
+    request = bench.request(num_tokens)
+    bench.answer(request, hit(chunks, resident=resident))
+
+    assert bench.half.match(request, 0) == (chunks * CHUNK, True)
+    bench.allocate(request, chunks * CHUNK, num_tokens)
+    assert [job.layerwise for job in bench.idle().loads] == [False]
+
+
+def test_nobody_shares_blocks_that_a_step_is_still_to_fill():
+    bench = Bench(layerwise_tokens=100)
+    other = bench.request(40, params={"skip_load": True})
+    layerwise(bench, local=8)
+
+    assert bench.half.match(other, 8) == (0, False)  # these were there before
+    assert bench.half.match(other, 10) == (None, False)
+    bench.report()
+    assert bench.half.match(other, 10) == (0, False)
+
+
+def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
+    bench = Bench(layerwise_tokens=100)
+    request, job = layerwise(bench)
+    ids = [block.block_id for block in bench.blocks[request.request_id]]
+
+    bench.report(bad=set(job.touched_blocks()[5:7]))
+
+    assert bench.evicted == set(ids[5:])
+    state = bench.half._requests[request.request_id]
+    assert (state.loading, state.load_failed, state.next_chunk) == (False, True, 1)
+    assert bench.half.loads.counts.failed_loads == 1
+
+
+def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either():
+    bench = Bench(layerwise_tokens=100)
+    request, job = layerwise(bench)
+    request.status = RequestStatus.FINISHED_ABORTED
+    bench.finish(request)
+    assert bench.idle().stores == ()
+
+    bench.report(bad=set(job.touched_blocks()))
+
+    assert bench.evicted == set(job.touched_blocks())
+    assert not bench.half.loads
+
+
+def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
+    bench = Bench(layerwise_tokens=100)
+    request, _ = layerwise(bench)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    bench.finish(request)
+
+    assert spans(bench.idle().stores) == [(24, 32), (32, 36)]
+    assert len(bench.client.released) == 1
+
+
+def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
+    bench = Bench(layerwise_tokens=100)
+    request = bench.request(37)
+    bench.answer(request, hit(3, resident=True))
+    bench.allocate(request, bench.half.match(request, 0)[0], 37)
+    request.num_computed_tokens = 24
+    step = bench.step((request, 13))
+
+    assert (len(step.loads), step.stores) == (1, ())
+    bench.report()
+    assert spans(bench.step((request, 1)).stores) == [(24, 32), (32, 36)]
+
+
+def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
+    bench = Bench(layerwise_tokens=100)
+    request = bench.request(30)
+    bench.answer(request, hit(2, resident=True))
+    bench.half.match(request, 4)
+    blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
+
+    bench.half.lose_load(request, blocks)
+
+    (job,) = bench.half.take_loads()
+    assert (job.keys, job.layerwise) == ((), True)
 
 
 # Stores

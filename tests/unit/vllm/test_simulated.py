@@ -86,14 +86,17 @@ def expected(tokens: list[int], max_tokens: int) -> list[int]:
 
 def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
     half = scheduler_half(sim)
-    assert (half.has_work, half._requests, half._loads) == (False, {}, {})
+    assert (half.has_work, half._requests, bool(half.loads)) == (False, {}, False)
     assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1
 
 
+@pytest.mark.parametrize("layerwise", ["auto", "never"])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_was_computed_once_is_loaded_back(simulators: Simulators, overlapped: bool, num_ranks: int):
-    sim = simulators(overlapped=overlapped, ranks=num_ranks)
+def test_what_was_computed_once_is_loaded_back(
+    simulators: Simulators, overlapped: bool, num_ranks: int, layerwise: str
+):
+    sim = simulators({"vllm.layerwise_load": layerwise}, overlapped=overlapped, ranks=num_ranks)
     tokens = prompt(500)
     sim.add("cold", tokens)
     simulators.settle(sim)
@@ -225,12 +228,12 @@ def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: 
 
 
 def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing_behind(simulators: Simulators):
-    sim = simulators()
+    sim = simulators({"vllm.layerwise_load": "never"})
     tokens = prompt(300)
     sim.add("cold", tokens)
     simulators.settle(sim)
     sim.add("warm", tokens)
-    while not scheduler_half(sim)._loads:
+    while not scheduler_half(sim).loads:
         sim.step()
     sim.abort("warm")
     sim.run()
@@ -257,12 +260,13 @@ def test_a_request_aborted_in_the_middle_of_its_prefill_leaves_what_was_computed
     assert_nothing_is_held(sim)
 
 
+@pytest.mark.parametrize("layerwise", ["auto", "never"])
 @pytest.mark.parametrize("hit_chunks", [0, 1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
-    simulators: Simulators, hit_chunks: int, num_ranks: int
+    simulators: Simulators, hit_chunks: int, num_ranks: int, layerwise: str
 ):
-    sim = simulators(ranks=num_ranks)
+    sim = simulators({"vllm.layerwise_load": layerwise}, ranks=num_ranks)
     tokens = prompt(300)
     sim.add("cold", tokens)
     simulators.settle(sim)
@@ -283,7 +287,38 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 
     assert sim.outputs["warm"] == expected(tokens, 4)
     assert "length" in sim.finish_reasons["warm"]
-    assert scheduler_half(sim).counts.failed_loads == 1
+    assert scheduler_half(sim).loads.counts.failed_loads == 1
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_nobody_reads_what_a_layerwise_load_that_failed_left_behind(simulators: Simulators, when: str):
+    sim = simulators({"chunk_size": 32}, max_num_batched_tokens=64)
+    tokens = prompt(300)
+    sharing = tokens[:280] + prompt(20, seed=1)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    engine = engine_of(sim.ranks[0])
+    retrieve = engine.retrieve_chunks
+
+    async def nothing(request: Any) -> Any:
+        engine.retrieve_chunks = retrieve  # once
+        return RetrieveReport()
+
+    engine.retrieve_chunks = nothing
+    sim.add("warm", tokens)
+    if when == "at once":
+        sim.add("sharing", sharing)
+    states = scheduler_half(sim)._requests.values()
+    simulators.until(lambda: all(state.lookup.answer is not None for state in states))
+    while not scheduler_half(sim).loads.counts.failed_loads:
+        sim.step()
+    sim.abort("warm")  # so that it does not compute what is missing
+    if when == "later":
+        sim.add("sharing", sharing)
+    sim.run()
+
+    assert sim.outputs["sharing"] == expected(sharing, 4)
     assert_nothing_is_held(sim)
 
 
@@ -295,7 +330,7 @@ def test_a_lookup_that_is_late_is_a_miss_and_never_a_delay(simulators: Simulator
         simulators.settle(sim)
 
     assert sim.outputs["warm"] == expected(tokens, 4)
-    assert scheduler_half(sim).counts.lookup_timeouts + sim.cached_tokens["warm"][1] > 0
+    assert scheduler_half(sim).lookup_timeouts + sim.cached_tokens["warm"][1] > 0
     assert_nothing_is_held(sim)
 
 
@@ -340,7 +375,7 @@ def test_a_producer_never_loads_and_a_consumer_never_stores(simulators: Simulato
     assert_nothing_is_held(sim)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed: int):
     chosen = random.Random(seed)
     sim = simulators(
@@ -348,6 +383,8 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed
             "chunk_size": chosen.choice([16, 32, 64]),
             "arena.max_bytes": chosen.choice(["256KiB", "1MiB"]),
             "vllm.lookup_timeout_s": chosen.choice([1e-4, 0.1, 20.0]),
+            "vllm.layerwise_load": chosen.choice(["auto", "never"]),
+            "vllm.layerwise_max_tokens": chosen.choice([100, 16384]),
         },
         num_blocks=chosen.choice([24, 40, 200]),
         ranks=chosen.choice([1, 2]),

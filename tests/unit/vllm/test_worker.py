@@ -7,6 +7,7 @@ import contextlib
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
+from lmcache_async.integration.vllm import layerwise
 from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata
 from lmcache_async.integration.vllm.wire import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerHalf
@@ -287,3 +289,106 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
     )
     with pytest.raises(ConfigError, match="nonsense"):
         half.open(layout, NAMESPACE)
+
+
+# Layer-wise loads
+
+
+@pytest.fixture
+def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """A worker with two layers; what should begin in time has all the time it needs."""
+    monkeypatch.setattr(layerwise, "BEGIN_S", 20.0)
+    layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
+    half = Worker(Engine(), socket_dir)
+    half.open(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE)
+    yield half
+    half.engine.gate.set()
+    half.close()
+
+
+def waited_load(job_id: int = 1) -> StepMetadata:
+    return StepMetadata(loads=(replace(job(job_id), layerwise=True),))
+
+
+def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Worker, until: Until):
+    deep.engine.gate.clear()
+    deep.begin_step(waited_load())
+    until(lambda: bool(deep.engine.retrieved))
+    progress = deep.engine.retrieved[0].progress
+    assert progress.begin()
+    passed: list[str] = []
+    model = threading.Thread(
+        target=lambda: [deep.wait_for_layer(name) and passed.append(name) for name in ("first", "second")]
+    )
+    model.start()
+
+    progress.advance(1)
+    until(lambda: passed == ["first"])
+    progress.advance(2)
+    model.join(20)
+    assert passed == ["first", "second"]
+    deep.engine.gate.set()
+    assert (deep.take_failed_blocks(), deep.take_finished()) == (set(), set())
+
+
+def test_blocks_a_layerwise_load_did_not_find_are_known_when_the_forward_ends(deep: Worker):
+    deep.engine.hit_chunks = 1
+    deep.begin_step(waited_load())
+    for name in ("first", "second"):
+        deep.wait_for_layer(name)
+
+    assert deep.take_failed_blocks() == {12, 13, 14}
+    assert deep.take_finished() == set()
+
+
+def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
+    deep: Worker, until: Until, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(layerwise, "BEGIN_S", 0.0)
+    deep.engine.gate.clear()
+    deep.begin_step(waited_load())
+    for name in ("first", "second"):
+        deep.wait_for_layer(name)
+    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
+
+    until(lambda: bool(deep.engine.retrieved))
+    assert not deep.engine.retrieved[0].progress.begin()
+    deep.engine.hit_chunks = 0
+    deep.engine.gate.set()
+    monkeypatch.setattr(layerwise, "BEGIN_S", 20.0)
+    deep.begin_step(waited_load(2))
+    for name in ("first", "second"):
+        deep.wait_for_layer(name)
+    failed = deep.take_failed_blocks()  # of the second one alone: these blocks were given back long ago
+    assert failed == {10, 11, 12, 13, 14}
+    assert deep.take_failed_blocks() == set()
+
+
+def test_a_forward_that_does_not_wait_for_every_layer_has_used_what_was_not_there(deep: Worker):
+    deep.begin_step(waited_load())
+    deep.wait_for_layer("first")
+
+    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
+
+
+def test_a_layer_of_an_unknown_name_waits_for_everything(deep: Worker):
+    deep.begin_step(waited_load())
+    deep.wait_for_layer("shares the cache of another")
+
+    assert deep.take_failed_blocks() == set()
+
+
+def test_a_layerwise_load_that_cannot_be_started_holds_nobody_up(deep: Worker, monkeypatch):
+    monkeypatch.setattr(deep.engine, "fence", lambda: 1 / 0)
+    deep.begin_step(waited_load())
+    for name in ("first", "second"):
+        deep.wait_for_layer(name)
+
+    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
+
+
+def test_a_step_that_breaks_reports_its_layerwise_loads(deep: Worker):
+    deep._loads = waited_load().loads
+    deep.abandon_step()
+
+    assert (deep.take_failed_blocks(), deep.take_finished()) == ({10, 11, 12, 13, 14}, set())

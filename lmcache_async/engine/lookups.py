@@ -1,0 +1,69 @@
+"""Which chunks are there; and on demand they stay there until they are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lmcache_async.engine.results import FirstPresent, LookupResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.engine.pins import Pins
+    from lmcache_async.tiers.stack import TierStack
+    from lmcache_async.types import ChunkKey
+
+
+class Lookups:
+    """Asks the tiers, and pins what is in host memory for who names a lookup id.
+
+    Args:
+        timeout_s: What has not been answered by then is not there.
+    """
+
+    def __init__(self, stack: TierStack, pins: Pins, *, timeout_s: float) -> None:
+        self._stack = stack
+        self._pins = pins
+        self._timeout_s = timeout_s
+
+    async def prefix(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> LookupResult:
+        """How many leading chunks are there. A former pin of the same id ends."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                tiers, _ = await self._stack.plan(keys)
+        except TimeoutError:
+            return LookupResult(count=0, by_tier={})
+        pinned = 0
+        if lookup_id is not None:
+            self._pins.release(lookup_id)
+            pinned = await self._pin(keys, tiers, lookup_id)
+        names = [stacked.id for stacked in self._stack.tiers]
+        by_tier = dict(Counter(names[tier] for tier in tiers))
+        return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned)
+
+    async def first(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> FirstPresent | None:
+        """The first key that any tier has; its pin is beside what the same lookup has pinned."""
+        found = await self._find(keys)
+        if found is None:
+            return None
+        position, tiers = found
+        pinned = await self._pin([keys[position]], tiers, lookup_id) if lookup_id is not None else 0
+        return FirstPresent(position, pinned=pinned > 0)
+
+    async def _find(self, keys: Sequence[ChunkKey]) -> tuple[int, Sequence[int]] | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                for position, key in enumerate(keys):
+                    tiers, _ = await self._stack.plan([key])
+                    if tiers:
+                        return position, tiers
+        return None
+
+    async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:
+        held = [i for i, tier in enumerate(tiers) if self._stack.tiers[tier].tier.capabilities.in_arena]
+        held = held[: self._pins.room]
+        leases = await self._stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
+        return self._pins.hold(lookup_id, leases)
