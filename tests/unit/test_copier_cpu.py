@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from lmcache_async.device import cpu
 from lmcache_async.device.copier import CopyJob, open_copier, wait_all
 from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
 
@@ -61,7 +66,7 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
         # Small enough for these caches to take every way of copying, and several threads.
         patch.setattr(cpu, "MIN_THREAD_BYTES", 1)
         patch.setattr(cpu, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
-        patch.setattr(cpu, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
+        patch.setattr(cpu, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 64, 512, 1 << 20))))
         patch.setattr(cpu, "BOUNCE_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
         patch.setattr(cpu, "MIN_ITEM_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
         asyncio.run(
@@ -76,6 +81,322 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
 
     assert all(map(torch.equal, target.storages, expected.storages))
     assert all(map(torch.equal, source.storages, before))
+
+
+LONG_S = 20  # only a hang takes so long
+
+
+class Told(LoadProgress):
+    """Keeps what it is told."""
+
+    def __init__(self, num_planes):
+        super().__init__(num_planes)
+        self.told = []
+
+    def advance(self, planes):
+        self.told.append(planes)
+        super().advance(planes)
+
+
+def plane_rows(cache, plane, rows):
+    """What the rows hold in one plane."""
+    storage = cache.storages[plane.storage]
+    return [storage[plane.start(row) : plane.start(row) + plane.row_bytes] for row in rows if row >= 0]
+
+
+def wait_and_compare(progress, cache, expected, rows, step):
+    """As a model does: wait for some planes more, and use them. The planes that were not right."""
+    wrong = []
+    planes = cache.layout.planes
+    for first in range(0, len(planes), step):
+        progress.wait(first + step, deadline=time.monotonic() + LONG_S)
+        for index, plane in enumerate(planes[first : first + step], first):
+            pairs = zip(plane_rows(cache, plane, rows), plane_rows(expected, plane, rows), strict=True)
+            if not all(torch.equal(found, right) for found, right in pairs):
+                wrong.append(index)
+    return wrong
+
+
+async def scatter_while_waiting(copier, jobs, progress, waiter):
+    """Scatter, and run `waiter` in another thread meanwhile; what it returns."""
+    assert progress.begin()
+    waiting = asyncio.ensure_future(asyncio.to_thread(waiter))
+    try:
+        await copier.scatter(jobs, None, progress)
+    finally:
+        progress.end()
+        copier.close()
+        result = await waiting
+    return result
+
+
+@given(
+    form=cache_forms(),
+    blocks=st.integers(1, 5),
+    rows=st.lists(st.integers(-1, 19), max_size=12, unique_by=lambda row: row if row >= 0 else object()),
+    edges=st.lists(st.integers(0, 12), max_size=2).map(sorted),
+    threads=st.integers(1, 3),
+    helpers=st.integers(0, 3),
+    part_bytes=st.sampled_from((1, 64, 500, 1 << 20)),
+    step=st.one_of(st.none(), st.integers(1, 3)),
+)
+def test_a_scatter_with_progress_moves_the_same_bytes_and_tells_of_no_plane_too_early(
+    form, blocks, rows, edges, threads, helpers, part_bytes, step
+):
+    source, target, expected = form.build(blocks), form.build(blocks, seed=1), form.build(blocks, seed=1)
+    rows = [row for row in rows if row < source.layout.num_rows]
+    expected.assign(rows, source, rows)
+    filled = copy_jobs(
+        source.layout, *(rows[low:high] for low, high in zip([0, *edges], [*edges, len(rows)], strict=True))
+    )
+    gatherer, copier = CpuCopier(source.layout), CpuCopier(target.layout, threads=threads)
+    copier._helpers = min(helpers, threads)
+    progress = Told(target.layout.num_planes)
+
+    def waiter():
+        return [] if step is None else wait_and_compare(progress, target, expected, rows, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "PART_BYTES", part_bytes)
+        patch.setattr(cpu, "ALONE_S", 0)
+        asyncio.run(gatherer.gather(filled))
+        wrong = asyncio.run(scatter_while_waiting(copier, filled, progress, waiter))
+    gatherer.close()
+
+    assert wrong == []
+    assert all(map(torch.equal, target.storages, expected.storages))
+    assert progress.told == sorted(progress.told)
+    assert progress.told[-1] == target.layout.num_planes
+
+
+@pytest.fixture
+def layers():
+    """A cache of four planes, with a copier that takes two or three rows plane by plane, and no thread does it."""
+    cache = CacheForm(layers=4).build(8)
+    copier = CpuCopier(cache.layout)
+    copier._helpers = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "PART_BYTES", 1 << 8)  # a row of a plane has half of that
+        patch.setattr(cpu, "ALONE_S", 3600)
+        yield cache, copier
+    copier.close()
+
+
+def count_parts(monkeypatch):
+    """Which threads copy, one entry for each part."""
+    copy, copied_by = CpuCopier._copy, []
+
+    def counted(self, jobs, part, *, to_host):
+        copied_by.append(threading.get_ident())
+        copy(self, jobs, part, to_host=to_host)
+
+    monkeypatch.setattr(CpuCopier, "_copy", counted)
+    return copied_by
+
+
+def is_filled(cache, rows):
+    return all(
+        (held == 0xA5).all() for plane in cache.layout.planes for held in plane_rows(cache, plane, rows)
+    )
+
+
+async def test_with_no_thread_to_spare_the_thread_that_waits_does_the_copying(layers, monkeypatch):
+    cache, copier = layers
+    copied_by = count_parts(monkeypatch)
+    progress = Told(4)
+
+    def waiter():
+        for planes in range(1, 5):
+            progress.wait(planes, deadline=time.monotonic() + LONG_S)
+            counts.append(len(copied_by))
+        return threading.get_ident()
+
+    counts = []
+    thread = await scatter_while_waiting(copier, copy_jobs(cache.layout, [0, 3, 5]), progress, waiter)
+
+    assert copied_by == [thread] * 4
+    assert counts == progress.told == [1, 2, 3, 4]  # no more than it needs
+    assert is_filled(cache, [0, 3, 5])
+
+
+async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, monkeypatch):
+    cache, copier = layers
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    parts = []
+    monkeypatch.setattr(CpuCopier, "_copy", lambda self, jobs, part, *, to_host: parts.append(part))
+    progress = Told(4)
+
+    await copier.scatter(copy_jobs(cache.layout, range(5)), None, progress)
+
+    entries = [list(range(piece.start, piece.stop)) for part in parts for piece in part]
+    assert entries == [[p * 5 + r for r in rows] for p in range(4) for rows in ([0, 1], [2, 3], [4])]
+    assert progress.told == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+
+
+async def test_with_nobody_to_copy_a_load_is_copied_after_a_while(layers, monkeypatch):
+    cache, copier = layers
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    progress = Told(4)
+
+    async with asyncio.timeout(LONG_S):
+        await copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress)
+
+    assert progress.told == [1, 2, 3, 4]
+    assert is_filled(cache, [0, 3])
+
+
+async def test_an_empty_load_is_written_in_all_planes(layers, monkeypatch):
+    _, copier = layers
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    progress, other = Told(4), Told(4)
+
+    await copier.scatter([], None, progress)
+    await copier.scatter(copy_jobs(copier.layout, [], []), None, other)
+
+    assert (progress.told[-1], other.told[-1]) == (4, 4)
+
+
+async def test_a_wrong_job_is_refused_before_a_plane_is_told(layers):
+    cache, copier = layers
+    before = cache.snapshot()
+    progress = Told(4)
+
+    with pytest.raises(ValueError, match="out of bounds"):
+        await copier.scatter([*copy_jobs(cache.layout, [0]), *copy_jobs(cache.layout, [8])], None, progress)
+
+    assert progress.told == []
+    assert all(map(torch.equal, cache.storages, before))
+
+
+async def test_a_load_that_nobody_has_begun_is_withdrawn_by_cancellation(layers):
+    cache, copier = layers
+    before = cache.snapshot()
+    progress = Told(4)
+    progress.begin()
+    loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
+    await asyncio.sleep(0)
+
+    loading.cancel()
+    await asyncio.wait({loading}, timeout=LONG_S)
+    withdrawn = loading.cancelled()
+    progress._help(4)  # the thread that waits comes to it only now
+
+    assert withdrawn
+    assert progress.told == []
+    assert all(map(torch.equal, cache.storages, before))
+
+
+@pytest.mark.parametrize("helpers", [0, 1])  # the one thread that copies is the one that waits, or a helper
+async def test_cancelled_a_load_withdraws_the_rest_and_waits_for_the_part_that_runs(
+    layers, monkeypatch, helpers
+):
+    cache, copier = layers
+    copier._helpers = helpers
+    started, go_on, ended = threading.Event(), threading.Event(), []
+
+    def slow_copy(self, jobs, part, *, to_host):
+        started.set()
+        go_on.wait(LONG_S)
+        ended.append(part)
+
+    monkeypatch.setattr(CpuCopier, "_copy", slow_copy)
+    progress = Told(4)
+    progress.begin()
+    loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
+    await asyncio.sleep(0)
+    help_it = started.wait if helpers else functools.partial(progress.wait, 4, deadline=time.monotonic())
+    helping = asyncio.ensure_future(asyncio.to_thread(help_it))
+    await asyncio.to_thread(started.wait, LONG_S)
+
+    for _ in range(3):
+        loading.cancel()
+        await asyncio.sleep(0)
+    assert not loading.done()
+    assert ended == []
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    progress.end()
+    await helping
+
+    assert len(ended) == 1
+    assert progress.told == []
+
+
+async def test_an_error_of_a_part_is_the_loads_and_later_planes_are_not_told(layers, monkeypatch):
+    cache, copier = layers
+    copier._helpers = 1
+    parts = []
+
+    def copy(self, jobs, part, *, to_host):
+        parts.append(part)
+        if len(parts) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr(CpuCopier, "_copy", copy)
+    progress = Told(4)
+
+    with pytest.raises(MemoryError):
+        await copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress)
+
+    assert (len(parts), progress.told) == (2, [1])
+
+
+async def test_a_closed_copier_refuses_loads_that_are_waited_for(layers):
+    cache, copier = layers
+    copier.close()
+
+    with pytest.raises(EngineClosedError):
+        await copier.scatter(copy_jobs(cache.layout, [0]), None, Told(4))
+
+
+@pytest.mark.parametrize("helpers", [0, 1])
+async def test_nothing_keeps_the_payload_of_a_load_that_has_ended(layers, helpers):
+    cache, copier = layers
+    copier._helpers = helpers
+    jobs = copy_jobs(cache.layout, [0, 3])
+    gone = weakref.ref(jobs[0].payload)
+    progress = Told(4)
+    progress.begin()
+    waiting = asyncio.ensure_future(asyncio.to_thread(progress.wait, 4, deadline=time.monotonic() + LONG_S))
+    gc.collect()
+    gc.disable()  # as in vLLM, which lets little be collected
+    try:
+        await copier.scatter(jobs, None, progress)
+
+        del jobs
+        assert gone() is None
+    finally:
+        gc.enable()
+        await waiting
+
+
+@given(
+    st.sampled_from(("LBNHC", "LHBNC", "BLNHC")),
+    st.booleans(),
+    st.sampled_from((0, 5)),
+    st.lists(st.integers(-1, 5), min_size=1, max_size=6, unique_by=lambda row: row if row >= 0 else object()),
+)
+def test_long_rows_are_copied_one_by_one_in_both_directions(order, separate, padding, rows):
+    form = CacheForm(order=order, separate=separate, padding=padding * (order != "BLNHC"))
+    source, target, expected = form.build(6), form.build(6, seed=1), form.build(6, seed=1)
+    expected.assign(rows, source, rows)
+    directions = []
+
+    def copy_rows(memory, starts, payload, size, *, to_host):
+        directions.append(to_host)
+        copied(memory, starts, payload, size, to_host=to_host)
+
+    copied = cpu._copy_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "LONG_RUN_BYTES", 64)  # a row's bytes are 64 or more
+        patch.setattr(cpu, "LARGE_ROW_BYTES", 64)
+        patch.setattr(cpu, "_copy_rows", copy_rows)
+        asyncio.run(transfer(source, target, [rows], [rows], threads=1))
+
+    assert min(plane.row_bytes for plane in source.layout.planes) >= 64
+    assert all(map(torch.equal, target.storages, expected.storages))
+    assert set(directions) == ({True, False} if max(rows) >= 0 else set())
 
 
 @given(

@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lmcache_async.device.plan import PlaneTable, coarsen, cut, runs, segments
+from lmcache_async.device.plan import (
+    UNBOUNDED,
+    PlaneTable,
+    coarsen,
+    cut,
+    plane_steps,
+    runs,
+    segments,
+    whole_planes,
+)
 from lmcache_async.device.planes import Plane
 from lmcache_async.testing.caches import cache_forms
 
@@ -48,6 +57,84 @@ def test_a_cut_holds_every_entry_once_in_order_and_within_its_bounds(planes, cou
         assert count >= 1
         assert sum(piece.nbytes for piece in part) <= max_bytes or count == 1
         assert max_entries is None or count <= max_entries
+
+
+@st.composite
+def ranges(draw, planes):
+    """The first of some planes and the one behind the last."""
+    low = draw(st.integers(0, len(planes)))
+    return low, draw(st.integers(low, len(planes)))
+
+
+@given(
+    planes,
+    st.data(),
+    st.lists(st.integers(0, 9), max_size=5),
+    st.integers(1, 300),
+    st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_a_cut_of_some_planes_holds_their_entries_once_in_order_and_within_its_bounds(
+    planes, data, counts, max_bytes, max_entries
+):
+    table = PlaneTable(planes)
+    low, high = data.draw(ranges(planes))
+
+    parts = cut(table, counts, max_bytes=max_bytes, max_entries=max_entries, planes=(low, high))
+
+    pieces = [piece for part in parts for piece in part]
+    entries = [(piece.job, entry) for piece in pieces for entry in range(piece.start, piece.stop)]
+    assert entries == [
+        (job, entry) for job, count in enumerate(counts) for entry in range(low * count, high * count)
+    ]
+    for piece in pieces:
+        count = counts[piece.job]
+        assert piece.offset == table.payload_offset(count, piece.start)
+        assert piece.offset + piece.nbytes == table.payload_offset(count, piece.stop)
+    for part in parts:
+        count = sum(piece.stop - piece.start for piece in part)
+        assert count >= 1
+        assert sum(piece.nbytes for piece in part) <= max_bytes or count == 1
+        assert max_entries is None or count <= max_entries
+
+
+@given(planes, st.data(), st.lists(st.integers(0, 9), max_size=5))
+def test_whole_planes_are_a_cut_without_bounds(planes, data, counts):
+    table = PlaneTable(planes)
+    some = data.draw(ranges(planes).filter(lambda some: some[0] < some[1]))
+
+    parts = cut(table, counts, max_bytes=UNBOUNDED, planes=some)
+
+    assert ([whole_planes(table, counts, some)] if any(counts) else []) == parts
+
+
+@given(planes, st.one_of(st.none(), st.integers(0, 40)))
+@example([Plane(0, 0, size, 64) for size in (10, 10, 1)], 5)
+def test_steps_are_all_planes_in_order_none_smaller_than_asked_and_as_many_as_that_allows(planes, step_bytes):
+    steps = plane_steps(PlaneTable(planes), step_bytes)
+
+    assert [plane for low, high in steps for plane in range(low, high)] == list(range(len(planes)))
+    assert all(low < high for low, high in steps)
+    if step_bytes is None:
+        assert len(steps) == 1
+        return
+    sizes = [sum(plane.row_bytes for plane in planes[low:high]) for low, high in steps]
+    assert len(steps) == 1 or min(sizes) >= step_bytes
+    for low, high in steps[:-1]:
+        assert high - low == 1 or sum(plane.row_bytes for plane in planes[low : high - 1]) < step_bytes
+
+
+@given(planes, st.lists(st.integers(0, 9), max_size=5), st.integers(0, 40))
+def test_the_steps_whole_planes_hold_every_entry_once(planes, counts, step_bytes):
+    table = PlaneTable(planes)
+
+    pieces = [piece for step in plane_steps(table, step_bytes) for piece in whole_planes(table, counts, step)]
+
+    for job, count in enumerate(counts):
+        mine = [piece for piece in pieces if piece.job == job]
+        assert [entry for piece in mine for entry in range(piece.start, piece.stop)] == list(
+            range(count * len(planes))
+        )
+        assert sum(piece.nbytes for piece in mine) == table.starts[-1] * count
 
 
 @given(planes, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))

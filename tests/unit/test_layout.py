@@ -110,6 +110,66 @@ def test_layers_that_share_their_tensor_are_kept_once():
     assert CacheForm(shared_layers=2).build(4).layout.num_planes == 2
 
 
+@pytest.mark.parametrize(
+    ("order", "ends"),
+    [
+        ("LBNHC", [1, 2, 3]),
+        ("LBHNC", [1, 2, 3]),
+        ("LHBNC", [2, 4, 6]),
+        ("BLHNC", [1, 1, 1]),
+        ("BLNHC", [1, 1, 1]),
+        ("BHLNC", [1, 1, 1]),
+    ],
+)
+def test_a_layer_ends_with_its_last_plane(order, ends):
+    assert vllm_cache(order).layout.layer_ends == dict(
+        zip(["layer.0", "layer.1", "layer.2"], ends, strict=True)
+    )
+
+
+@given(cache_forms(), st.integers(1, 4))
+def test_every_layer_of_its_own_is_whole_by_its_end_and_not_before(form, num_blocks):
+    cache = form.build(num_blocks)
+    layout = cache.layout
+
+    assert list(layout.layer_ends) == [f"layer.{index}" for index in range(form.layers)]
+    for index, end in enumerate(layout.layer_ends.values()):
+        for storage in cache.storages:
+            storage.zero_()
+        cache.tensors[index].view(torch.uint8 if form.dtype.itemsize == 1 else form.dtype).fill_(1)
+        touched = [
+            number
+            for number, plane in enumerate(layout.planes)
+            for row in range(layout.num_rows)
+            if cache.storages[plane.storage][plane.start(row) : plane.start(row) + plane.row_bytes].any()
+        ]
+        assert end == max(touched) + 1
+
+
+@given(cache_forms())
+def test_layers_in_tensors_of_their_own_end_one_after_the_other(form):
+    ends = list(replace(form, separate=True).build(2).layout.layer_ends.values())
+
+    assert ends == sorted(set(ends))
+    assert ends[-1] == replace(form, separate=True).build(2).layout.num_planes
+
+
+def test_a_layer_that_shares_the_tensor_of_another_has_no_end():
+    first, second = torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8)
+
+    layout = KVLayout.from_block_views({"a": first, "b": second, "c": first}, num_blocks=6, block_size=4)
+
+    assert layout.layer_ends == {"a": 1, "b": 2}
+
+
+def test_the_ends_follow_the_memory_not_the_names():
+    memory = torch.zeros(2, 6, 2, 4, 8)
+
+    layout = KVLayout.from_block_views({"b": memory[1], "a": memory[0]}, num_blocks=6, block_size=4)
+
+    assert layout.layer_ends == {"a": 1, "b": 2}
+
+
 def test_mla_of_three_dimensions_is_the_view_with_one_head():
     tensor = torch.zeros(10, 64, 576, dtype=torch.bfloat16)
 

@@ -1,0 +1,135 @@
+"""Lookups by key: what is there, and what stays there for who names a lookup."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lmcache_async.engine.results import FirstPresent
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.testing.rig import Rig
+from tests.made import Made
+
+TOKENS = list(range(100, 140))  # 5 chunks
+OTHERS = [token + 1000 for token in TOKENS]
+
+
+async def store(rig, engine, tokens=TOKENS):
+    slots = range(len(tokens))
+    rig.write(slots, rig.content(tokens))
+    report = await engine.store(tokens, slots)
+    assert await engine.flush(timeout_s=5)
+    return report.stored
+
+
+def keys_of(engine, tokens=TOKENS):
+    return [chunk.key for chunk in engine._chunks(np.array(tokens, np.int32), RequestNamespace())]
+
+
+def tiers_of(engine):
+    return [stacked.tier for stacked in engine._parts.stack.tiers]
+
+
+async def test_a_lookup_says_how_many_chunks_it_has_pinned():
+    rig = Rig(slabs=32)
+    async with rig.open() as engine:
+        await store(rig, engine)
+        keys = keys_of(engine)
+
+        assert (await engine.lookup_keys(keys)).pinned == 0
+        assert engine.statistics().pinned_chunks == 0
+        result = await engine.lookup_keys(keys, lookup_id="a")
+        assert (result.count, result.pinned, dict(result.by_tier)) == (5, 5, {"cpu": 5})
+        assert engine.statistics().pinned_chunks == 5
+        engine.unpin("a")
+        assert engine.statistics().pinned_chunks == 0
+
+
+async def test_no_more_is_pinned_than_there_is_room_for():
+    rig = Rig(slabs=16)
+    async with rig.open(**{"vllm.max_pinned_fraction": 0.25}) as engine:
+        await store(rig, engine)
+        keys = keys_of(engine)
+
+        first = await engine.lookup_keys(keys[:3], lookup_id="a")
+        second = await engine.lookup_keys(keys, lookup_id="b")
+
+        assert (first.count, first.pinned, second.count, second.pinned) == (3, 3, 5, 1)
+        assert await engine.first_present(keys, lookup_id="c") == FirstPresent(0, pinned=False)
+        engine.unpin("a")
+        assert await engine.first_present(keys, lookup_id="c") == FirstPresent(0, pinned=True)
+
+
+async def test_a_second_lookup_of_the_same_id_ends_the_former_pin():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine)
+        keys = keys_of(engine)
+        await engine.lookup_keys(keys, lookup_id="a")
+
+        result = await engine.lookup_keys(keys[:2], lookup_id="a")
+
+        assert (result.pinned, engine.statistics().pinned_chunks) == (2, 2)
+
+
+async def test_a_lookup_that_finds_nothing_ends_the_former_pin_too():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine)
+        await engine.lookup_keys(keys_of(engine), lookup_id="a")
+
+        result = await engine.lookup_keys(keys_of(engine, OTHERS), lookup_id="a")
+
+        assert (result.count, result.pinned, engine.statistics().pinned_chunks) == (0, 0, 0)
+
+
+async def test_what_is_only_in_a_slower_tier_is_there_but_not_pinned():
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await store(rig, engine)
+        keys = keys_of(engine)
+        for key in keys[1::2]:
+            await tiers_of(engine)[0].remove(key)
+
+        result = await engine.lookup_keys(keys, lookup_id="a")
+
+        assert (result.count, result.pinned, dict(result.by_tier)) == (5, 3, {"cpu": 3, "dict": 2})
+        assert engine.statistics().pinned_chunks == 3
+        assert await engine.first_present(keys[1:], lookup_id="b") == FirstPresent(0, pinned=False)
+        assert engine.statistics().pinned_chunks == 3
+
+
+async def test_first_present_is_the_first_that_any_tier_has():
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await store(rig, engine)
+        keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
+        await tiers_of(engine)[0].remove(keys[0])
+
+        assert await engine.first_present([*strangers, *keys]) == FirstPresent(5, pinned=False)
+        assert await engine.first_present([strangers[0], *keys[1:]]) == FirstPresent(1, pinned=False)
+        assert await engine.first_present([strangers[0], *keys[1:]], lookup_id="a") == FirstPresent(
+            1, pinned=True
+        )
+        assert await engine.first_present(strangers, lookup_id="a") is None
+        assert await engine.first_present([], lookup_id="a") is None
+        assert engine.statistics().pinned_chunks == 1
+
+
+async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
+    rig = Rig(slabs=6)
+    async with rig.open(**{"vllm.max_pinned_fraction": 1.0}) as engine:
+        assert await store(rig, engine) == 5
+        tail = list(range(8))
+        assert await store(rig, engine, tail) == 1
+        keys = keys_of(engine)
+        await engine.lookup_keys(keys, lookup_id="a")
+
+        assert await engine.first_present(keys_of(engine, tail), lookup_id="a") == FirstPresent(
+            0, pinned=True
+        )
+        assert engine.statistics().pinned_chunks == 6
+        assert await store(rig, engine, OTHERS) == 0  # nothing may be given up for them
+        assert (await engine.lookup_keys([*keys, *keys_of(engine, tail)])).count == 6
+        engine.unpin("a")
+        assert engine.statistics().pinned_chunks == 0
+        assert await store(rig, engine, OTHERS) == 5

@@ -1,0 +1,493 @@
+"""How far a load has come, and the parts of it that several threads take in turn."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+import weakref
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device.parts import Part, PartQueue
+from lmcache_async.device.progress import LoadProgress
+
+LONG_S = 20  # only a hang takes so long
+
+
+class WatchedCondition(threading.Condition):
+    """Tells of each wait when it begins, and for how long it would be."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = queue.Queue()
+
+    def wait(self, timeout=None):
+        self.waits.put(timeout)
+        return super().wait(timeout)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def progress(pool):  # ends before the pool, which waits for its threads
+    progress = LoadProgress(4)
+    progress._changed = WatchedCondition()
+    yield progress
+    progress.advance(4)
+    progress.end()  # or a failed test would leave its threads
+
+
+def waits(progress):
+    """Until a thread really waits: what is told from now on finds it there. For how long it would wait."""
+    return progress._changed.waits.get(timeout=LONG_S)
+
+
+def soon():
+    return time.monotonic() + LONG_S
+
+
+def now():
+    return time.monotonic()
+
+
+# ---- LoadProgress ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 6), max_size=6), st.integers(0, 9))
+def test_a_wait_ends_at_once_exactly_if_so_many_planes_are_written(num_planes, told, asked):
+    progress = LoadProgress(num_planes)
+    for planes in told:
+        progress.advance(min(planes, num_planes))
+
+    progress.wait(asked, deadline=now())
+
+    written = min(max(told, default=0), num_planes)
+    assert progress.abandoned == (written < min(asked, num_planes))
+
+
+def test_a_wait_ends_when_its_planes_are_written(progress, pool):
+    waiting = pool.submit(progress.wait, 2, deadline=soon())
+    waits(progress)
+
+    progress.advance(1)
+    waits(progress)
+    assert not waiting.done()
+    progress.advance(2)
+
+    waiting.result(LONG_S)
+    assert not progress.abandoned
+
+
+def test_a_wait_ends_with_the_load_whatever_came_of_it(progress, pool):
+    waiting = pool.submit(progress.wait, 2, deadline=soon())
+    waits(progress)
+
+    progress.end()
+
+    waiting.result(LONG_S)
+    assert not progress.abandoned
+
+
+def test_a_load_that_has_not_begun_by_the_deadline_may_not_begin(progress):
+    progress.wait(1, deadline=now() + 0.001)
+
+    assert progress.abandoned
+    assert not progress.begin()
+    assert not progress.begin()
+
+
+def test_an_abandoned_load_is_waited_for_no_more(progress):
+    progress.wait(1, deadline=now())
+
+    progress.wait(4, deadline=soon())  # would wait for its deadline, and more than a test may take
+
+    assert progress._changed.waits.empty()
+
+
+def test_a_load_that_has_begun_is_waited_for_beyond_the_deadline(progress, pool):
+    assert progress.begin()
+    waiting = pool.submit(progress.wait, 1, deadline=now() - 1)
+    assert waits(progress) is None
+
+    progress.advance(1)
+
+    waiting.result(LONG_S)
+    assert not progress.abandoned
+    assert progress.begin()  # the next batch of the same load
+
+
+def test_a_load_that_begins_while_it_is_waited_for_has_no_deadline_any_more(progress, pool):
+    waiting = pool.submit(progress.wait, 1, deadline=soon() + LONG_S)
+    assert waits(progress) is not None
+
+    assert progress.begin()
+
+    assert waits(progress) is None
+    progress.advance(1)
+    waiting.result(LONG_S)
+
+
+def test_who_waits_helps_up_to_the_planes_it_needs(progress):
+    asked = []
+
+    def work(planes):
+        asked.append((planes, threading.get_ident()))
+        progress.advance(planes)
+
+    progress.begin()
+    progress.accept_help(work)
+
+    progress.wait(2, deadline=now())
+    progress.wait(1, deadline=now())
+    progress.wait(9, deadline=now())
+
+    assert asked == [(2, threading.get_ident()), (4, threading.get_ident())]
+
+
+def test_who_waits_helps_once_and_then_waits_for_the_others(progress, pool):
+    asked = []
+    progress.begin()
+    progress.accept_help(asked.append)
+
+    waiting = pool.submit(progress.wait, 2, deadline=soon())
+    waits(progress)
+    progress.advance(1)
+    waits(progress)
+    progress.advance(2)
+
+    waiting.result(LONG_S)
+    assert asked == [2]
+
+
+def test_who_waits_already_helps_when_it_is_asked_to(progress, pool):
+    helpers = []
+
+    def work(planes):
+        helpers.append(threading.get_ident())
+        progress.advance(planes)
+
+    progress.begin()
+    waiting = pool.submit(lambda: (progress.wait(3, deadline=soon()), threading.get_ident())[1])
+    waits(progress)
+
+    progress.accept_help(work)
+
+    assert waiting.result(LONG_S) == helpers[0]
+    assert len(helpers) == 1
+
+
+def test_an_ended_load_is_not_helped_and_keeps_nothing_of_the_copy(progress):
+    class Copy:
+        def work(self, planes):
+            pytest.fail("helped")
+
+    copy = Copy()
+    gone = weakref.ref(copy)
+    progress.begin()
+    progress.accept_help(copy.work)
+
+    progress.end()
+    progress.wait(2, deadline=soon())
+
+    del copy
+    assert gone() is None
+
+
+def test_wait_ended_is_true_once_the_outcome_is_known(progress, pool):
+    progress.begin()
+    waiting = pool.submit(progress.wait_ended, deadline=soon())
+    waits(progress)
+    progress.advance(4)
+    waits(progress)
+    assert not waiting.done()
+
+    progress.end()
+
+    assert waiting.result(LONG_S) is True
+    assert progress.wait_ended(deadline=now())
+
+
+def test_wait_ended_is_true_for_a_load_that_ended_early(progress):
+    progress.end()
+
+    assert progress.wait_ended(deadline=now())
+
+
+def test_wait_ended_is_false_for_a_load_that_never_began(progress):
+    assert not progress.wait_ended(deadline=now())
+    assert not progress.begin()
+
+
+def test_wait_ended_is_false_when_all_is_written_but_the_outcome_is_late(progress):
+    progress.begin()
+    progress.advance(4)
+
+    assert not progress.wait_ended(deadline=now())
+    assert not progress.abandoned
+
+
+def test_wait_ended_never_leaves_while_something_is_written(progress, pool):
+    progress.begin()
+    progress.advance(3)
+    waiting = pool.submit(progress.wait_ended, deadline=now() - 1)
+    assert waits(progress) is None
+
+    progress.advance(4)
+
+    assert waiting.result(LONG_S) is False
+
+
+# ---- PartQueue -------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """Parts that tell when they begin and end when the test says so.
+
+    Attributes:
+        begun: Numbers of the parts, in the order in which they began.
+        told: What the queue has told of planes.
+    """
+
+    def __init__(self, firsts, planes, errors=None):
+        self.begun, self.told = queue.Queue(), queue.Queue()
+        self.copied = []
+        self._errors = errors or {}
+        self._gates = [threading.Event() for _ in firsts]
+        parts = [Part(first, partial(self._copy, number)) for number, first in enumerate(firsts)]
+        self.queue = PartQueue(parts, planes, self.told.put)
+
+    def _copy(self, number):
+        self.begun.put(number)
+        assert self._gates[number].wait(LONG_S)
+        self.copied.append(number)
+        if number in self._errors:
+            raise self._errors[number]
+
+    def next(self):
+        return self.begun.get(timeout=LONG_S)
+
+    def finish(self, *numbers):
+        for number in numbers:
+            self._gates[number].set()
+
+
+firsts_of_parts = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(sorted)
+
+
+@given(firsts_of_parts, st.lists(st.integers(0, 8), max_size=3))
+def test_parts_run_in_order_and_only_those_that_write_to_the_planes_asked_for(firsts, asked):
+    run, told = [], []
+    parts = [Part(first, partial(run.append, number)) for number, first in enumerate(firsts)]
+    parts_queue = PartQueue(parts, 6, told.append)
+
+    for count, planes in enumerate(asked, 1):
+        parts_queue.work(planes)
+        assert run == list(range(sum(first < max(asked[:count]) for first in firsts)))
+    assert parts_queue.done.done() == (len(run) == len(firsts))
+    parts_queue.work()
+
+    assert run == list(range(len(firsts)))
+    assert told == [*firsts[1:], 6]
+    assert parts_queue.done.result(0) is None
+
+
+@given(firsts_of_parts, st.integers(1, 4), st.lists(st.integers(0, 3), min_size=8, max_size=8))
+def test_planes_are_told_when_no_part_before_them_runs_or_waits_any_more(firsts, threads, choices):
+    gated = Gated(firsts, 6)
+    running, unfinished, told = [], dict(enumerate(firsts)), []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(threads):
+            pool.submit(gated.queue.work)
+        while unfinished:
+            while len(running) < min(threads, len(unfinished)):
+                running.append(gated.next())
+            assert not gated.queue.done.done()
+            last = running.pop(choices.pop() % len(running))
+            del unfinished[last]
+            gated.finish(last)
+
+            told.append(gated.told.get(timeout=LONG_S))
+            assert told[-1] == min(unfinished.values(), default=6)
+        gated.queue.done.result(LONG_S)
+
+    assert told == sorted(told)
+    assert gated.told.empty()
+
+
+@given(firsts_of_parts, st.integers(2, 4), st.lists(st.integers(1, 6), max_size=4))
+def test_threads_that_run_free_never_tell_of_planes_too_early(firsts, threads, helped):
+    finished, told, early = set(), [], []
+
+    def advance(planes):
+        told.append(planes)
+        early.extend(n for n, first in enumerate(firsts) if first < planes and n not in finished)
+
+    parts = [Part(first, partial(finished.add, number)) for number, first in enumerate(firsts)]
+    parts_queue = PartQueue(parts, 6, advance)
+    with ThreadPoolExecutor(threads) as pool:
+        for planes in [*helped, *[None] * threads]:
+            pool.submit(parts_queue.work, planes)
+        parts_queue.done.result(LONG_S)
+
+    assert early == []
+    assert told == sorted(told)
+    assert told[-1] == 6
+
+
+def test_a_queue_of_nothing_is_done_and_tells_nothing():
+    parts_queue = PartQueue([], 4, lambda planes: pytest.fail("told"))
+
+    parts_queue.work()
+    parts_queue.withdraw()
+
+    assert parts_queue.done.result(0) is None
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
+def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, error):
+    gated = Gated([0, 1, 2, 3], 4, {1: error})
+    workers = [pool.submit(gated.queue.work) for _ in range(2)]
+    assert sorted([gated.next(), gated.next()]) == [0, 1]
+
+    gated.finish(1)
+    wait(workers, LONG_S, FIRST_COMPLETED)  # it has nothing left to take
+    assert not gated.queue.done.done()
+    gated.finish(0)
+
+    assert gated.queue.done.exception(LONG_S) is error
+    assert [worker.result(LONG_S) for worker in workers] == [None, None]
+    assert gated.told.empty()  # plane 1 may be torn, and plane 0 is of no use without an outcome
+    assert (gated.begun.empty(), sorted(gated.copied)) == (True, [0, 1])
+
+
+def test_of_two_errors_the_first_arrives(pool):
+    errors = {0: OSError("second"), 1: OSError("first")}
+    gated = Gated([0, 1], 2, errors)
+    workers = [pool.submit(gated.queue.work) for _ in range(2)]
+    gated.next(), gated.next()
+
+    gated.finish(1)
+    wait(workers, LONG_S, FIRST_COMPLETED)
+    gated.finish(0)
+
+    assert gated.queue.done.exception(LONG_S) is errors[1]
+
+
+def test_an_error_leaves_standing_what_was_told_before_it():
+    told, error = [], OSError("no")
+
+    def fail():
+        raise error
+
+    parts = [Part(0, lambda: None), Part(1, fail), Part(2, lambda: pytest.fail("copied"))]
+    parts_queue = PartQueue(parts, 4, told.append)
+
+    parts_queue.work()
+
+    assert told == [1]
+    assert parts_queue.done.exception(0) is error
+
+
+def test_withdrawn_before_anything_began_it_is_done_and_copies_nothing():
+    gated = Gated([0, 1], 2)
+
+    gated.queue.withdraw()
+
+    assert gated.queue.done.result(0) is None
+    gated.queue.work()
+    assert (gated.begun.empty(), gated.told.empty()) == (True, True)
+
+
+def test_withdrawn_it_is_done_when_what_runs_has_ended_and_tells_of_no_plane(pool):
+    gated = Gated([0, 1, 2], 3)
+    workers = [pool.submit(gated.queue.work) for _ in range(2)]
+    gated.next(), gated.next()
+
+    gated.queue.withdraw()
+    gated.queue.withdraw()
+    assert not gated.queue.done.done()
+    gated.finish(0)
+    wait(workers, LONG_S, FIRST_COMPLETED)
+    assert not gated.queue.done.done()
+    gated.finish(1)
+
+    assert gated.queue.done.result(LONG_S) is None
+    assert gated.told.empty()
+    assert sorted(gated.copied) == [0, 1]
+
+
+def test_withdrawn_when_the_last_part_runs_already_it_is_written_whole(pool):
+    gated = Gated([0, 1], 2)
+    worker = pool.submit(gated.queue.work)
+    gated.finish(gated.next())
+    gated.next()
+
+    gated.queue.withdraw()
+    gated.finish(1)
+
+    worker.result(LONG_S)
+    assert [gated.told.get_nowait(), gated.told.get_nowait()] == [1, 2]
+    assert gated.queue.done.result(LONG_S) is None
+
+
+class Payload:
+    """Something that is missed when it is gone."""
+
+
+@pytest.fixture
+def collector_off():
+    """As in vLLM, which freezes what is there and lets little be collected."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def queue_of_payloads(firsts, advance, copy=lambda payload: None):
+    """A queue, and what tells whether it has let go of the payload of each part."""
+    payloads = [Payload() for _ in firsts]
+    parts = [Part(first, partial(copy, payload)) for first, payload in zip(firsts, payloads, strict=True)]
+    return PartQueue(parts, len(firsts), advance), [weakref.ref(payload) for payload in payloads]
+
+
+def test_a_payload_is_let_go_before_its_planes_are_told(collector_off):
+    held = []
+    parts_queue, gone = queue_of_payloads(
+        [0, 1, 2], lambda planes: held.append(sum(ref() is not None for ref in gone))
+    )
+    parts_queue.done.add_done_callback(lambda _: held.append(sum(ref() is not None for ref in gone)))
+
+    parts_queue.work()
+
+    assert held == [2, 1, 0, 0]
+
+
+def test_withdrawn_payloads_are_let_go_at_once(collector_off):
+    parts_queue, gone = queue_of_payloads([0, 1], lambda planes: None)
+
+    parts_queue.withdraw()
+
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_after_an_error_the_payloads_of_other_parts_are_let_go(collector_off):
+    def fail(payload):
+        del payload
+        raise OSError("no")
+
+    parts_queue, gone = queue_of_payloads([0, 1, 2], lambda planes: None, fail)
+
+    parts_queue.work()
+
+    assert [ref() for ref in gone] == [None, None, None]
+    assert isinstance(parts_queue.done.exception(0), OSError)
