@@ -23,6 +23,9 @@ def simulate_command(
     steps: Annotated[int, typer.Option(min=1, help="Operations of each simulation.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="How many simulations: seed, seed + 1, and so on.")] = 1,
     faults: Annotated[Faults, typer.Option(help="How much goes wrong.")] = Faults.SOME,
+    serving: Annotated[
+        bool, typer.Option("--serving", help="vLLM's scheduler and the connector too; needs vLLM.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the reports to this file.", dir_okay=False)
     ] = None,
@@ -46,7 +49,7 @@ def simulate_command(
                 alive()
                 bar.update(task, completed=number * steps + min(made, steps), seed=seed + number)
 
-            report = simulate(
+            report = _run(serving)(
                 seed + number, steps=steps, faults=faults, installed=installed, progress=advance
             )
             reports.append(report)
@@ -101,3 +104,13 @@ def _watchdog(seconds: float) -> Iterator[Callable[[], None]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _run(serving: bool) -> Callable[..., SimulationReport]:
+    if not serving:
+        return simulate
+    try:
+        from lmcache_async.testing.serving import simulate_serving
+    except ImportError as error:
+        raise typer.BadParameter(f"--serving needs vLLM in this environment: {error}") from error
+    return simulate_serving

@@ -46,6 +46,8 @@ class LookupClient:
         hash_key: The secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash of the chunk keys, by which adapters are told apart too.
         clock: Seconds, monotonic.
+        loop: Where it runs; None makes one, on a thread of its own.
+        link: Makes the connection to a rank.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class LookupClient:
         hash_key: bytes = b"",
         adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
+        loop: asyncio.AbstractEventLoop | None = None,
+        link: Callable[[int, Path, Callable[[], None]], Link] = Link,
     ) -> None:
         self._expected = (chunk_size, block_size, hash_key_id(hash_key))
         self._hash_key = hash_key
         self._timeout_s = lookup_timeout_s
         self._clock = clock
-        self._links = [Link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
+        self._links = [link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
         self._adapters = AdapterNames(adapter_algorithm)
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
@@ -71,12 +75,16 @@ class LookupClient:
         self._cleared = 0
         self._next_lookup = 0
         self.epoch = 0
-        self._loop = uvloop.new_event_loop()
+        self._loop = loop or uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="lmcache-async-lookup", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if loop is None:
+            self._thread = threading.Thread(target=self._run, name="lmcache-async-lookup", daemon=True)
+            self._thread.start()
+        else:
+            self._main_task = loop.create_task(self._main())
 
     # The scheduler's thread.
 
@@ -130,7 +138,8 @@ class LookupClient:
         """End the thread; it is a daemon, so one that hangs is left alone."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.append(call)

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.errors import ConfigError
@@ -21,7 +22,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -130,9 +131,10 @@ class LookupServer:
                 while True:
                     await load.wait_light()
                     message = await receive(reader)
-                    nbytes = load.add(message)
                     task = group.create_task(self._serve(message, writer))
-                    task.add_done_callback(lambda _, nbytes=nbytes: load.remove(nbytes))  # type: ignore[misc]
+                    task.add_done_callback(
+                        partial(self._served, load, load.add(message), self._claim(message))
+                    )
                     del message
         except* (EOFError, ConnectionError):
             pass  # the scheduler half went away
@@ -160,8 +162,7 @@ class LookupServer:
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
                 return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail))
             case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys)}:
-                with self._pinning(lookup_id):
-                    return await self._first(lookup_id, unpack_keys(keys))
+                return await self._first(lookup_id, unpack_keys(keys))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
                 self._unpin(lookup_id)
                 return None
@@ -172,9 +173,8 @@ class LookupServer:
         raise ValueError(f"no message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
-        with self._pinning(lookup_id):
-            result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
-            first = await self._first(lookup_id, tail if result.count == len(keys) else [])
+        result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
+        first = await self._first(lookup_id, tail if result.count == len(keys) else [])
         return {"count": result.count, "pinned": result.pinned, "tiers": dict(result.by_tier), **first}
 
     async def _first(self, lookup_id: str, keys: list[ChunkKey]) -> Message:
@@ -183,19 +183,25 @@ class LookupServer:
             return {"first": -1, "first_pinned": False}
         return {"first": found.position, "first_pinned": found.pinned}
 
-    @contextlib.contextmanager
-    def _pinning(self, lookup_id: str) -> Iterator[None]:
-        """Around what pins: who has let go in the meantime is given nothing to hold."""
-        self._running[lookup_id] += 1
-        try:
-            yield
-        finally:
-            self._running[lookup_id] -= 1
-            if not self._running[lookup_id]:
-                del self._running[lookup_id]
-                if lookup_id in self._unwanted:
-                    self._unwanted.discard(lookup_id)
-                    self._engine.unpin(lookup_id)
+    def _claim(self, message: Message) -> str | None:
+        """The lookup that this message may pin for. An `unpin` of it may be served before it."""
+        match message:
+            case {"op": "lookup" | "first", "lookup_id": str(lookup_id)}:
+                self._running[lookup_id] += 1
+                return lookup_id
+        return None
+
+    def _served(self, load: _Load, nbytes: int, lookup_id: str | None, _: object) -> None:
+        """A message has been answered or given up: who has let go in the meantime is left nothing to hold."""
+        load.remove(nbytes)
+        if lookup_id is None:
+            return
+        self._running[lookup_id] -= 1
+        if not self._running[lookup_id]:
+            del self._running[lookup_id]
+            if lookup_id in self._unwanted:
+                self._unwanted.discard(lookup_id)
+                self._engine.unpin(lookup_id)
 
     def _unpin(self, lookup_id: str) -> None:
         if lookup_id in self._running:

@@ -25,6 +25,7 @@ class SimulationReport:
         real_s: Seconds that it took here.
         counts: Operations by name, crashes, starts, hits.
         violation: What must not have happened; "" when all is well.
+        serving: Whether it was vLLM's scheduler and the connector over the engine, or the engine alone.
         last_steps: The last operations before a violation.
         last_decisions: The last steps of the loop before it.
     """
@@ -41,11 +42,13 @@ class SimulationReport:
     violation: str
     last_steps: tuple[str, ...]
     last_decisions: tuple[str, ...]
+    serving: bool = False
 
     @property
     def command(self) -> str:
         """What replays it to the letter."""
-        return f"lmcache-async simulate --seed {self.seed} --steps {self.steps} --faults {self.faults}"
+        what = " --serving" if self.serving else ""
+        return f"lmcache-async simulate{what} --seed {self.seed} --steps {self.steps} --faults {self.faults}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -112,7 +112,7 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
 )
 
 
-def _layers(rng: Random) -> list[Any]:
+def draw_layers(rng: Random) -> list[Any]:
     """The layers around a tier: the usual ones, touchy ones, or none but the border."""
     retry = {"name": "retry", "seed": rng.randrange(1 << 30)}  # else its pauses differ from run to run
     usual = ["metrics", retry, "breaker", "deadline"]
@@ -130,7 +130,7 @@ def _settings(rng: Random, rig: Rig, slow: list[str], *, roomy: bool, call_s: fl
     if not roomy and rng.random() < 0.5:
         cpu["max_bytes"] = rng.randint(1, rig.slabs) * rig.slab_bytes
     tiers = [
-        {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": _layers(rng)}
+        {"name": f"simulated_{name}", "id": name, "timeout_s": call_s, "layers": draw_layers(rng)}
         for name in slow
     ]
     alone = bool(tiers) and rng.random() < 0.2

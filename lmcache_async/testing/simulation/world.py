@@ -200,7 +200,7 @@ async def _all(tasks: list[asyncio.Task[None]]) -> None:
 
 
 @contextlib.contextmanager
-def _no_surprises() -> Iterator[None]:
+def no_surprises() -> Iterator[None]:
     """Garbage is collected where the simulation says so: when else would differ from run to run."""
     enabled = gc.isenabled()
     gc.collect()
@@ -244,7 +244,7 @@ def simulate(
     with (
         TemporaryDirectory(prefix="lmcache-async-", dir=_memory()) as folder,
         threads_as_steps(),
-        _no_surprises(),
+        no_surprises(),
     ):
         world = World(seed, steps, faults, installed or Registry(), Path(folder))
         try:

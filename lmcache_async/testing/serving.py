@@ -1,0 +1,360 @@
+"""vLLM's scheduler, both halves of our connector and the engine in virtual time, with faults: `simulate_serving`.
+
+Not real are the model, whose KV is a hash of the tokens (see `vllm_simulator`), the tiers below memory
+(`simulation.tier`), and what threads and sockets do, which are steps of one simulated loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.integration.vllm import connector as connector_module
+from lmcache_async.integration.vllm.config import namespace_of
+from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
+from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.transfers import Transfers
+from lmcache_async.observability.instrument import Instrument
+from lmcache_async.registry import Registry
+from lmcache_async.testing.simulation.crash import abandon
+from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
+from lmcache_async.testing.simulation.faults import ODDS, Faults, Weather
+from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
+from lmcache_async.testing.simulation.report import SimulationReport
+from lmcache_async.testing.simulation.scenario import draw_layers
+from lmcache_async.testing.simulation.streams import Network
+from lmcache_async.testing.simulation.threads import threads_as_steps
+from lmcache_async.testing.simulation.tier import Backend, tier_over
+from lmcache_async.testing.simulation.trace import Trace
+from lmcache_async.testing.simulation.world import SimulatedRegistry, no_surprises
+from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM, next_token, value_after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from lmcache_async.integration.vllm.worker import WorkerHalf
+
+PATIENCE_S = 120.0
+"""Virtual seconds for the requests that are left when the weather clears."""
+
+SETTLE_S = 10.0
+"""The same for all leases to come back; shorter than a pin lives that nobody lets go."""
+
+PIN_TTL_S = 30.0
+"""So long lives a pin whose end was said into a line that was cut."""
+
+
+class _Steps:
+    """What runs coroutines for the model's thread: the same loop."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        self._loop.create_task(coroutine)
+        return Future()
+
+
+class Serving:
+    """One simulation: processes one after another over the same backend, each serving requests.
+
+    Attributes:
+        counts: What was done.
+    """
+
+    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
+        self.rng = Random(f"serving {seed} {faults}")
+        self.trace = Trace()
+        self.counts: Counter[str] = Counter()
+        self.step = 0
+        self.now = 0.0
+        self._steps = steps
+        odds = ODDS[faults].scaled(2 * self.rng.random())
+        self._weather = Weather(self.rng, odds, call_timeout_s=0.5)
+        self._backend = Backend(self._weather, max_records=self.rng.choice((None, 8)), local_index=True)
+        registry = SimulatedRegistry(installed, {"simulated": tier_over(self._backend)})
+        self._registry = registry
+        self._setup = Setup(
+            folder=folder / "model",
+            options=self._options(folder),
+            num_blocks=self.rng.choice((24, 40, 200)),
+            ranks=self.rng.choice((1, 2)),
+            max_num_batched_tokens=self.rng.choice((64, 256)),
+            max_num_seqs=self.rng.choice((2, 8)),
+            prefix_caching=self.rng.random() < 0.7,
+            overlapped=self.rng.random() < 0.5,
+        )
+        SimulatedVLLM(
+            Setup(folder=folder / "first", options=None)
+        )  # what vLLM does once in a process is done now
+        roots = [self._tokens(200) for _ in range(3)]
+        self._prompts = [
+            self.rng.choice(roots)[: self.rng.randrange(1, 200)] + self._tokens(self.rng.choice((0, 1, 40)))
+            for _ in range(6)
+        ]
+
+    def run(self, progress: Callable[[int], object]) -> None:
+        """Run to the end.
+
+        Raises:
+            Violation: Something happened that must not happen.
+            AssertionError: A request would have read wrong KV.
+        """
+        while self.step < self._steps:
+            loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._weather.thread_delay)
+            loop.deadline = self.now + 1000.0
+            if self.rng.random() < 0.4:
+                loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
+            try:
+                loop.run_until_complete(self._live(loop))
+            except ProcessCrashed:
+                self.counts["crash"] += 1
+                self._backend.crash()
+            finally:
+                self.now = loop.time()
+                abandon(loop)
+                self._weather.forget()
+            progress(self.step)
+
+    def _options(self, folder: Path) -> dict[str, Any]:
+        return {
+            "chunk_size": self.rng.choice((16, 32, 64)),
+            "arena.max_bytes": self.rng.choice(("256KiB", "1MiB")),
+            "arena.prefault": False,
+            "arena.huge_pages": False,
+            "tiers": [
+                "cpu",
+                {"name": "simulated", "id": "slow", "timeout_s": 0.5, "layers": draw_layers(self.rng)},
+            ],
+            "vllm.lookup_timeout_s": self.rng.choice((1e-4, 0.1, 1.0)),
+            "vllm.lookup_pin_ttl_s": self.rng.choice((0.05, PIN_TTL_S)),
+            "vllm.layerwise_load": "never",  # there the model's thread waits, and here it is the only one
+            "vllm.socket_dir": str(folder),
+            "shutdown_timeout_s": 1.0,
+        }
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    async def _live(self, loop: SimulatedLoop) -> None:
+        self.counts["start"] += 1
+        self._weather.storm()
+        network = Network(loop, self.rng, cut=self._weather.odds.error)
+        async with self._open(loop, network) as (sim, engines):
+            asked = await self._serve(sim, self.rng.randint(20, 200))
+            self._weather.calm()
+            network.calm = True
+            await self._finish(sim, loop)
+            for name, (tokens, count) in asked.items():
+                if sim.finish_reasons[name] != "abort" and sim.outputs[name] != _expected(tokens, count):
+                    raise Violation(f"request {name} has another answer than it should")
+            await self._check(sim, engines, loop.time() + SETTLE_S + (PIN_TTL_S if network.has_cut else 0.0))
+        if loop.unhandled:
+            raise Violation(f"told to nobody but the event loop: {loop.unhandled[0]}")
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, loop: SimulatedLoop, network: Network
+    ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
+        """All of vLLM, and in it our connector, with its threads and sockets on this loop."""
+        halves: list[tuple[WorkerHalf, Any]] = []
+        clients: list[LookupClient] = []
+
+        def client(*args: Any, **options: Any) -> LookupClient:
+            clients.append(LookupClient(*args, **options, clock=loop.time, loop=loop))
+            return clients[-1]
+
+        def opened(half: WorkerHalf, config: Any, cache_config: Any, caches: Any) -> bool:
+            halves.append((half, (config, cache_config, caches)))
+            return True
+
+        with (
+            patch("lmcache_async.integration.vllm.lookup_client.LookupClient", client),
+            patch.object(connector_module, "open_worker_half", opened),
+        ):
+            sim = SimulatedVLLM(self._setup)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(network.connected())
+            engines = [await self._open_rank(loop, network, stack, half, *given) for half, given in halves]
+            try:
+                yield sim, engines
+            finally:
+                for one in clients:
+                    one.close(0.0)
+                    await asyncio.wait({one._main_task})
+
+    async def _open_rank(
+        self,
+        loop: SimulatedLoop,
+        network: Network,
+        stack: contextlib.AsyncExitStack,
+        half: WorkerHalf,
+        config: Any,
+        cache_config: Any,
+        caches: Any,
+    ) -> CacheEngine:
+        size = self._setup.block_size
+        layout = KVLayout.from_block_views(caches, num_blocks=self._setup.num_blocks, block_size=size)
+        namespace = namespace_of(config, cache_config, half.config, layout.text)
+        engine = await stack.enter_async_context(
+            CacheEngine.open(
+                half.config,
+                layout=layout,
+                namespace=namespace,
+                instrument=Instrument(),
+                registry=self._registry,
+            )
+        )
+        transfers = Transfers(
+            engine, _Steps(loop), rank=half._rank, chunk_size=half.config.chunk_size, block_size=size
+        )
+        half._transfers = transfers
+        half._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
+        server = LookupServer(engine, half._identity(namespace), half._socket, clear=transfers.clear)
+        network.listen(half._socket, server._accept)
+        stack.push_async_callback(_hang_up, server)
+        return engine
+
+    async def _serve(self, sim: SimulatedVLLM, turns: int) -> dict[str, tuple[list[int], int]]:
+        """Requests come and go while vLLM steps; what was asked, and how many tokens."""
+        asked: dict[str, tuple[list[int], int]] = {}
+        for _ in range(turns):
+            self.step += 1
+            chance = self.rng.random()
+            if chance < 0.2:
+                name = f"r{len(asked)}"
+                asked[name] = (self.rng.choice(self._prompts), self.rng.choice((1, 3, 20)))
+                sim.add(name, asked[name][0], max_tokens=asked[name][1])
+                self._note(f"add {name}")
+            elif chance < 0.23 and (running := [name for name in asked if name not in sim.finish_reasons]):
+                sim.abort(running[0])
+                self._note(f"abort {running[0]}")
+            elif chance < 0.27:
+                sim.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.2)
+                self._note("reset")
+            sim.step()
+            # A turn of vLLM's own, or a pause in which a store or a lookup can come to its end.
+            await asyncio.sleep(2e-3 * self.rng.random() if self.rng.random() < 0.8 else 0.05)
+        return asked
+
+    def _note(self, what: str) -> None:
+        self.counts[what.partition(" ")[0]] += 1
+        self.trace.note(f"{self.step} {what}")
+
+    async def _finish(self, sim: SimulatedVLLM, loop: SimulatedLoop) -> None:
+        deadline = loop.time() + PATIENCE_S
+        while sim.busy:
+            if loop.time() > deadline:
+                raise Violation(f"vLLM is not idle after {PATIENCE_S} s of fair weather")
+            sim.step()
+            await asyncio.sleep(1e-3)
+
+    async def _check(self, sim: SimulatedVLLM, engines: list[CacheEngine], deadline: float) -> None:
+        """Nothing is held any more, by vLLM's pool or by the engines."""
+        loop = asyncio.get_running_loop()
+        half = sim.connector._scheduler
+        free = sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if (half.has_work, len(half._requests), bool(half.loads), free) != (
+            False,
+            0,
+            False,
+            self._setup.num_blocks - 1,
+        ):
+            raise Violation(f"vLLM is idle, but {self._setup.num_blocks - 1 - free} blocks are held")
+        for engine in engines:
+            await engine.flush(timeout_s=SETTLE_S)
+            while _held(engine):
+                if loop.time() > deadline:
+                    raise Violation(f"everything has ended, but {_held(engine)}")
+                await asyncio.sleep(0.01)
+        self.counts["hit tokens"] += sum(external for _, external in sim.cached_tokens.values())
+
+
+def _held(engine: CacheEngine) -> str:
+    found = engine.statistics()
+    leased = found.arena.leased_slabs - found.tiers["cpu"].chunks
+    if leased or found.running or found.pinned_chunks:
+        return (
+            f"{leased} slabs are leased, {found.running} calls run, {found.pinned_chunks} chunks are pinned"
+        )
+    return ""
+
+
+async def _hang_up(server: LookupServer) -> None:
+    connections = list(server._connections)
+    for connection in connections:
+        connection.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
+
+
+def _expected(tokens: list[int], count: int) -> list[int]:
+    value = 0
+    for token in tokens:
+        value = value_after(value, token)
+    found: list[int] = []
+    for _ in range(count):
+        found.append(next_token(value))
+        value = value_after(value, found[-1])
+    return found
+
+
+def simulate_serving(
+    seed: int,
+    *,
+    steps: int,
+    faults: Faults = Faults.SOME,
+    installed: Registry | None = None,
+    progress: Callable[[int], object] = lambda step: None,
+) -> SimulationReport:
+    """Run one simulation of a serving engine; what it found is in the report, also when that is a violation.
+
+    Args:
+        seed: Decides everything.
+        steps: Steps of vLLM's scheduler to make under faults.
+        faults: How much goes wrong.
+        installed: The plug-ins, where they were read already.
+        progress: Called now and then with the steps made so far.
+    """
+    start = time.perf_counter()
+    violation = ""
+    with (
+        TemporaryDirectory(prefix="lmcache-async-") as folder,
+        threads_as_steps(),
+        no_surprises(),
+    ):
+        world = Serving(seed, steps, faults, installed or Registry(), Path(folder))
+        try:
+            world.run(progress)
+        except Violation as error:
+            violation = str(error)
+        except (Exception, Hang) as error:  # noqa: BLE001 - nothing of ours should come this far
+            violation = "".join(traceback.format_exception(error))
+    return SimulationReport(
+        seed=seed,
+        steps=steps,
+        faults=faults,
+        made=world.step,
+        decisions=world.trace.decisions,
+        digest=world.trace.digest(),
+        virtual_s=world.now,
+        real_s=time.perf_counter() - start,
+        counts=dict(sorted(world.counts.items())),
+        violation=violation,
+        serving=True,
+        last_steps=(),
+        last_decisions=tuple(f"{now:.6f} {what}" for now, what, _ in world.trace.recent) if violation else (),
+    )

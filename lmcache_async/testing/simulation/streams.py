@@ -1,0 +1,118 @@
+"""Unix sockets without sockets: what is written arrives a little later, in order, until the line is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from lmcache_async.testing.simulation.loop import SimulatedLoop
+
+DELAY_S = 5e-4
+"""Most that a message takes."""
+
+CUT_S = 2.0
+"""Up to so long after it was made, a connection that is to be cut is cut."""
+
+Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
+
+
+class SimulatedWriter:
+    """What a `StreamWriter` is to its user."""
+
+    def __init__(self, network: Network, peer: asyncio.StreamReader) -> None:
+        self._network = network
+        self._peer = peer
+        self._arrives = 0.0
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        if not self._closed:
+            self._later(lambda: self._peer.feed_data(bytes(data)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._later(self._peer.feed_eof)
+
+    def cut(self) -> None:
+        """What has not arrived may still arrive; nothing more follows."""
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    async def wait_closed(self) -> None:
+        await asyncio.sleep(0)
+
+    def _later(self, arrive: Callable[[], object]) -> None:
+        loop, rng = self._network.loop, self._network.rng
+        self._arrives = max(self._arrives, loop.time() + DELAY_S * rng.random())
+        loop.call_at(self._arrives, _unless_ended(self._peer, arrive))
+
+
+class Network:
+    """Who listens where.
+
+    Args:
+        cut: The chance that a connection is refused, and that it is cut after a while.
+
+    Attributes:
+        calm: From now on all lines hold.
+        has_cut: Whether some line did not.
+    """
+
+    def __init__(self, loop: SimulatedLoop, rng: Random, *, cut: float) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.calm = False
+        self.has_cut = False
+        self._cut = cut
+        self._listening: dict[str, Accept] = {}
+
+    def listen(self, path: object, accept: Accept) -> None:
+        self._listening[str(path)] = accept
+
+    async def connect(self, path: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """In place of `asyncio.open_unix_connection`."""
+        await asyncio.sleep(DELAY_S * self.rng.random())
+        accept = self._listening.get(str(path))
+        if accept is None or self._strikes():
+            raise ConnectionRefusedError(f"nobody listens at {path}")
+        here, there = asyncio.StreamReader(), asyncio.StreamReader()
+        mine, theirs = SimulatedWriter(self, there), SimulatedWriter(self, here)
+        accept(there, cast("asyncio.StreamWriter", theirs))
+        if self._strikes():
+            self.has_cut = True
+            for writer in (mine, theirs):
+                self.loop.call_later(CUT_S * self.rng.random(), writer.cut)
+        return here, cast("asyncio.StreamWriter", mine)
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Within it the connector's halves meet here."""
+        nobody: Callable[[Any], int] = lambda _: 0
+        with (
+            patch("asyncio.open_unix_connection", self.connect),
+            patch("lmcache_async.integration.vllm.link.check_peer", nobody),
+            patch("lmcache_async.integration.vllm.lookup_server.check_peer", nobody),
+        ):
+            yield
+
+    def _strikes(self) -> bool:
+        return not self.calm and self.rng.random() < self._cut
+
+
+def _unless_ended(reader: asyncio.StreamReader, arrive: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        if not reader.at_eof() and not reader._eof:  # type: ignore[attr-defined]
+            arrive()
+
+    return call

@@ -1,0 +1,63 @@
+"""The connector's halves in the simulation: every request gets its own answer, and a seed replays to the letter."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_async.integration.vllm.loads import Loads
+from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm.transfers import Transfers
+from lmcache_async.testing.serving import simulate_serving
+from lmcache_async.testing.simulation import Faults
+
+
+@pytest.mark.parametrize("faults", list(Faults))
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_goes_wrong_every_request_gets_its_own_answer(seed: int, faults: Faults):
+    report = simulate_serving(seed, steps=300, faults=faults)
+
+    assert report.violation == ""
+    assert report.made >= 300
+
+
+def test_what_was_stored_is_found_again():
+    reports = [simulate_serving(seed, steps=300, faults=Faults.NONE) for seed in range(2)]
+
+    assert sum(report.counts["hit tokens"] for report in reports) > 100
+
+
+def test_a_seed_replays_to_the_letter():
+    first, again = (simulate_serving(7, steps=200, faults=Faults.MANY) for _ in range(2))
+
+    assert (first.digest, first.decisions, first.counts) == (again.digest, again.decisions, again.counts)
+    assert first.command == "lmcache-async simulate --serving --seed 7 --steps 200 --faults many"
+
+
+def a_load_that_fails_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transfers, "take_failed_blocks", lambda self: set())
+
+
+def what_lookups_pinned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupClient, "release", lambda self, lookup: None)
+
+
+def a_load_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transfers, "take_finished", lambda self: set())
+
+
+def loads_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loads, "ended", lambda self, request_id: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [a_load_that_fails_is_believed, what_lookups_pinned_is_kept, a_load_has_no_end, loads_never_end],
+)
+def test_a_planted_bug_is_found(plant, monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+
+    assert any(
+        simulate_serving(seed, steps=300, faults=faults).violation
+        for seed in range(6)
+        for faults in (Faults.NONE, Faults.MANY)
+    )
