@@ -7,28 +7,17 @@ Not real are the model, whose KV is a hash of the tokens (see `vllm_simulator`),
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
-from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.integration.vllm import connector as connector_module
-from lmcache_async.integration.vllm.config import namespace_of
-from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
-from lmcache_async.integration.vllm.lookup_client import LookupClient
-from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.transfers import Transfers
-from lmcache_async.observability.instrument import Instrument
 from lmcache_async.registry import Registry
+from lmcache_async.testing.serving_process import open_vllm
 from lmcache_async.testing.simulation.crash import abandon
 from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
 from lmcache_async.testing.simulation.faults import ODDS, Faults, Weather
@@ -44,9 +33,8 @@ from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
 from lmcache_async.testing.vllm_simulator import SimulatedVLLM, next_token, value_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
-    from lmcache_async.integration.vllm.worker import WorkerHalf
 
 PATIENCE_S = 120.0
 """Virtual seconds for the requests that are left when the weather clears."""
@@ -56,17 +44,6 @@ SETTLE_S = 10.0
 
 PIN_TTL_S = 30.0
 """So long lives a pin whose end was said into a line that was cut."""
-
-
-class _Steps:
-    """What runs coroutines for the model's thread: the same loop."""
-
-    def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop = loop
-
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        self._loop.create_task(coroutine)
-        return Future()
 
 
 class Serving:
@@ -154,7 +131,7 @@ class Serving:
         self.counts["start"] += 1
         self._weather.storm()
         network = Network(loop, self.rng, cut=self._weather.odds.error)
-        async with self._open(loop, network) as (sim, engines):
+        async with open_vllm(self._setup, self._registry, loop, network) as (sim, engines):
             asked = await self._serve(sim, self.rng.randint(20, 200))
             self._weather.calm()
             network.calm = True
@@ -165,69 +142,6 @@ class Serving:
             await self._check(sim, engines, loop.time() + SETTLE_S + (PIN_TTL_S if network.has_cut else 0.0))
         if loop.unhandled:
             raise Violation(f"told to nobody but the event loop: {loop.unhandled[0]}")
-
-    @contextlib.asynccontextmanager
-    async def _open(
-        self, loop: SimulatedLoop, network: Network
-    ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
-        """All of vLLM, and in it our connector, with its threads and sockets on this loop."""
-        halves: list[tuple[WorkerHalf, Any]] = []
-        clients: list[LookupClient] = []
-
-        def client(*args: Any, **options: Any) -> LookupClient:
-            clients.append(LookupClient(*args, **options, clock=loop.time, loop=loop))
-            return clients[-1]
-
-        def opened(half: WorkerHalf, config: Any, cache_config: Any, caches: Any) -> bool:
-            halves.append((half, (config, cache_config, caches)))
-            return True
-
-        with (
-            patch("lmcache_async.integration.vllm.lookup_client.LookupClient", client),
-            patch.object(connector_module, "open_worker_half", opened),
-        ):
-            sim = SimulatedVLLM(self._setup)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(network.connected())
-            engines = [await self._open_rank(loop, network, stack, half, *given) for half, given in halves]
-            try:
-                yield sim, engines
-            finally:
-                for one in clients:
-                    one.close(0.0)
-                    await asyncio.wait({one._main_task})
-
-    async def _open_rank(
-        self,
-        loop: SimulatedLoop,
-        network: Network,
-        stack: contextlib.AsyncExitStack,
-        half: WorkerHalf,
-        config: Any,
-        cache_config: Any,
-        caches: Any,
-    ) -> CacheEngine:
-        size = self._setup.block_size
-        layout = KVLayout.from_block_views(caches, num_blocks=self._setup.num_blocks, block_size=size)
-        namespace = namespace_of(config, cache_config, half.config, layout.text)
-        engine = await stack.enter_async_context(
-            CacheEngine.open(
-                half.config,
-                layout=layout,
-                namespace=namespace,
-                instrument=Instrument(),
-                registry=self._registry,
-            )
-        )
-        transfers = Transfers(
-            engine, _Steps(loop), rank=half._rank, chunk_size=half.config.chunk_size, block_size=size
-        )
-        half._transfers = transfers
-        half._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
-        server = LookupServer(engine, half._identity(namespace), half._socket, clear=transfers.clear)
-        network.listen(half._socket, server._accept)
-        stack.push_async_callback(_hang_up, server)
-        return engine
 
     async def _serve(self, sim: SimulatedVLLM, turns: int) -> dict[str, tuple[list[int], int]]:
         """Requests come and go while vLLM steps; what was asked, and how many tokens."""
@@ -292,13 +206,6 @@ def _held(engine: CacheEngine) -> str:
             f"{leased} slabs are leased, {found.running} calls run, {found.pinned_chunks} chunks are pinned"
         )
     return ""
-
-
-async def _hang_up(server: LookupServer) -> None:
-    connections = list(server._connections)
-    for connection in connections:
-        connection.cancel()
-    await asyncio.gather(*connections, return_exceptions=True)
 
 
 def _expected(tokens: list[int], count: int) -> list[int]:
