@@ -38,8 +38,7 @@ PART_BYTES = 16 << 20
 """Of a load that is waited for plane by plane: what a thread takes at a time, one or two milliseconds."""
 
 KEPT_CORES = 1
-"""Of these one is the model's, which copies what it waits for itself, and one vLLM's engine, which spins while it
-waits: copying threads beside them on fewer cores make the forward later, not the load earlier."""
+"""The model's: its thread copies what it waits for itself. All others may have a copying thread beside it."""
 
 ALONE_S = 0.5
 """After so long a load is copied also without the thread that should wait for it."""
@@ -135,11 +134,18 @@ class CpuCopier:
         progress.accept_help(queue.work)
         for _ in range(self._helpers):
             self._executor.submit(queue.work)
-        late = asyncio.get_running_loop().call_later(ALONE_S, self._executor.submit, queue.work)
+        late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
         try:
             await wait_all([asyncio.wrap_future(queue.done)], on_cancel=queue.withdraw)
         finally:
             late.cancel()
+
+    def _copy_alone(self, queue: PartQueue) -> None:
+        """Nobody has waited for this load so far."""
+        if self._closed:  # then whoever scattered is late, and its copy with it
+            queue.withdraw()
+        else:
+            self._executor.submit(queue.work)
 
     def _copy(self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool) -> None:
         for piece in part:

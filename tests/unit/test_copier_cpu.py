@@ -558,3 +558,18 @@ async def test_wait_all_waits_for_every_future_and_raises_the_first_error():
 
     with pytest.raises(OSError, match="first"):
         await waiting
+
+
+async def test_a_load_that_nobody_began_ends_when_the_copier_was_closed_meanwhile(monkeypatch):
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    cache = CacheForm().build(4)
+    copier = CpuCopier(cache.layout, threads=1)
+    copier._helpers = 0
+    before = cache.snapshot()
+    (job,) = copy_jobs(cache.layout, [1, 2])
+    scatter = asyncio.ensure_future(copier.scatter([job], None, LoadProgress(cache.layout.num_planes)))
+    await asyncio.sleep(0)
+    copier.close()
+
+    await asyncio.wait_for(scatter, 20)
+    assert all(map(torch.equal, cache.storages, before))
