@@ -17,7 +17,8 @@ BLOCKS = 40
 @pytest.fixture(scope="module")
 def engine(engines: Engines) -> Iterator[Engine]:
     options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1024}
-    with engines.started(connector(), **options) as engine:
+    # Loads that run beside the batch: in a layer-wise one nothing can be done meanwhile.
+    with engines.started(connector(**{"vllm.layerwise_load": "never"}), **options) as engine:
         yield engine
 
 
