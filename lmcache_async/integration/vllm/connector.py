@@ -160,9 +160,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return None, half.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        half = self._worker
-        nothing: set[int] = set()
-        return nothing if half is None else self._guard(half.take_failed_blocks, nothing)
+        half = self._worker  # no guard: no answer here would mean that nothing failed
+        return set() if half is None else half.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         half = self._worker

@@ -56,10 +56,10 @@ class LayerwiseLoads:
         planes = self._ends.get(layer_name)
         for _, progress in self._jobs:
             progress.wait(self._num_planes if planes is None else planes, deadline=self._deadline)
-        if planes is None:
-            self._unasked.clear()
-        else:
+        if planes is not None:
             self._unasked.discard(layer_name)
+        elif len(self._unasked) == len(self._ends):  # the first of all layers has waited for all of them
+            self._unasked.clear()
 
     def settle(self) -> None:
         """After the forward. Loads that it did not wait for, or not long enough, are reported as failed.
@@ -70,15 +70,25 @@ class LayerwiseLoads:
             return
         jobs, self._jobs = self._jobs, []
         for job, progress in jobs:
-            if not progress.wait_ended(deadline=max(self._deadline, time.monotonic() + BEGIN_S)):
-                logger.report("late", "a load did not get on in %.1f s; its tokens are computed", BEGIN_S)
-            elif self._unasked:
-                logger.report(
-                    "unasked",
-                    "vLLM did not wait for layer %s (%d in all); set vllm.layerwise_load to never",
-                    min(self._unasked),
-                    len(self._unasked),
-                )
-            else:
-                continue
-            self._transfers.give_up(job)
+            proven = False
+            try:
+                proven = self._is_proven(progress)
+            except Exception as error:  # a border: what is not known to be there is computed
+                logger.log(logging.ERROR, repr(error), "a load's end is unknown: %r", error, exc_info=True)
+            if not proven:
+                self._transfers.give_up(job)
+
+    def _is_proven(self, progress: LoadProgress) -> bool:
+        """Whether the forward waited for every layer, and the load's outcome is known."""
+        if not progress.wait_ended(deadline=max(self._deadline, time.monotonic() + BEGIN_S)):
+            logger.report("late", "a load did not get on in %.1f s; its tokens are computed", BEGIN_S)
+            return False
+        if self._unasked:
+            logger.report(
+                "unasked",
+                "vLLM did not wait for layer %s (%d in all); set vllm.layerwise_load to never",
+                min(self._unasked),
+                len(self._unasked),
+            )
+            return False
+        return True

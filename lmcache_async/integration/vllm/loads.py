@@ -38,10 +38,6 @@ class ActiveLoad:
     lookup: Lookup | None
     job: Job
 
-    def first_token(self, block_size: int) -> int:
-        """Position of the first token that is loaded."""
-        return self.job.start + int((self.job.rows() != SKIP).argmax()) * block_size
-
     def first_bad_token(self, bad_blocks: set[int], block_size: int) -> int | None:
         """Position of the first token whose block is among the bad ones."""
         for index, block in enumerate(self.job.rows().tolist()):
@@ -85,7 +81,7 @@ class Loads:
         self._evict = evict
         self._new: list[Job] = []
         self._active: dict[str, ActiveLoad] = {}
-        self._layerwise: list[str] = []
+        self._layerwise: dict[str, int] = {}  # the first token that vLLM did not have, by request
         self.counts = LoadCounts()
 
     def __bool__(self) -> bool:
@@ -97,7 +93,7 @@ class Loads:
         state.loading = True
         self.counts.loads += 1
         if job.layerwise:
-            self._layerwise.append(job.request_id)
+            self._layerwise[job.request_id] = state.local_tokens
 
     def take(self) -> tuple[Job, ...]:
         """Those planned since the last call."""
@@ -106,7 +102,7 @@ class Loads:
 
     def may_be_empty(self, tokens: int) -> bool:
         """Whether some of so many leading tokens that vLLM has itself may be in blocks not filled yet."""
-        return any(self._active[name].first_token(self._block_size) < tokens for name in self._layerwise)
+        return any(first < tokens for first in self._layerwise.values())
 
     def ended(self, request_id: str) -> None:
         load = self._active.pop(request_id, None)
@@ -115,8 +111,7 @@ class Loads:
         load.state.loading = False
         if load.lookup is not None:
             self._client.release(load.lookup)
-        if load.job.layerwise:
-            self._layerwise.remove(request_id)
+        self._layerwise.pop(request_id, None)
 
     def step_ended(self) -> None:
         """The step's failures have been noted: what else it was to load is there."""

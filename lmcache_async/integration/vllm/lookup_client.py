@@ -47,7 +47,6 @@ class LookupClient:
         adapter_algorithm: Hash of the chunk keys, by which adapters are told apart too.
         clock: Seconds, monotonic.
         loop: Where it runs; None makes one, on a thread of its own.
-        link: Makes the connection to a rank.
     """
 
     def __init__(
@@ -61,13 +60,12 @@ class LookupClient:
         adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
         loop: asyncio.AbstractEventLoop | None = None,
-        link: Callable[[int, Path, Callable[[], None]], Link] = Link,
     ) -> None:
         self._expected = (chunk_size, block_size, hash_key_id(hash_key))
         self._hash_key = hash_key
         self._timeout_s = lookup_timeout_s
         self._clock = clock
-        self._links = [link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
+        self._links = [Link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
         self._adapters = AdapterNames(adapter_algorithm)
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False

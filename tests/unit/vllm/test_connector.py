@@ -130,7 +130,13 @@ def test_a_wait_that_breaks_does_not_reach_vllm(broken: LMCacheAsyncConnector):
     broken._worker = Broken()  # type: ignore[assignment]
 
     broken.wait_for_layer_load("layer.0")
-    assert broken.get_block_ids_with_load_errors() == set()
+
+
+def test_no_answer_is_not_taken_for_no_failure(broken: LMCacheAsyncConnector):
+    broken._worker = Broken()  # type: ignore[assignment]
+
+    with pytest.raises(RuntimeError, match="take_failed_blocks is broken"):
+        broken.get_block_ids_with_load_errors()
 
 
 @pytest.mark.parametrize(("wanted", "piecewise"), [("auto", False), ("never", False), ("always", True)])

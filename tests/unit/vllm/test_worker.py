@@ -392,3 +392,20 @@ def test_a_step_that_breaks_reports_its_layerwise_loads(deep: Worker):
     deep.abandon_step()
 
     assert (deep.take_failed_blocks(), deep.take_finished()) == ({10, 11, 12, 13, 14}, set())
+
+
+def test_a_load_whose_end_cannot_be_told_has_failed(deep: Worker, monkeypatch: pytest.MonkeyPatch):
+    deep.begin_step(waited_load())
+    for name in ("first", "second"):
+        deep.wait_for_layer(name)
+    monkeypatch.setattr(layerwise.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
+
+    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
+
+
+def test_a_layer_of_an_unknown_name_excuses_no_other(deep: Worker):
+    deep.begin_step(waited_load())
+    deep.wait_for_layer("first")
+    deep.wait_for_layer("shares the cache of another")
+
+    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
