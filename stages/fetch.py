@@ -19,7 +19,8 @@ class FetchStage:
 
     async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
         keys = [chunk.key for chunk in batch.chunks]
-        fetched = await self._stack.fetch(keys, batch.tiers, self._allocate)
+        slower = not batch.request.waited_for
+        fetched = await self._stack.fetch(keys, batch.tiers, self._allocate, slower=slower)
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)
         return FetchedBatch(

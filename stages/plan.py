@@ -9,7 +9,8 @@ from lmcache_async.tiers.stack import TierStack
 class PlanStage:
     """Asks the tiers, fastest first, for the longest prefix; the first hole ends it.
 
-    Leading chunks of which no row is wanted are passed over.
+    Leading chunks of which no row is wanted are passed over. Where the model's thread waits, only the
+    tiers that keep their chunks in host memory are asked.
     """
 
     per_request = True
@@ -19,7 +20,8 @@ class PlanStage:
 
     async def __call__(self, batch: HashedBatch) -> PlannedBatch:
         start = next((i for i, rows in enumerate(batch.rows) if (rows >= 0).any()), len(batch.rows))
-        tiers, cause = await self._stack.plan([chunk.key for chunk in batch.chunks[start:]])
+        keys = [chunk.key for chunk in batch.chunks[start:]]
+        tiers, cause = await self._stack.plan(keys, in_arena=batch.request.waited_for)
         return PlannedBatch(
             request=batch.request,
             chunks=batch.chunks[start : start + len(tiers)],

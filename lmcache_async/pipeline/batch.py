@@ -50,6 +50,11 @@ class Request:
     request_namespace: str = ""
     fence: Fence | None = None
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether the model's thread stands still until it has ended."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest(Request):
@@ -67,10 +72,15 @@ class RetrieveRequest(Request):
     """Bring the KV of the longest prefix of these chunks back to its rows.
 
     Attributes:
-        progress: Asked before anything is written, and told how far it has come.
+        progress: Asked before anything is written, and told how far it has come. The model's thread waits
+            for it: such a request takes what is in host memory, and waits for no tier and no other request.
     """
 
     progress: LoadProgress | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        return self.progress is not None
 
 
 class Scope:
@@ -104,6 +114,11 @@ class Batch:
     rows: tuple[BlockIds, ...]
     drops: Counter[str] = field(default_factory=Counter)
     scope: Scope = field(default_factory=Scope)
+
+    @property
+    def budget_chunks(self) -> int:
+        """How many chunks' bytes the batch holds of what may be in flight."""
+        return 0 if self.request.waited_for else len(self.chunks)
 
     def cuts(self, size: int, most: int) -> list[int]:
         """Where to cut a request's chunks into batches: the positions at which batches end.
@@ -197,7 +212,7 @@ class PlannedBatch(Batch):
 
     def cuts(self, size: int, most: int) -> list[int]:
         """What is in host memory goes in one batch: there is nothing to read while it is copied."""
-        first = min(self.resident, most)
+        first = len(self.chunks) if self.request.waited_for else min(self.resident, most)
         if first <= size:
             return Batch.cuts(self, size, most)
         if first == len(self.chunks):

@@ -94,9 +94,10 @@ class Runner(Generic[Out]):
         try:
             async with asyncio.TaskGroup() as group:
                 for index, batch in enumerate(batches):
-                    nbytes = min(len(batch.chunks) * self._chunk_bytes, self._budget.max_bytes)
+                    nbytes = min(batch.budget_chunks * self._chunk_bytes, self._budget.max_bytes)
                     try:
-                        await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
+                        if nbytes:
+                            await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
                     except BudgetExceededError:
                         break
                     if run.ended:

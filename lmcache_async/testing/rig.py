@@ -26,6 +26,7 @@ class Rig:
         chunk_size: Tokens of a chunk.
         slabs: How many records the arena of an engine over it holds.
         model: The namespace's model; engines of different models never share a chunk.
+        hash_key: The secret of chunk keys made with sha256; b"" for keys made with xxh3_128.
     """
 
     layers: int = 2
@@ -36,6 +37,7 @@ class Rig:
     chunk_size: int = 8
     slabs: int = 16
     model: str = "test"
+    hash_key: bytes = b""
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
     layout: KVLayout = field(init=False)
 
@@ -56,6 +58,8 @@ class Rig:
             dtype=self.layout.dtype,
             layout=self.layout.text,
             chunk_size=self.chunk_size,
+            algorithm="sha256" if self.hash_key else "xxh3_128",
+            hash_key=self.hash_key,
         )
 
     @property

@@ -7,28 +7,23 @@ Not real are the model, whose KV is a hash of the tokens (see `vllm_simulator`),
 from __future__ import annotations
 
 import asyncio
-import time
-import traceback
-from collections import Counter
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lmcache_async.config.secrets import SECRET_BYTES
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.registry import Registry
 from lmcache_async.testing.serving_process import open_vllm
+from lmcache_async.testing.simulation.base import SimulatedRegistry, Simulation, run_to_report
 from lmcache_async.testing.simulation.crash import abandon
-from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
+from lmcache_async.testing.simulation.errors import ProcessCrashed, Violation
 from lmcache_async.testing.simulation.faults import ODDS, Faults, Weather
 from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
 from lmcache_async.testing.simulation.report import SimulationReport
 from lmcache_async.testing.simulation.scenario import draw_layers
 from lmcache_async.testing.simulation.streams import Network
-from lmcache_async.testing.simulation.threads import threads_as_steps
 from lmcache_async.testing.simulation.tier import Backend, tier_over
-from lmcache_async.testing.simulation.trace import Trace
-from lmcache_async.testing.simulation.world import SimulatedRegistry, no_surprises
 from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
 from lmcache_async.testing.vllm_simulator import SimulatedVLLM, next_token, value_after
 
@@ -46,23 +41,22 @@ PIN_TTL_S = 30.0
 """So long lives a pin whose end was said into a line that was cut."""
 
 
-class Serving:
-    """One simulation: processes one after another over the same backend, each serving requests.
-
-    Attributes:
-        counts: What was done.
-    """
+class Serving(Simulation):
+    """Processes one after another over the same backend, each serving requests."""
 
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
+        super().__init__()
         self.rng = Random(f"serving {seed} {faults}")
-        self.trace = Trace()
-        self.counts: Counter[str] = Counter()
-        self.step = 0
-        self.now = 0.0
         self._steps = steps
         odds = ODDS[faults].scaled(2 * self.rng.random())
         self._weather = Weather(self.rng, odds, call_timeout_s=0.5)
-        self._backend = Backend(self._weather, max_records=self.rng.choice((None, 8)), local_index=True)
+        self._encrypted = self.rng.random() < 0.3
+        self._backend = Backend(
+            self._weather,
+            max_records=self.rng.choice((None, 8)),
+            local_index=True,
+            encrypted=self._encrypted,
+        )
         registry = SimulatedRegistry(installed, {"simulated": tier_over(self._backend)})
         self._registry = registry
         self._setup = Setup(
@@ -85,12 +79,6 @@ class Serving:
         ]
 
     def run(self, progress: Callable[[int], object]) -> None:
-        """Run to the end.
-
-        Raises:
-            Violation: Something happened that must not happen.
-            AssertionError: A request would have read wrong KV.
-        """
         while self.step < self._steps:
             loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._weather.thread_delay)
             loop.deadline = self.now + 1000.0
@@ -122,7 +110,14 @@ class Serving:
             "vllm.layerwise_load": "never",  # there the model's thread waits, and here it is the only one
             "vllm.socket_dir": str(folder),
             "shutdown_timeout_s": 1.0,
-        }
+        } | (self._secrets(folder) if self._encrypted else {})
+
+    def _secrets(self, folder: Path) -> dict[str, Any]:
+        files = {"encryption.key_file": folder / "encryption", "hash_key_file": folder / "hash"}
+        for file in files.values():
+            file.write_text(self.rng.randbytes(SECRET_BYTES).hex())
+            file.chmod(0o600)
+        return {name: str(file) for name, file in files.items()} | {"hash_algorithm": "sha256"}
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
@@ -153,21 +148,17 @@ class Serving:
                 name = f"r{len(asked)}"
                 asked[name] = (self.rng.choice(self._prompts), self.rng.choice((1, 3, 20)))
                 sim.add(name, asked[name][0], max_tokens=asked[name][1])
-                self._note(f"add {name}")
+                self.note(f"add {name}")
             elif chance < 0.23 and (running := [name for name in asked if name not in sim.finish_reasons]):
                 sim.abort(running[0])
-                self._note(f"abort {running[0]}")
+                self.note(f"abort {running[0]}")
             elif chance < 0.27:
                 sim.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.2)
-                self._note("reset")
+                self.note("reset")
             sim.step()
             # A turn of vLLM's own, or a pause in which a store or a lookup can come to its end.
             await asyncio.sleep(2e-3 * self.rng.random() if self.rng.random() < 0.8 else 0.05)
         return asked
-
-    def _note(self, what: str) -> None:
-        self.counts[what.partition(" ")[0]] += 1
-        self.trace.note(f"{self.step} {what}")
 
     async def _finish(self, sim: SimulatedVLLM, loop: SimulatedLoop) -> None:
         deadline = loop.time() + PATIENCE_S
@@ -236,32 +227,12 @@ def simulate_serving(
         installed: The plug-ins, where they were read already.
         progress: Called now and then with the steps made so far.
     """
-    start = time.perf_counter()
-    violation = ""
-    with (
-        TemporaryDirectory(prefix="lmcache-async-") as folder,
-        threads_as_steps(),
-        no_surprises(),
-    ):
-        world = Serving(seed, steps, faults, installed or Registry(), Path(folder))
-        try:
-            world.run(progress)
-        except Violation as error:
-            violation = str(error)
-        except (Exception, Hang) as error:  # noqa: BLE001 - nothing of ours should come this far
-            violation = "".join(traceback.format_exception(error))
-    return SimulationReport(
+    plugins = installed or Registry()
+    return run_to_report(
+        lambda folder: Serving(seed, steps, faults, plugins, folder),
         seed=seed,
         steps=steps,
         faults=faults,
-        made=world.step,
-        decisions=world.trace.decisions,
-        digest=world.trace.digest(),
-        virtual_s=world.now,
-        real_s=time.perf_counter() - start,
-        counts=dict(sorted(world.counts.items())),
-        violation=violation,
+        progress=progress,
         serving=True,
-        last_steps=(),
-        last_decisions=tuple(f"{now:.6f} {what}" for now, what, _ in world.trace.recent) if violation else (),
     )

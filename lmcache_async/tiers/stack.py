@@ -74,8 +74,11 @@ class TierStack:
         waits += [s.tier.drain(timeout_s=timeout_s) for s in self.tiers if isinstance(s.tier, GuardLayer)]
         return all(await asyncio.gather(*waits))
 
-    async def plan(self, keys: Sequence[ChunkKey]) -> tuple[tuple[int, ...], str]:
+    async def plan(self, keys: Sequence[ChunkKey], in_arena: bool = False) -> tuple[tuple[int, ...], str]:
         """For each chunk of the longest prefix that is there, the fastest tier that has it.
+
+        Args:
+            in_arena: Ask only the tiers that keep their chunks in the arena.
 
         Returns:
             The tiers' indices, and why the prefix ends ("" when it is all of `keys`).
@@ -89,6 +92,8 @@ class TierStack:
                 positions = cover.holes()
                 if not positions:
                     break
+                if in_arena and not stacked.tier.capabilities.in_arena:
+                    continue
                 try:
                     cover.mark(index, await stacked.holds(keys, positions))
                 except TierError as error:
@@ -116,8 +121,10 @@ class TierStack:
             lacking.update(set(everything).difference(held))
         return sorted(lacking) if answered else everything
 
-    async def fetch(self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate) -> Fetched:
-        """Get the chunks, each from the tier planned for it or, failing that, from a slower one.
+    async def fetch(
+        self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate, *, slower: bool = True
+    ) -> Fetched:
+        """Get the chunks, each from the tier planned for it or, failing that, from a slower one if `slower`.
 
         Cancelled, it gives back what it has got.
         """
@@ -133,7 +140,7 @@ class TierStack:
                     for part in parts:
                         group.create_task(self._fetch_run(keys, part, allocate, got))
             for position, key in enumerate(keys):
-                if got[position] is None:
+                if got[position] is None and slower:
                     sources[position] = await self._fetch_slower(key, position, tiers, allocate, got)
                 if got[position] is None:
                     cause = "vanished"

@@ -51,14 +51,16 @@ def test_the_worlds_are_full_of_events(installed):
         assert total[event] > 0, event
 
 
-def has_files(seed):
+def kind(seed):
     rng = random.Random(f"{seed} {Faults.SOME}")
-    return draw_scenario(rng, Faults.SOME, Path("/nowhere")).has_files
+    scenario = draw_scenario(rng, Faults.SOME, Path("/nowhere"))
+    return scenario.has_files, scenario.encrypted
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("real_disk", [False, True])
-def test_a_seed_is_replayed_to_the_letter(installed, real_disk):
-    seed, another = [seed for seed in range(100) if has_files(seed) == real_disk][:2]
+def test_a_seed_is_replayed_to_the_letter(installed, real_disk, encrypted):
+    seed, another = [seed for seed in range(100) if kind(seed) == (real_disk, encrypted)][:2]
 
     first, again, other = (
         simulate(seed, steps=200, faults=Faults.SOME, installed=installed) for seed in (seed, seed, another)

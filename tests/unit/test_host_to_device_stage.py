@@ -87,23 +87,50 @@ async def test_a_load_in_one_batch_tells_how_far_it_is(scattered):
         assert torch.equal(rig.read(SLOTS), rig.content(TOKENS))
 
 
-async def test_of_a_load_in_several_batches_only_the_end_is_told(scattered):
+async def test_a_load_that_somebody_waits_for_takes_nothing_from_a_slow_tier(scattered):
     rig, made = Rig(), Made()
-    progress = LoadProgress(rig.layout.num_planes)
-    async with rig.open(tiers=["dict"], registry=made.registry) as engine:
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
         await stored(rig, engine)
+        request = request_for(rig, engine, LoadProgress(rig.layout.num_planes))
+        for chunk in request.chunks[2:]:
+            await engine._parts.stack.tiers[0].tier.remove(chunk.key)
         calls = scattered(engine)
 
-        report = await engine.retrieve_chunks(request_for(rig, engine, progress))
+        report = await engine.retrieve_chunks(request)
 
-        assert (report.cause, report.hit_chunks) == ("", 5)
-        assert len(calls) > 1
-        assert sum(jobs for jobs, _ in calls) == 5
-        assert {given for _, given in calls} == {None}
-        assert torch.equal(rig.read(SLOTS), rig.content(TOKENS))
-        progress.end()
-        assert progress.wait_ended(deadline=time.monotonic())
-        assert not progress.abandoned
+        assert (report.hit_chunks, report.cause, calls) == (2, "miss", [(2, None)])
+        assert (await engine.retrieve_chunks(request_for(rig, engine, None))).hit_chunks == 5
+
+
+async def test_a_chunk_that_goes_while_it_is_loaded_is_not_waited_for(scattered, monkeypatch):
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await stored(rig, engine)
+        cpu = engine._parts.stack.tiers[0].tier
+        get_many = cpu.get_many
+
+        async def vanishing(keys, allocate):
+            await cpu.remove(keys[3])
+            return await get_many(keys, allocate)
+
+        monkeypatch.setattr(cpu, "get_many", vanishing)
+
+        report = await engine.retrieve_chunks(request_for(rig, engine, LoadProgress(rig.layout.num_planes)))
+
+        assert (report.hit_chunks, report.cause, dict(report.by_tier)) == (3, "vanished", {"cpu": 24})
+
+
+async def test_a_load_that_somebody_waits_for_stands_in_no_queue(scattered):
+    rig = Rig()
+    async with rig.open() as engine:
+        await stored(rig, engine)
+        budget = engine._runners.retrieve._budget
+        async with budget.lease(budget.max_bytes, timeout_s=1.0):
+            report = await engine.retrieve_chunks(
+                request_for(rig, engine, LoadProgress(rig.layout.num_planes))
+            )
+
+        assert report.hit_chunks == 5
 
 
 async def test_of_a_load_that_found_only_a_prefix_no_plane_is_told(scattered):

@@ -7,7 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pydantic import SecretStr
+
 from lmcache_async.config import EngineConfig
+from lmcache_async.config.secrets import SECRET_BYTES, EncryptionConfig
+from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.simulation.faults import ODDS, Faults, Odds, Weather
 from lmcache_async.testing.simulation.prompts import Prompt, make_prompts
@@ -32,6 +36,7 @@ class Scenario:
         backends: What the simulated tiers keep their records in, by the tiers' ids.
         slow_tiers: How many tiers outlive a process.
         has_files: Whether the real disk tier is one of them.
+        encrypted: Whether what they keep is encrypted.
     """
 
     rig: Rig
@@ -40,13 +45,21 @@ class Scenario:
     backends: dict[str, Backend]
     slow_tiers: int
     has_files: bool
+    encrypted: bool
     weather: Weather
     all_fits: bool
     call_s: float
 
 
 def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
-    """Args: folder: Where the real disk tier keeps its files."""
+    """Draw a world.
+
+    Args:
+        folder: Where the real disk tier keeps its files.
+
+    Raises:
+        MissingDependencyError: It encrypts, and the package that does is not installed.
+    """
     rig = Rig(layers=1, blocks=CLIENTS * MAX_TOKENS // 4, chunk_size=CHUNK, head_dim=2)
     prompts = make_prompts(
         rng,
@@ -67,11 +80,16 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
     call_s = rng.choice((0.5, 0.5, 5.0))  # the tiers' deadline may be the tighter one, or the request's
     weather = Weather(rng, odds, call_timeout_s=call_s)
     stack = rng.choice(_STACKS)
+    secrets = _draw_secrets(rng) if stack and rng.random() < 0.3 else {}
+    if secrets:
+        rig.hash_key = bytes.fromhex(secrets["hash_key"].get_secret_value())
+        rig.slabs *= 2 if roomy else 1  # one more for each chunk that is to be written
     backends = {
         name: Backend(
             weather,
             max_records=None if roomy or rng.random() < 0.3 else rng.randint(1, chunks),
             local_index=local_index,
+            encrypted=bool(secrets),
         )
         for name, local_index in stack
         if name != FILES
@@ -90,11 +108,12 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
             }
     return Scenario(
         rig=rig,
-        config=rig.config(**settings),
+        config=rig.config(**settings).model_copy(update=secrets),
         prompts=prompts,
         backends=backends,
         slow_tiers=len(stack),
         has_files=FILES in names,
+        encrypted=bool(secrets),
         weather=weather,
         all_fits=roomy and faults is Faults.NONE,
         call_s=call_s,
@@ -110,6 +129,17 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
     ((FILES, True),),
     ((FILES, True), ("remote", False)),
 )
+
+
+def _draw_secrets(rng: Random) -> dict[str, Any]:
+    """Settings that encrypt what leaves the process's memory, and key the hash that names it."""
+    key = rng.randbytes(SECRET_BYTES)
+    RecordCipher([key])  # fails before anything runs where the package is not installed
+    return {
+        "encryption": EncryptionConfig(keys=SecretStr(key.hex())),
+        "hash_algorithm": "sha256",
+        "hash_key": SecretStr(rng.randbytes(SECRET_BYTES).hex()),
+    }
 
 
 def draw_layers(rng: Random) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.encryption import is_encrypted
 from lmcache_async.testing.simulation.faults import Weather
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
 from lmcache_async.types import ChunkKey
@@ -19,6 +20,7 @@ class Backend:
         weather: What goes wrong.
         max_records: The capacity; the oldest record goes first. None for no bound.
         local_index: Whether the tier knows its keys by itself, as a disk does and a remote store does not.
+        encrypted: Whether nothing but encrypted records may come here.
 
     Attributes:
         records: The records by key, oldest first.
@@ -26,10 +28,13 @@ class Backend:
         complaints: What callers did to it that they must not do.
     """
 
-    def __init__(self, weather: Weather, *, max_records: int | None, local_index: bool) -> None:
+    def __init__(
+        self, weather: Weather, *, max_records: int | None, local_index: bool, encrypted: bool = False
+    ) -> None:
         self.weather = weather
         self.max_records = max_records
         self.local_index = local_index
+        self.encrypted = encrypted
         self.records: dict[ChunkKey, bytes] = {}
         self.process = 0
         self.evictions = 0
@@ -40,6 +45,8 @@ class Backend:
 
     def begin(self, key: ChunkKey, record: bytes) -> int:
         """A write is on its way; its number."""
+        if self.encrypted and not is_encrypted(memoryview(record)):
+            self.complaints.append(f"the record of {key.hex()} came in the clear")
         self._writes += 1
         self._writing[self._writes] = (key, record)
         return self._writes

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
-import os
-import time
-import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import cast
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.observability.instrument import Instrument
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import TIERS, Registry
+from lmcache_async.testing.simulation.base import SimulatedRegistry, Simulation, run_to_report
 from lmcache_async.testing.simulation.checks import check_closed, check_settled, settle
 from lmcache_async.testing.simulation.client import Client
 from lmcache_async.testing.simulation.crash import abandon
 from lmcache_async.testing.simulation.device import make_regions
-from lmcache_async.testing.simulation.errors import Hang, ProcessCrashed, Violation
+from lmcache_async.testing.simulation.errors import ProcessCrashed, Violation
 from lmcache_async.testing.simulation.faults import STALL_SECONDS, Faults
 from lmcache_async.testing.simulation.files import Disk
 from lmcache_async.testing.simulation.loop import SimulatedLoop, new_loop
@@ -32,49 +26,28 @@ from lmcache_async.testing.simulation.model import Model
 from lmcache_async.testing.simulation.prompts import Prompt
 from lmcache_async.testing.simulation.report import SimulationReport
 from lmcache_async.testing.simulation.scenario import CLIENTS, FILES, MAX_TOKENS, SHUTDOWN_S, draw_scenario
-from lmcache_async.testing.simulation.threads import threads_as_steps
 from lmcache_async.testing.simulation.tier import tier_over
-from lmcache_async.testing.simulation.trace import Trace
 from lmcache_async.tiers.base import Tier
 
 PATIENCE_S = 1000.0
 """Virtual seconds in which a process ends, whatever happens to it: far beyond all deadlines together."""
 
 
-class SimulatedRegistry(Registry):
-    """The installed plug-ins, and before them the given tiers."""
-
-    def __init__(self, installed: Registry, tiers: Mapping[str, object]) -> None:
-        self._installed = installed
-        self._tiers = tiers
-
-    def load(self, group: str, name: str, *, third_party: bool = True) -> object:
-        if group == TIERS and name in self._tiers:
-            return self._tiers[name]
-        return self._installed.load(group, name, third_party=third_party)
-
-
-class World:
-    """Everything of one simulation. Made and run by `simulate`.
+class World(Simulation):
+    """An engine after another, and their callers. Made and run by `simulate`.
 
     Attributes:
-        step: Operations begun.
         closing: Whether the engine is being closed, so that its callers may be turned away.
         slack_s: How much later than its deadline a call may end: by as much as threads dawdle.
     """
 
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
+        super().__init__()
         self.rng = Random(f"{seed} {faults}")
-        self.trace = Trace()
         self.scenario = draw_scenario(self.rng, faults, folder)
         self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
-        self.step = 0
         self.closing = False
         self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
-        self.counts: Counter[str] = Counter()
-        self.recent: deque[str] = deque(maxlen=20)
-        self.frozen: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-        self.now = 0.0
         self._steps = steps
         self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
@@ -89,26 +62,13 @@ class World:
         self._registry = SimulatedRegistry(installed, tiers)
 
     def run(self, progress: Callable[[int], object]) -> None:
-        """Run to the end.
-
-        Raises:
-            Violation: Something happened that must not happen.
-        """
         while self.step < self._steps:
             self._live()
             progress(self.step)
 
     def begin_step(self, verb: str) -> None:
         self.step += 1
-        self.counts[verb.strip("_")] += 1
-        self.recent.append(f"{self.step} {verb.strip('_')}")
-        self.trace.note(self.recent[-1])
-
-    def freeze(self) -> None:
-        """Keep what happened last for the report."""
-        if not self.frozen:
-            steps = tuple(f"{now:.6f} {what}" for now, what, _ in self.trace.recent)
-            self.frozen = (tuple(self.recent), steps)
+        self.note(verb.strip("_"))
 
     def count(self, what: str, number: int) -> None:
         self.counts[what] += number
@@ -199,26 +159,6 @@ async def _all(tasks: list[asyncio.Task[None]]) -> None:
             task.result()
 
 
-@contextlib.contextmanager
-def no_surprises() -> Iterator[None]:
-    """Garbage is collected where the simulation says so: when else would differ from run to run."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
-def _memory() -> str | None:
-    """A file system in memory, where there is one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
 def simulate(
     seed: int,
     *,
@@ -239,33 +179,11 @@ def simulate(
         installed: The plug-ins, where they were read already.
         progress: Called now and then with the operations made so far.
     """
-    start = time.perf_counter()
-    violation = ""
-    with (
-        TemporaryDirectory(prefix="lmcache-async-", dir=_memory()) as folder,
-        threads_as_steps(),
-        no_surprises(),
-    ):
-        world = World(seed, steps, faults, installed or Registry(), Path(folder))
-        try:
-            world.run(progress)
-        except Violation as error:
-            world.freeze()
-            violation = str(error)
-        except (Exception, Hang) as error:  # noqa: BLE001 - nothing that an engine raises should come this far
-            world.freeze()
-            violation = "".join(traceback.format_exception(error))
-    return SimulationReport(
+    plugins = installed or Registry()
+    return run_to_report(
+        lambda folder: World(seed, steps, faults, plugins, folder),
         seed=seed,
         steps=steps,
         faults=faults,
-        made=world.step,
-        decisions=world.trace.decisions,
-        digest=world.trace.digest(),
-        virtual_s=world.now,
-        real_s=time.perf_counter() - start,
-        counts=dict(sorted(world.counts.items())),
-        violation=violation,
-        last_steps=world.frozen[0] if world.frozen else (),
-        last_decisions=world.frozen[1] if world.frozen else (),
+        progress=progress,
     )
