@@ -38,8 +38,8 @@ LAYERWISE = (
     Mutation(
         "a forward that did not wait for every layer is believed",
         "lmcache_async/integration/vllm/layerwise.py",
-        "elif self._unasked:",
-        "elif False:",
+        "if self._unasked:",
+        "if False:",
         ("tests/unit/vllm/test_worker.py",),
     ),
 )
