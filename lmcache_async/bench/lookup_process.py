@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lmcache_async.bench.frame import option
 from lmcache_async.engine.results import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.integration.vllm.lookup_server import LookupServer
@@ -25,9 +26,11 @@ ROOT = b"scheduler bench."
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    requests: int = 500
-    tokens: int = 32768
-    block_size: int = 16
+    """Attributes are options; see docs/benchmarks.md."""
+
+    requests: int = option(500, "requests, every second one a hit")
+    tokens: int = option(32768, "tokens of each prompt")
+    block_size: int = option(16, "tokens of vLLM's blocks")
 
 
 class KnownKeys:

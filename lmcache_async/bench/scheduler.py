@@ -1,18 +1,17 @@
 """What the connector costs vLLM's scheduler thread: each call, timed on that thread, for long prompts.
 
-    python -m lmcache_async.bench.scheduler [--json FILE] [--requests N] [--tokens N] [--block-size N]
-
 The scheduler half and its lookup thread are the real ones, so are vLLM's requests and block pool; lookups
 are answered by the real server in another process, over an engine that has exactly the keys of every
 second prompt. Each request goes through all calls that vLLM makes for it: arrival, matching until the
 answer is there, then either a load and its end, or a prefill in steps with its stores, and the end.
+
+The limit is one look at each token id of the prompt, which any work on that thread with its tokens would cost.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import dataclasses
 import multiprocessing
 import statistics
 import sys
@@ -25,17 +24,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lmcache_async.bench.command import main as command
+from lmcache_async.bench.frame import Row
 from lmcache_async.bench.lookup_process import CHUNK, Workload, prompt, serve
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.wire import socket_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from lmcache_async.bench.frame import Frame
 
 
 T = TypeVar("T")
 
 STEP_TOKENS = 8192
+LIMIT = "array('i', tokens)"
+
+Settings = Workload
+QUICK = Workload(requests=6, tokens=2048)
 
 _START_S = 120.0
 
@@ -49,10 +56,12 @@ class Spent:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the requests
 
-    def add(self, wall: float, cpu: float) -> None:
+    def add(self, wall: float, cpu: float, number: int) -> None:
         self.wall.append(wall)
         self.cpu.append(cpu)
+        self.numbers.append(number)
 
 
 @dataclass(slots=True)
@@ -61,6 +70,7 @@ class Times:
 
     calls: defaultdict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
     requests: defaultdict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
+    number: int = 0
     wall: float = 0.0
     cpu: float = 0.0
 
@@ -68,13 +78,13 @@ class Times:
         cpu, wall = time.thread_time(), time.perf_counter()
         result = function(*arguments)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        self.calls[name].add(wall, cpu)
+        self.calls[name].add(wall, cpu, self.number)
         self.wall += wall
         self.cpu += cpu
         return result
 
     def note(self, name: str) -> None:
-        self.requests[name].add(self.wall, self.cpu)
+        self.requests[name].add(self.wall, self.cpu, self.number)
 
     def end(self, name: str) -> None:
         self.note(name)
@@ -103,6 +113,7 @@ class Driver:
         from vllm.v1.request import Request
 
         half, times = self.half, self.times
+        times.number = index
         tokens = prompt(index, self.load.tokens)
         request = Request(f"r{index}", tokens, SamplingParams(max_tokens=1), None)
         times.call("on_new_request", half.on_new_request, request)
@@ -186,7 +197,16 @@ def scheduler_half(load: Workload, path: Path) -> Iterator[Any]:
         half.close()
 
 
-def measure(load: Workload) -> Times:
+async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    """Its rounds are the requests, each beside the limit of its own."""
+    times, floors = measure(settings, frame)
+    for kind, spent_by_name in (("request", times.requests), ("call", times.calls)):
+        for name, spent in spent_by_name.items():
+            yield _row(settings, f"{kind}: {name}", spent, floors)
+
+
+def measure(load: Workload, frame: Frame) -> tuple[Times, list[float]]:
+    """What the calls took, and for each request the limit beside it."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lma") as directory:
         path, ready = socket_path(Path(directory), "bench", 0), context.Event()
@@ -197,59 +217,52 @@ def measure(load: Workload) -> Times:
                 raise RuntimeError(f"the lookup server did not start within {_START_S:.0f} s")
             with scheduler_half(load, path) as half:
                 driver = Driver(load, half)
-                for index in range(load.requests):
-                    driver.run(index)
-                return driver.times
+                floors = [_one_request(driver, frame, index) for index in range(load.requests)]
+                return driver.times, floors
         finally:
             server.terminate()
             server.join()
 
 
-def physical_floor(load: Workload, repeats: int = 50) -> Spent:
-    """One look at each token id of a prompt: what any work on the scheduler's thread would cost at least."""
-    times = Times()
-    for index in range(repeats):
-        tokens = prompt(index, load.tokens)
-        times.call("array", array, "i", tokens)
-    return times.calls["array"]
+def _one_request(driver: Driver, frame: Frame, index: int) -> float:
+    """Run it and measure the limit, in a random order; the limit."""
+    floor_first = frame.chosen.random() < 0.5
+    floor = _floor(driver.load, index) if floor_first else 0.0
+    driver.run(index)
+    frame.progress(index + 1, driver.load.requests)
+    return floor if floor_first else _floor(driver.load, index)
 
 
-def summary(spent: Spent) -> dict[str, float]:
-    """Median and 99th percentile in milliseconds, of wall and of CPU time."""
-    row: dict[str, float] = {"count": len(spent.wall)}
-    for clock, seconds in (("wall", sorted(spent.wall)), ("cpu", sorted(spent.cpu))):
-        row[f"{clock}_median_ms"] = statistics.median(seconds) * 1e3
-        row[f"{clock}_p99_ms"] = seconds[min(len(seconds) - 1, int(len(seconds) * 0.99))] * 1e3
-    return row
+def _floor(load: Workload, index: int) -> float:
+    """Seconds of one look at each token id of a prompt that nobody has looked at before."""
+    tokens = prompt(load.requests + index, load.tokens)
+    start = time.perf_counter()
+    array("i", tokens)
+    return time.perf_counter() - start
 
 
-def report(load: Workload) -> dict[str, Any]:
-    times = measure(load)
-    return {
-        "workload": {"requests": load.requests, "tokens": load.tokens, "block_size": load.block_size},
-        "per request": {name: summary(spent) for name, spent in times.requests.items()},
-        "per call": {name: summary(spent) for name, spent in times.calls.items()},
-        "reference": {"array('i', tokens)": summary(physical_floor(load))},
+def _row(load: Workload, name: str, spent: Spent, floors: Sequence[float]) -> Row:
+    wall, cpu = sorted(spent.wall), sorted(spent.cpu)
+    more = {
+        "count": len(wall),
+        "p99_ms": 1e3 * _percentile(wall),
+        "cpu_median_ms": 1e3 * statistics.median(cpu),
+        "cpu_p99_ms": 1e3 * _percentile(cpu),
     }
+    values = [1e3 * seconds for seconds in spent.wall]
+    limits = [1e3 * floors[number] for number in spent.numbers]
+    row = Row.of(name, "ms", values, LIMIT, limits, dataclasses.asdict(load), more)
+    return dataclasses.replace(row, ratios=())  # far too many of them
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Cost of the connector on vLLM's scheduler thread.")
-    parser.add_argument("--json", type=Path, help="write the numbers there too")
-    for name, default in (("requests", 500), ("tokens", 32768), ("block-size", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args(arguments)
-    result = report(Workload(given.requests, given.tokens, given.block_size))
-    columns = ("count", "wall_median_ms", "wall_p99_ms", "cpu_median_ms", "cpu_p99_ms")
-    for section in ("per request", "per call", "reference"):
-        sys.stdout.write(f"{section:28}" + "".join(f"{column:>16}" for column in columns) + "\n")
-        for name, row in result[section].items():
-            numbers = "".join(f"{row[column]:16.3f}" for column in columns[1:])
-            sys.stdout.write(f"  {name:26}{row['count']:16.0f}{numbers}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=2))
-    return 0
+def _percentile(ordered: Sequence[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m lmcache_async.bench.scheduler`, as it was called before there were others."""
+    return command(["scheduler", *arguments])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""What the event loop and everything in Python cost a chunk: the whole engine, with a copier that copies nothing.
+
+Records are as small as they can be, and come in batches of as many chunks as usual. A store and a retrieve of
+few and of many chunks show what is paid a call, and that nothing grows with the number of chunks. The limits
+are one turn of the loop and one hop to a thread and back. What crosses the loop is counted too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from lmcache_async.bench.cache import CacheForm, PromptCache
+from lmcache_async.bench.frame import Case, option
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from contextvars import Context
+
+    from lmcache_async.bench.frame import Frame, Parameter, Probe, Row
+    from lmcache_async.device.copier import CopyJob, Fence
+    from lmcache_async.device.layout import KVLayout
+    from lmcache_async.device.progress import LoadProgress
+    from lmcache_async.engine.engine import CacheEngine
+
+UNIT = "us/chunk"
+CALLS = "loop callbacks/chunk"
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Attributes with a help text are options; see docs/benchmarks.md."""
+
+    batch: int = option(16, "chunks of a batch: 32 MiB hold so many records of 2 MiB")
+    chunks: tuple[int, ...] = field(default=(64, 512, 4096, 16384))
+    single: int = field(default=512)  # chunks of the case in which each is a batch
+    turns: int = field(default=1000)  # of the loop, and hops, for one figure of a limit
+
+
+QUICK = Settings(chunks=(8, 64), single=8, turns=10)
+
+
+class NoCopier:
+    """A copier that takes no time."""
+
+    def __init__(self, layout: KVLayout, **options: Any) -> None:
+        del options
+        self.layout = layout
+
+    def fence(self) -> Fence | None:
+        return None
+
+    async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+        pass
+
+    async def scatter(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
+    ) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """asyncio's own loop, which counts what is put on it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        super().__init__()
+
+    # Typeshed's type of the arguments cannot be said again in a subclass.
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *arguments: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        self.calls += 1
+        return super().call_soon(callback, *arguments, context=context)
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *arguments: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        self.calls += 1
+        return super().call_soon_threadsafe(callback, *arguments, context=context)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """A prompt, and engines for it with batches of so many chunks."""
+
+    cache: PromptCache
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache.num_chunks} chunks in batches of {self.batch}"
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[CacheEngine]:
+        batch_bytes = self.batch * self.cache.slab_bytes
+        settings: dict[str, Any] = {"store.allocate_timeout_s": 10.0}
+        for verb in ("store", "retrieve"):
+            settings |= {
+                f"{verb}.batch_bytes": batch_bytes,
+                f"{verb}.max_in_flight_bytes": 8 * batch_bytes,  # as by default
+                f"{verb}.timeout_s": 60.0,
+            }
+        async with contextlib.AsyncExitStack() as stack:
+            with mock.patch("lmcache_async.engine.builder.open_copier", NoCopier):
+                engine = await stack.enter_async_context(self.cache.open(**settings))
+            yield engine
+
+
+async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    async with contextlib.AsyncExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        limits = {
+            "one asyncio.sleep(0)": _turns(settings.turns),
+            "one thread hop": _hops(settings.turns, pool),
+        }
+        cases = []
+        sizes = [(chunks, settings.batch) for chunks in settings.chunks]
+        for chunks, batch in [*sizes, (settings.single, 1)]:
+            batches = Batches(PromptCache.of(CacheForm(chunks * CHUNK_TOKENS)), batch)
+            engine = await stack.enter_async_context(batches.open())
+            cases += _cases(batches, engine, limits)
+        for row in await frame.compare(cases):
+            yield row
+
+
+def _cases(batches: Batches, engine: CacheEngine, limits: Mapping[str, Probe]) -> list[Case]:
+    cache, name = batches.cache, batches.name
+    parameters: dict[str, Parameter] = {"chunks": cache.num_chunks, "batch": batches.batch}
+
+    async def store() -> float:
+        await engine.clear()
+        start = time.perf_counter()
+        await cache.store(engine)
+        return 1e6 * (time.perf_counter() - start) / cache.num_chunks
+
+    async def retrieve() -> float:
+        await cache.ensure_stored(engine)
+        start = time.perf_counter()
+        await cache.retrieve(engine)
+        return 1e6 * (time.perf_counter() - start) / cache.num_chunks
+
+    once = {"one a batch": _one_a_batch(batches)}
+    return [
+        Case(f"store, {name}", UNIT, store, limits, parameters),
+        Case(f"retrieve, {name}", UNIT, retrieve, limits, parameters),
+        Case(f"store, {name}", CALLS, _counts(batches, store=True), once, parameters),
+        Case(f"retrieve, {name}", CALLS, _counts(batches, store=False), once, parameters),
+    ]
+
+
+def _counts(batches: Batches, *, store: bool) -> Probe:
+    """Calls put on the loop by one store or retrieve, for each chunk; on a loop of its own."""
+    cache = batches.cache
+
+    async def count() -> float:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, CountingLoop):
+            raise TypeError(f"a {type(loop).__name__} does not count")
+        async with batches.open() as engine:
+            if not store:
+                await cache.store(engine)
+            before = loop.calls
+            await (cache.store if store else cache.retrieve)(engine)
+            return (loop.calls - before) / cache.num_chunks
+
+    def in_thread() -> float:
+        with asyncio.Runner(loop_factory=CountingLoop) as runner:
+            return runner.run(count())
+
+    async def probe() -> float:
+        return await asyncio.to_thread(in_thread)
+
+    return probe
+
+
+def _one_a_batch(batches: Batches) -> Probe:
+    async def probe() -> float:
+        return 1 / batches.batch
+
+    return probe
+
+
+def _turns(count: int) -> Probe:
+    async def probe() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            await asyncio.sleep(0)
+        return 1e6 * (time.perf_counter() - start) / count
+
+    return probe
+
+
+def _hops(count: int, pool: ThreadPoolExecutor) -> Probe:
+    async def probe() -> float:
+        loop = asyncio.get_running_loop()
+        start = time.perf_counter()
+        for _ in range(count):
+            await loop.run_in_executor(pool, _nothing)
+        return 1e6 * (time.perf_counter() - start) / count
+
+    return probe
+
+
+def _nothing() -> None:
+    pass
