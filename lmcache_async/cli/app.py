@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from lmcache_async.cli.bench import OWN_OPTIONS, bench_command
 from lmcache_async.cli.simulate import simulate_command
 
 app = typer.Typer(
@@ -15,9 +16,5 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps `simulate` a command of its own while it is the only one."""
-
-
+app.command("bench", context_settings=OWN_OPTIONS)(bench_command)
 app.command("simulate")(simulate_command)
