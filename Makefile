@@ -87,8 +87,8 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 	@touch $@
 endif
 
-$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml
-	@echo "== lmcache-async itself, editable"
+$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py lmcache_async/device/_rows.c
+	@echo "== lmcache-async itself, editable; its one compiled module where there is a C compiler"
 	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

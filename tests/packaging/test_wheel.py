@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+HAS_COMPILER = bool(shutil.which("cc")) and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,12 @@ def test_the_wheel_contains_every_module_of_the_package_its_stages_and_its_plugi
     assert packed == expected
     assert any(name.startswith("lmcache_async/stages/") for name in packed)
     assert any(name.startswith("lmcache_async/plugins/") for name in packed)
+
+
+def test_the_wheel_has_the_compiled_module_for_every_later_python(wheel: zipfile.Path) -> None:
+    assert ("lmcache_async/device/_rows.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
+    tag = "-cp311-abi3-linux_" if HAS_COMPILER else "-py3-none-any"
+    assert tag in Path(str(wheel.root.filename)).name
 
 
 def test_the_wheel_says_that_it_is_typed_and_carries_its_licence(wheel: zipfile.Path) -> None:

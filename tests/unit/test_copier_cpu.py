@@ -16,11 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device import cpu
+from lmcache_async.device import rows as row_copies
 from lmcache_async.device.copier import CopyJob, open_copier, wait_all
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
+
+
+@pytest.fixture(autouse=True, scope="module", params=row_copies.ways())
+def way(request):
+    """How rows are copied: by the compiled module, or by NumPy as where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_copies, "compiled", request.param)
+        yield
 
 
 def copy_jobs(layout, *rows):
@@ -65,10 +74,11 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
     with pytest.MonkeyPatch.context() as patch:
         # Small enough for these caches to take every way of copying, and several threads.
         patch.setattr(cpu, "MIN_THREAD_BYTES", 1)
-        patch.setattr(cpu, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
-        patch.setattr(cpu, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 64, 512, 1 << 20))))
-        patch.setattr(cpu, "BOUNCE_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
-        patch.setattr(cpu, "MIN_ITEM_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
+        patch.setattr(cpu, "STREAM_BYTES", data.draw(st.sampled_from((1, 1 << 30))))
+        patch.setattr(row_copies, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
+        patch.setattr(row_copies, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 64, 512, 1 << 20))))
+        patch.setattr(row_copies, "BOUNCE_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
+        patch.setattr(row_copies, "MIN_ITEM_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
         asyncio.run(
             transfer(
                 source,
@@ -186,9 +196,9 @@ def count_parts(monkeypatch):
     """Which threads copy, one entry for each part."""
     copy, copied_by = CpuCopier._copy, []
 
-    def counted(self, jobs, part, *, to_host):
+    def counted(self, jobs, part, **options):
         copied_by.append(threading.get_ident())
-        copy(self, jobs, part, to_host=to_host)
+        copy(self, jobs, part, **options)
 
     monkeypatch.setattr(CpuCopier, "_copy", counted)
     return copied_by
@@ -223,7 +233,7 @@ async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, 
     cache, copier = layers
     monkeypatch.setattr(cpu, "ALONE_S", 0)
     parts = []
-    monkeypatch.setattr(CpuCopier, "_copy", lambda self, jobs, part, *, to_host: parts.append(part))
+    monkeypatch.setattr(CpuCopier, "_copy", lambda self, jobs, part, **options: parts.append(part))
     progress = Told(4)
 
     await copier.scatter(copy_jobs(cache.layout, range(5)), None, progress)
@@ -294,7 +304,7 @@ async def test_cancelled_a_load_withdraws_the_rest_and_waits_for_the_part_that_r
     copier._helpers = helpers
     started, go_on, ended = threading.Event(), threading.Event(), []
 
-    def slow_copy(self, jobs, part, *, to_host):
+    def slow_copy(self, jobs, part, **options):
         started.set()
         go_on.wait(LONG_S)
         ended.append(part)
@@ -328,7 +338,7 @@ async def test_an_error_of_a_part_is_the_loads_and_later_planes_are_not_told(lay
     copier._helpers = 1
     parts = []
 
-    def copy(self, jobs, part, *, to_host):
+    def copy(self, jobs, part, **options):
         parts.append(part)
         if len(parts) == 2:
             raise MemoryError
@@ -369,46 +379,6 @@ async def test_nothing_keeps_the_payload_of_a_load_that_has_ended(layers, helper
     finally:
         gc.enable()
         await waiting
-
-
-@given(
-    st.sampled_from(("LBNHC", "LHBNC", "BLNHC")),
-    st.booleans(),
-    st.sampled_from((0, 5)),
-    st.lists(st.integers(-1, 5), min_size=1, max_size=6, unique_by=lambda row: row if row >= 0 else object()),
-)
-def test_long_rows_are_copied_one_by_one_in_both_directions(order, separate, padding, rows):
-    form = CacheForm(order=order, separate=separate, padding=padding * (order != "BLNHC"))
-    source, target, expected = form.build(6), form.build(6, seed=1), form.build(6, seed=1)
-    expected.assign(rows, source, rows)
-    directions = []
-
-    def copy_rows(memory, starts, payload, size, *, to_host):
-        directions.append(to_host)
-        copied(memory, starts, payload, size, to_host=to_host)
-
-    copied = cpu._copy_rows
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "LONG_RUN_BYTES", 64)  # a row's bytes are 64 or more
-        patch.setattr(cpu, "LARGE_ROW_BYTES", 64)
-        patch.setattr(cpu, "_copy_rows", copy_rows)
-        asyncio.run(transfer(source, target, [rows], [rows], threads=1))
-
-    assert min(plane.row_bytes for plane in source.layout.planes) >= 64
-    assert all(map(torch.equal, target.storages, expected.storages))
-    assert set(directions) == ({True, False} if max(rows) >= 0 else set())
-
-
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=700),
-    st.sampled_from([3, 4096, 8192, 12288, 32768, 262144, 524288]),
-)
-def test_divided_items_are_the_same_bytes_and_enough_to_free_the_lock(rows, size):
-    where, item = cpu.divide(np.array(rows, np.int64), size)
-
-    first_bytes = np.array(rows).repeat(size // item) * size + np.tile(np.arange(0, size, item), len(rows))
-    assert np.array_equal(where * item, first_bytes)
-    assert len(where) >= 512 or item < 2 * cpu.MIN_ITEM_BYTES or item % 2
 
 
 @given(cache_forms(), st.data())
@@ -518,7 +488,7 @@ async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(
     copier = CpuCopier(CacheForm().build(8).layout, threads=1)
     started, go_on, ended = threading.Event(), threading.Event(), []
 
-    def slow_copy(self, jobs, part, *, to_host):
+    def slow_copy(self, jobs, part, **options):
         started.set()
         go_on.wait()
         ended.append(part)

@@ -1,0 +1,192 @@
+"""Rows copied between a cache and a payload: the compiled module alone, and NumPy's ways of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device import rows
+from lmcache_async.device.copier import CopyJob
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.testing.caches import CacheForm
+
+COMPILED = [way for way in rows.ways() if way is not None]
+needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
+HAS_COMPILER = bool(shutil.which("cc") and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists())
+
+
+def test_the_module_was_compiled_where_there_is_a_compiler():
+    assert len(COMPILED) == HAS_COMPILER
+
+
+def noise(size, seed):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@needs_module
+@given(
+    data=st.data(),
+    size=st.one_of(st.integers(1, 200), st.sampled_from([1023, 1024, 1025, 1088, 2048, 5000])),
+    shift=st.integers(0, 70),
+    stream=st.booleans(),
+    to_payload=st.booleans(),
+)
+def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, shift, stream, to_payload):
+    places = data.draw(st.lists(st.integers(0, 11), max_size=9, unique=True))
+    if data.draw(st.booleans()):
+        places.sort()  # rows that follow each other are copied as one
+    skipped = data.draw(st.sets(st.integers(0, 8)))
+    memory, payload = noise(12 * size + shift + 3, 1)[shift:], noise(len(places) * size + 1, 2)[1:]
+    starts = np.array([-1 if i in skipped else at * size for i, at in enumerate(places)], np.int64)
+    expected_memory, expected_payload = memory.copy(), payload.copy()
+    for row, start in enumerate(starts.tolist()):
+        part, place = slice(row * size, (row + 1) * size), slice(start, start + size)
+        if start >= 0 and to_payload:
+            expected_payload[part] = memory[place]
+        elif start >= 0:
+            expected_memory[place] = payload[part]
+
+    copy(memory, starts, payload, size, to_payload, stream)
+
+    assert np.array_equal(memory, expected_memory)
+    assert np.array_equal(payload, expected_payload)
+
+
+@needs_module
+@pytest.mark.parametrize(
+    ("starts", "payload_bytes", "size", "message"),
+    [
+        ([0, 93], 16, 8, "row 1, at 93, ends behind the memory's 100 bytes"),
+        ([2**62], 8, 8, "row 0, at 4611686018427387904, ends behind"),
+        ([0], 101, 101, "row 0, at 0, ends behind"),
+        ([0, 8], 15, 8, "a payload of 15 bytes is not 2 rows of 8"),
+        ([0, 8], 0, 2**62, "a payload of 0 bytes is not 2 rows"),
+        ([0], 8, 0, "a payload of 8 bytes is not 1 rows of 0"),
+        ([0], 8, -8, "a payload of 8 bytes is not 1 rows of -8"),
+    ],
+)
+@pytest.mark.parametrize("to_payload", [False, True])
+def test_what_does_not_fit_moves_nothing(copy, starts, payload_bytes, size, message, to_payload):
+    memory, payload = noise(100, 1), noise(payload_bytes, 2)
+    before = memory.copy(), payload.copy()
+
+    with pytest.raises(ValueError, match=message):
+        copy(memory, np.array(starts, np.int64), payload, size, to_payload, False)
+
+    assert np.array_equal(memory, before[0])
+    assert np.array_equal(payload, before[1])
+
+
+@needs_module
+def test_starts_of_another_size_are_told(copy):
+    with pytest.raises(ValueError, match="items of 4 bytes, not 8"):
+        copy(noise(100, 1), np.array([0], np.int32), noise(8, 2), 8, False, False)
+
+
+@needs_module
+def test_only_what_is_written_need_be_writable(copy):
+    starts, fixed = np.array([0], np.int64), noise(8, 2)
+    fixed.flags.writeable = False
+
+    copy(noise(100, 1), starts, fixed, 8, False, False)
+    copy(fixed, starts, noise(8, 1), 8, True, False)
+    with pytest.raises((ValueError, BufferError)):
+        copy(noise(100, 1), starts, fixed, 8, True, False)
+    with pytest.raises((ValueError, BufferError)):
+        copy(fixed, starts, noise(8, 1), 8, False, False)
+    with pytest.raises((ValueError, BufferError)):
+        copy(noise(200, 1)[::2], starts, noise(8, 1), 8, False, False)
+
+
+@needs_module
+def test_the_interpreter_lock_is_free_meanwhile(copy):
+    memory, payload = noise(16 << 20, 1), noise(16 << 20, 2)
+    starts = np.arange(0, 16 << 20, 64 << 10, np.int64)
+    stop, turns = threading.Event(), [0]
+
+    def turn():
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)  # lets the lock go; nobody takes it away here
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    other = threading.Thread(target=turn)
+    other.start()
+    try:
+        during = 0
+        for _ in range(2000):  # it may take some before the other thread is given a core
+            before = turns[0]
+            copy(memory, starts, payload, 64 << 10, False, True)
+            during = turns[0] - before
+            if during:
+                break
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        other.join(20)
+
+    assert during > 0
+    assert np.array_equal(memory, payload)
+
+
+async def transfer(source, target, which):
+    """Gather these rows of one cache and scatter them into another."""
+    copier, other = CpuCopier(source.layout, threads=1), CpuCopier(target.layout, threads=1)
+    job = CopyJob(np.array(which), np.zeros(source.layout.payload_bytes(len(which)), np.uint8))
+    await copier.gather([job])
+    await other.scatter([job])
+    copier.close()
+    other.close()
+
+
+@given(
+    st.sampled_from(("LBNHC", "LHBNC", "BLNHC")),
+    st.booleans(),
+    st.sampled_from((0, 5)),
+    st.lists(st.integers(-1, 5), min_size=1, max_size=6, unique_by=lambda row: row if row >= 0 else object()),
+)
+def test_without_the_module_long_rows_are_copied_one_by_one(order, separate, padding, which):
+    form = CacheForm(order=order, separate=separate, padding=padding * (order != "BLNHC"))
+    source, target, expected = form.build(6), form.build(6, seed=1), form.build(6, seed=1)
+    expected.assign(which, source, which)
+    directions = []
+
+    def copy_rows(memory, starts, payload, size, *, to_host):
+        directions.append(to_host)
+        copied(memory, starts, payload, size, to_host=to_host)
+
+    copied = rows._copy_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "LONG_RUN_BYTES", 64)  # a row's bytes are 64 or more
+        patch.setattr(rows, "LARGE_ROW_BYTES", 64)
+        patch.setattr(rows, "_copy_rows", copy_rows)
+        patch.setattr(rows, "compiled", None)
+        asyncio.run(transfer(source, target, which))
+
+    assert min(plane.row_bytes for plane in source.layout.planes) >= 64
+    assert all(map(torch.equal, target.storages, expected.storages))
+    assert set(directions) == ({True, False} if max(which) >= 0 else set())
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=700),
+    st.sampled_from([3, 4096, 8192, 12288, 32768, 262144, 524288]),
+)
+def test_divided_items_are_the_same_bytes_and_enough_to_free_the_lock(which, size):
+    where, item = rows.divide(np.array(which, np.int64), size)
+
+    first_bytes = np.array(which).repeat(size // item) * size + np.tile(np.arange(0, size, item), len(which))
+    assert np.array_equal(where * item, first_bytes)
+    assert len(where) >= 512 or item < 2 * rows.MIN_ITEM_BYTES or item % 2
