@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmcache_async.bench.frame import Case, option
+from lmcache_async.memory.region import Region
 from lmcache_async.testing.rig import Rig
 
 if TYPE_CHECKING:
@@ -179,16 +180,21 @@ class RawFiles:
     threads: int
     direct: bool
     pool: ThreadPoolExecutor
-    memory: list[mmap.mmap]
+    memory: list[memoryview]
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, moved: Moved, threads: int) -> Iterator[RawFiles]:
         path.mkdir()
-        memory = [mmap.mmap(-1, moved.record_bytes) for _ in range(threads)]
+        size = moved.record_bytes
+        # As the arena's: direct I/O from and to huge pages is faster.
+        region = Region(
+            threads * size, grain_bytes=size, pin=False, pin_device=None, huge_pages=True, prefault=True
+        )
+        memory = [region.view[at : at + size] for at in range(0, threads * size, size)]
         for piece in memory:
-            piece.write(bytes(range(256)) * (moved.record_bytes // 256))
-        with ThreadPoolExecutor(threads) as pool:
+            piece[:] = bytes(range(256)) * (size // 256)
+        with contextlib.closing(region), ThreadPoolExecutor(threads) as pool:
             yield cls(path, moved, threads, _takes_direct(path), pool, memory)
 
     async def write(self) -> float:
@@ -203,11 +209,11 @@ class RawFiles:
             await self.write()
         return self._all(self._read_one)
 
-    def _all(self, work: Callable[[Path, mmap.mmap], None]) -> float:
+    def _all(self, work: Callable[[Path, memoryview], None]) -> float:
         names = self._names()
         left = iter(names)
 
-        def thread(memory: mmap.mmap) -> None:
+        def thread(memory: memoryview) -> None:
             for name in left:  # the next one, whichever thread is free
                 work(name, memory)
 
@@ -215,12 +221,12 @@ class RawFiles:
         list(self.pool.map(thread, self.memory))
         return self.moved.nbytes / (time.perf_counter() - start) / 1e9
 
-    def _write_one(self, name: Path, memory: mmap.mmap) -> None:
+    def _write_one(self, name: Path, memory: memoryview) -> None:
         with _opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self.direct) as descriptor:
             if os.pwrite(descriptor, memory, 0) != len(memory):
                 raise OSError(f"{name}: a short write")
 
-    def _read_one(self, name: Path, memory: mmap.mmap) -> None:
+    def _read_one(self, name: Path, memory: memoryview) -> None:
         with _opened(name, os.O_RDONLY, direct=self.direct) as descriptor:
             if os.preadv(descriptor, [memory], 0) != len(memory):
                 raise OSError(f"{name}: a short read")
