@@ -172,6 +172,15 @@ class VLLMConfig(Section):
         description="Longest hit that is loaded so, since the rest of the batch waits too; longer ones are loaded"
         " before the request joins a batch.",
     )
+    load_policy: Literal["auto", "always"] = Field(
+        default="auto",
+        description="Whether a hit is loaded only as far as that is sooner than computing it, by what loads and steps"
+        " have taken so far, or always.",
+    )
+    prefill_tokens_per_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=None,
+        description="How fast the model computes prompts, in tokens a second, for load_policy; none means measured.",
+    )
     socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
         default=None,
         description="Directory of the sockets between scheduler and workers; none means a private temporary one.",

@@ -42,6 +42,12 @@ class Parts:
     retrieve: Chain[RetrieveRequest, RetrieveReport]
     resources: Mapping[str, Any]
 
+    def free(self) -> None:
+        """Give back threads and memory."""
+        self.workers.shutdown()  # what runs there waits for nothing and ends by itself
+        self.copier.close()
+        self.arena.close()
+
 
 def build(
     config: EngineConfig,

@@ -13,6 +13,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger
+from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookups import Lookups
 from lmcache_async.engine.pins import Pins
 from lmcache_async.engine.results import (
@@ -65,7 +66,10 @@ class CacheEngine(TokenVerbs):
             max_buffers=int(parts.arena.num_slabs * config.vllm.max_pinned_fraction),
             ttl_s=config.vllm.lookup_pin_ttl_s,
         )
-        self._lookups = Lookups(parts.stack, self._pins, timeout_s=config.retrieve.timeout_s)
+        self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
+        self._lookups = Lookups(
+            parts.stack, self._pins, self._costs, timeout_s=config.retrieve.timeout_s, spawn=self._spawn
+        )
         self._runners = open_runners(config, parts, max_pinned=self._pins.max_buffers)
 
     @classmethod
@@ -95,7 +99,7 @@ class CacheEngine(TokenVerbs):
             engine = cls(config, parts, namespace, layout, instrument or LogInstrument(logger.logger))
             await parts.stack.open(parts.arena)
         except BaseException:
-            _free(parts)
+            parts.free()
             raise
         try:
             yield engine
@@ -223,6 +227,8 @@ class CacheEngine(TokenVerbs):
             batches = [RetrieveReport(cause=type(error).__name__)]
         asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
         report = merge_retrieved(batches, asked, start)
+        if not request.waited_for:  # its time is the model's too
+            self._costs.note(report)
         self._instrument.retrieved(request.request_id, report)
         return report
 
@@ -255,6 +261,14 @@ class CacheEngine(TokenVerbs):
         finally:
             del task  # its traceback holds views of slabs: not for as long as somebody keeps ours
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run beside the calls; closing ends it like them."""
+        if self._closed:
+            return work.close()
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        return task.add_done_callback(self._running.discard)
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
@@ -272,7 +286,7 @@ class CacheEngine(TokenVerbs):
             raise
         finally:
             async with contextlib.AsyncExitStack() as steps:  # each is taken, whatever becomes of the others
-                steps.callback(_free, self._parts)
+                steps.callback(self._parts.free)
                 steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
                 steps.callback(self._pins.close)
                 for task in self._running:
@@ -284,9 +298,3 @@ class CacheEngine(TokenVerbs):
 def _caller_is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _free(parts: Parts) -> None:
-    parts.workers.shutdown()  # what runs there waits for nothing and ends by itself
-    parts.copier.close()
-    parts.arena.close()

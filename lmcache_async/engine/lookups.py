@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_async.engine.results import FirstPresent, LookupResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
+    from lmcache_async.engine.costs import LoadCosts
     from lmcache_async.engine.pins import Pins
     from lmcache_async.tiers.stack import TierStack
     from lmcache_async.types import ChunkKey
@@ -21,13 +22,25 @@ class Lookups:
     """Asks the tiers, and pins what is in host memory for who names a lookup id.
 
     Args:
+        costs: Of loads, as measured.
         timeout_s: What has not been answered by then is not there.
+        spawn: Runs something beside the lookups.
     """
 
-    def __init__(self, stack: TierStack, pins: Pins, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        stack: TierStack,
+        pins: Pins,
+        costs: LoadCosts,
+        *,
+        timeout_s: float,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
         self._stack = stack
         self._pins = pins
+        self._costs = costs
         self._timeout_s = timeout_s
+        self._spawn = spawn
 
     async def prefix(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> LookupResult:
         """How many leading chunks are there. A former pin of the same id ends."""
@@ -42,7 +55,10 @@ class Lookups:
             pinned = await self._pin(keys, tiers, lookup_id)
         names = [stacked.id for stacked in self._stack.tiers]
         by_tier = dict(Counter(names[tier] for tier in tiers))
-        return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned)
+        costs = self._costs.ends(tiers)
+        if (stale := self._costs.stale(tiers)) is not None:
+            self._spawn(self._costs.measure(keys[stale], tiers[stale]))
+        return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned, costs=costs)
 
     async def first(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> FirstPresent | None:
         """The first key that any tier has; its pin is beside what the same lookup has pinned."""

@@ -25,11 +25,13 @@ class LookupResult:
         count: Leading chunks that are there.
         by_tier: Of these, how many each tier would serve.
         pinned: Of these, how many are in host memory and stay there until they are unpinned.
+        costs: Behind how many chunks a tier's run ends, and seconds to load all up to there, as measured.
     """
 
     count: int
     by_tier: Mapping[str, int]
     pinned: int = 0
+    costs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

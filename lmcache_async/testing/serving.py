@@ -107,6 +107,7 @@ class Serving(Simulation):
             ],
             "vllm.lookup_timeout_s": self.rng.choice((1e-4, 0.1, 1.0)),
             "vllm.lookup_pin_ttl_s": self.rng.choice((0.05, PIN_TTL_S)),
+            "vllm.load_policy": self.rng.choice(("auto", "always")),
             "vllm.layerwise_load": "never",  # there the model's thread waits, and here it is the only one
             "vllm.socket_dir": str(folder),
             "shutdown_timeout_s": 1.0,

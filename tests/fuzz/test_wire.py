@@ -98,7 +98,7 @@ class Engine:
 
     async def lookup_keys(self, keys, *, lookup_id=None):
         del lookup_id
-        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys))
+        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys), costs=())
 
     async def first_present(self, keys, *, lookup_id=None):
         del lookup_id
@@ -168,6 +168,7 @@ def check_still_serving(path: Path) -> None:
         "count": 3,
         "pinned": 3,
         "tiers": {"cpu": 3},
+        "costs": b"",
         "first": -1,
         "first_pinned": False,
     }

@@ -49,6 +49,7 @@ def connector(
         "arena.max_bytes": arena_chunks * (CHUNK * KV_BYTES + 4096),
         "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests are about hits
         "vllm.lookup_pin_ttl_s": 600.0,  # or time would hide a pin that is never let go
+        "vllm.load_policy": "always",  # a model so small computes sooner than a busy disk is read
         "tiers": tiers,
     }
     return {

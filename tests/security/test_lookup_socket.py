@@ -45,7 +45,7 @@ class Engine:
         del lookup_id
         self.asked += 1
         await self.gate.wait()
-        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys))
+        return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys), costs=())
 
     async def first_present(self, keys, *, lookup_id=None):
         return None

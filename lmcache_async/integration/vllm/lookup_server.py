@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.wire import Identity, Message, check_peer, encode, receive
+from lmcache_async.integration.vllm.wire import Identity, Message, check_peer, encode, pack_costs, receive
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
@@ -175,7 +175,13 @@ class LookupServer:
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
         result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
         first = await self._first(lookup_id, tail if result.count == len(keys) else [])
-        return {"count": result.count, "pinned": result.pinned, "tiers": dict(result.by_tier), **first}
+        return {
+            "count": result.count,
+            "pinned": result.pinned,
+            "tiers": dict(result.by_tier),
+            "costs": pack_costs(result.costs),
+            **first,
+        }
 
     async def _first(self, lookup_id: str, keys: list[ChunkKey]) -> Message:
         found = await self._engine.first_present(keys, lookup_id=lookup_id) if keys else None

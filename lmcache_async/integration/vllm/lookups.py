@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lmcache_async.integration.vllm.wire import Costs
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -21,6 +23,7 @@ class Answer:
         tiers: Chunks by the id of the tier that has them, of the first rank.
         pinned: Some rank holds leases for it until it is told otherwise.
         resident: Every rank holds leases for all of it: it is in host memory and stays there.
+        costs: What loading the full chunks costs, until the slowest rank is done.
     """
 
     chunks: int = 0
@@ -30,6 +33,11 @@ class Answer:
     tiers: Mapping[str, int] = field(default_factory=dict)
     pinned: bool = False
     resident: bool = False
+    costs: Costs = ()
+
+    def hit_tokens(self, chunk_size: int) -> int:
+        """Leading tokens that are there."""
+        return self.chunks * chunk_size + self.partial_tokens
 
 
 MISS = Answer()
@@ -49,6 +57,7 @@ class Lookup:
         abandoned: Its pins are not wanted; set and read by the client's thread.
         released: The scheduler's thread has given it up.
         timed_out: It was once taken for a miss because its answer was late.
+        worth: What was decided: for so many tokens that vLLM has itself, so many are to be loaded up to.
     """
 
     lookup_id: str
@@ -60,3 +69,4 @@ class Lookup:
     abandoned: bool = False
     released: bool = False
     timed_out: bool = False
+    worth: tuple[int, int] | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from lmcache_async.integration.vllm.decide import slowest
 from lmcache_async.integration.vllm.lookups import Answer
+from lmcache_async.integration.vllm.wire import unpack_costs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +53,7 @@ async def query(
         asked = await _first_of_all(links, lookup.lookup_id, candidates)
         of_ends, failed = asked or [], asked is None
     partial = _agreed(candidates, _firsts(of_ends, candidates))
+    costs = [unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)]
     partial_held = [_flag(reply, "first_pinned") for reply in of_ends]
     return Answer(
         chunks=hit,
@@ -61,6 +64,7 @@ async def query(
         pinned=any(held) or any(partial_held) or failed,
         resident=all(count == number for count, number in zip(counts, held, strict=True))
         and (not partial or all(partial_held)),
+        costs=slowest(costs, hit),
     )
 
 

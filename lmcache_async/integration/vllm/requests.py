@@ -80,7 +80,26 @@ class RequestState:
     adopted: bool = False
 
 
-def usable(request: Any) -> bool:
+def new_state(request: Any, tail_tokens: int, *, loads: bool, stores: bool) -> RequestState:
+    """At first sight of a request.
+
+    Args:
+        loads: Whether this vLLM loads at all.
+        stores: Whether it stores.
+    """
+    options = RequestOptions.of(request.kv_transfer_params)
+    fits = _usable(request)
+    return RequestState(
+        request=request,
+        chain=_chain_of(request, options.tags),
+        may_load=fits and loads and options.load,
+        may_store=fits and stores and options.store,
+        tail_tokens=tail_tokens,
+        tail_pending=tail_tokens > 0,
+    )
+
+
+def _usable(request: Any) -> bool:
     """Whether the request's KV is a function of what we put into its keys.
 
     Prompts given as embeddings have no token ids, and a streaming session's tokens may still be taken back.
@@ -88,7 +107,7 @@ def usable(request: Any) -> bool:
     return request.prompt_embeds is None and not request.resumable and request.prompt_token_ids is not None
 
 
-def chain_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestChain:
+def _chain_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestChain:
     lora = request.lora_request
     adapter = None
     if lora is not None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from lmcache_async.integration.vllm.decide import LoadDecider, PrefillClock
 from lmcache_async.integration.vllm.loads import Loads, LoadSpan, load_job, lost_job
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.pins import Pins
-from lmcache_async.integration.vllm.requests import RequestOptions, RequestState, chain_of, usable
+from lmcache_async.integration.vllm.requests import RequestState, new_state
 from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SchedulerHalf:
 
     Attributes:
         lookup_timeouts: Requests whose lookup was late, since the start.
+        decider: Counts what was decided: `load`, `recompute` or `partial`.
     """
 
     def __init__(
@@ -68,6 +70,11 @@ class SchedulerHalf:
             world_size=world_size,
             partial_chunks=config.store.partial_chunks,
             generated_tokens=config.store.generated_tokens,
+        )
+        self.decider = LoadDecider(
+            PrefillClock(client.now, config.vllm.prefill_tokens_per_s),
+            config.chunk_size,
+            always=config.vllm.load_policy == "always",
         )
         self._pins = Pins(config.vllm.max_pinned_fraction)
         self._stores = StorePlanner(self._policy, self._pins, client)
@@ -114,7 +121,7 @@ class SchedulerHalf:
             self.lookup_timeouts += not lookup.timed_out
             lookup.timed_out = True
             return 0, False
-        hit = self._hit_tokens(lookup)
+        hit = self.decider.worth(request, lookup, lookup.answer, local_tokens)
         external = max(0, hit - local_tokens)
         fits = hit < request.num_tokens and external <= self._layerwise_tokens  # a token is left to compute
         state.layerwise = lookup.answer.resident and fits
@@ -161,6 +168,7 @@ class SchedulerHalf:
     def plan_step(self, output: Any) -> StepMetadata:
         """For build_connector_meta, at the end of every scheduling step."""
         self._repeats_left = _MAX_REPEATS
+        self.decider.prefill.begin(sum(output.num_scheduled_tokens.values()))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.may_store:
@@ -173,6 +181,7 @@ class SchedulerHalf:
 
     def update(self, output: Any) -> None:
         """For update_connector_output: what the ranks have ended."""
+        self.decider.prefill.end()
         if output.invalid_block_ids:
             self.loads.failed(output.invalid_block_ids)
         for request_id in output.finished_recving or ():
@@ -224,17 +233,8 @@ class SchedulerHalf:
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            options = RequestOptions.of(request.kv_transfer_params)
-            fits = usable(request)
             tail = self._policy.tail_tokens(request.num_prompt_tokens)
-            state = RequestState(
-                request=request,
-                chain=chain_of(request, options.tags),
-                may_load=fits and self._roles.loads and options.load,
-                may_store=fits and self._roles.stores and options.store,
-                tail_tokens=tail,
-                tail_pending=tail > 0,
-            )
+            state = new_state(request, tail, loads=self._roles.loads, stores=self._roles.stores)
             self._requests[request.request_id] = state
         return state
 
@@ -257,15 +257,12 @@ class SchedulerHalf:
         if lookup.answer is None or not self._repeats_left:
             return False
         age = self._client.now() - lookup.asked_at
-        complete = self._hit_tokens(lookup) > lookup.num_tokens - self._block_size
+        hit = lookup.answer.hit_tokens(self._policy.chunk_size)
+        complete = hit > lookup.num_tokens - self._block_size
         if age <= (self._config.vllm.lookup_pin_ttl_s / 2 if complete else _MISS_AGE_S):
             return False
         self._repeats_left -= 1
         return True
-
-    def _hit_tokens(self, lookup: Lookup) -> int:
-        answer = lookup.answer
-        return 0 if answer is None else answer.chunks * self._policy.chunk_size + answer.partial_tokens
 
     def _start_load(self, state: RequestState, job: Job) -> None:
         self._adopt(state)

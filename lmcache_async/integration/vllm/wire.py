@@ -7,6 +7,7 @@ itself, the server says `goodbye`.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -26,7 +27,7 @@ from lmcache_async.types import KEY_BYTES
 if TYPE_CHECKING:
     import asyncio
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys; more is no message of ours
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
@@ -35,6 +36,9 @@ _PEER = struct.Struct("iII")  # struct ucred: process, user, group
 MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
 Message: TypeAlias = dict[str, Any]
+Costs: TypeAlias = tuple[tuple[int, float], ...]
+"""Behind how many chunks a tier's run ends, and seconds to load all up to there; both ascend."""
+_COST = struct.Struct("<qd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +188,24 @@ def _private_directory(base: Path) -> Path:
             f"remove it or name another directory"
         )
     return path
+
+
+def pack_costs(costs: Costs) -> bytes:
+    return b"".join(_COST.pack(*cost) for cost in costs)
+
+
+def unpack_costs(packed: object, chunks: int) -> Costs:
+    """What a rank says of loading its hit of `chunks` chunks; no costs at all stand for no knowledge.
+
+    Raises:
+        ValueError: It makes no sense.
+    """
+    if not isinstance(packed, bytes) or len(packed) % _COST.size or len(packed) > chunks * _COST.size:
+        raise ValueError(f"a rank answered {packed!r:.40} as costs of {chunks} chunks")
+    costs = tuple(_COST.iter_unpack(packed))
+    before, before_s = 0, 0.0
+    for end, seconds in costs:
+        if not (before < end <= chunks and before_s <= seconds < math.inf):
+            raise ValueError(f"a rank answered {costs!r:.80} as costs of {chunks} chunks")
+        before, before_s = end, seconds
+    return costs

@@ -226,6 +226,55 @@ def test_a_full_hit_offers_every_token():
     assert bench.half.match(request, 0) == (16, True)
 
 
+SLOW = {"vllm.prefill_tokens_per_s": 10}  # 40 tokens are computed in 4 s
+
+
+def test_a_hit_that_is_sooner_computed_is_not_loaded_let_go_and_not_stored_again():
+    bench = Bench(**SLOW)
+    request = bench.request(40)
+    bench.answer(request, Answer(4, 0, tiers={"disk": 4}, pinned=True, costs=((4, 9.0),)))
+
+    assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
+    bench.allocate(request, 0, 40)
+
+    assert bench.client.released == bench.client.asked
+    assert not bench.half.loads
+    assert spans(bench.step((request, 40)).stores) == [(32, 40)]
+    assert bench.half.decider.counts == {"recompute": 1}
+
+
+def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
+    bench = Bench(**SLOW)
+    request = bench.request(40)
+    answer = Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 1, "disk": 3}, costs=((1, 0.1), (4, 9.0)))
+    bench.answer(request, answer)
+
+    assert bench.half.match(request, 0) == (8, True)
+    bench.allocate(request, 8, 40)
+
+    (load,) = bench.step().loads
+    assert spans((load,)) == [(0, 8)]
+    assert load.rows().tolist() == [block.block_id for block in bench.blocks[request.request_id][:4]]
+    bench.report(finished={request.request_id})
+    request.num_computed_tokens = 8
+    assert spans(bench.step((request, 32)).stores) == [(32, 40)]
+
+
+def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_loaded():
+    for policy, offered in (("auto", 0), ("always", 160)):
+        bench = Bench(**{"vllm.load_policy": policy})
+        first, second = bench.request(160), bench.request(168)
+        bench.client.time = 0.01
+        bench.client.asked[0].answer = bench.client.asked[1].answer = Answer(20, costs=((20, 1.0),))
+        assert bench.half.match(first, 0) == (160, True)  # nothing is known yet
+
+        bench.step((first, 160))
+        bench.client.time = 0.06
+        bench.report()
+
+        assert bench.half.match(second, 0)[0] == offered
+
+
 @pytest.mark.parametrize("params", [{"skip_load": True}, {"lmcache.skip_load": 1}], ids=["ours", "lmcache"])
 def test_a_request_may_ask_not_to_be_loaded(params):
     bench = Bench()

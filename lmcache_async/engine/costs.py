@@ -1,0 +1,84 @@
+"""What loading from each tier costs: learnt from the loads, and from a chunk read now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.observability.rates import CostLine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.tiers.stack import TierStack
+    from lmcache_async.types import ChunkKey, RetrieveReport
+
+STALE_S = 10.0
+"""A tier that nobody has loaded from for so long is asked for one chunk, beside what a lookup found in it.
+Else one that was slow once, and is not loaded from any more, would count as slow for ever."""
+
+
+class LoadCosts:
+    """A line for each tier: a load's seconds over its chunks. Used on the engine's loop."""
+
+    def __init__(self, stack: TierStack, arena: Arena, chunk_size: int) -> None:
+        self._stack = stack
+        self._arena = arena
+        self._slow = {stacked.id: stacked.leaves_memory for stacked in stack.tiers}
+        self._names = [stacked.id for stacked in stack.tiers]
+        self._lines = {name: CostLine() for name in self._names}
+        self._noted = dict.fromkeys(self._names, 0.0)
+        self._chunk_size = chunk_size
+
+    def note(self, report: RetrieveReport) -> None:
+        """A load has ended. Where one slow tier took part, its time is that tier's."""
+        slow = [name for name in report.by_tier if self._slow[name]]
+        sources = slow or list(report.by_tier)
+        if len(sources) == 1:
+            self.note_chunks(sources[0], report.by_tier[sources[0]] / self._chunk_size, report.seconds)
+
+    def note_chunks(self, name: str, chunks: float, seconds: float) -> None:
+        self._lines[name].note(chunks, seconds)
+        self._noted[name] = asyncio.get_running_loop().time()
+
+    def ends(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """Of a hit: behind how many chunks a tier's run ends, and seconds to load all up to there.
+
+        What was never measured counts as free, so that it will be.
+        """
+        found: list[tuple[int, float]] = []
+        chunks, seconds = 0, 0.0
+        for tier, run in groupby(tiers):
+            count = len(list(run))
+            chunks, seconds = chunks + count, seconds + self._lines[self._names[tier]].seconds(count)
+            found.append((chunks, seconds))
+        return tuple(found)
+
+    async def measure(self, key: ChunkKey, tier: int) -> None:
+        """Read one chunk and throw it away, where there is memory for it at once."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            buffer = await self._stack.tiers[tier].tier.get(key, self._allocate)
+        except (TierError, BudgetExceededError):
+            return  # the next lookup that finds it stale tries again
+        if buffer is not None:
+            buffer.release()
+            self.note_chunks(self._names[tier], 1, loop.time() - start)
+
+    async def _allocate(self, nbytes: int) -> Buffer:
+        return await self._arena.lease(nbytes, timeout_s=0.0)
+
+    def stale(self, tiers: Sequence[int]) -> int | None:
+        """Position of a chunk of a slow tier that should be measured anew."""
+        now = asyncio.get_running_loop().time()
+        for position, tier in enumerate(tiers):
+            name = self._names[tier]
+            if self._slow[name] and self._lines[name].known and now - self._noted[name] > STALE_S:
+                self._noted[name] = now  # one at a time
+                return position
+        return None

@@ -1,0 +1,173 @@
+"""Load a hit, or compute it: whichever is sooner."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.rates import CostLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_async.integration.vllm.lookups import Answer, Lookup
+    from lmcache_async.integration.vllm.wire import Costs
+
+MIN_GAIN = 0.1
+"""So much sooner, as a part, computing must be: it takes the device from others, loading does not."""
+
+MIN_STEP_TOKENS = 128
+"""Shorter steps are decodes, or too short to tell how fast the model computes prompts."""
+
+
+MAX_STEPS = 8
+"""More are never under way at one time: if they are, ends were missed."""
+
+
+class PrefillClock:
+    """Times the scheduler's steps: each from where it was planned, or where the one before it ended.
+
+    Args:
+        now: Seconds, monotonic.
+        tokens_per_s: Fixed by the user; None learns it.
+    """
+
+    def __init__(self, now: Callable[[], float], tokens_per_s: float | None = None) -> None:
+        self.now = now
+        self._line = CostLine()
+        self._fixed = tokens_per_s
+        self._steps: deque[tuple[float, int]] = deque()
+        self._last_end = -math.inf
+
+    def begin(self, tokens: int) -> None:
+        """A step of so many tokens was planned."""
+        if len(self._steps) >= MAX_STEPS:
+            self._steps.clear()
+        if tokens:
+            self._steps.append((self.now(), tokens))
+
+    def end(self) -> None:
+        """The results of the oldest step are there."""
+        if not self._steps:
+            return
+        planned, tokens = self._steps.popleft()
+        now = self.now()
+        if tokens >= MIN_STEP_TOKENS:
+            self._line.note(tokens, now - max(planned, self._last_end))
+        self._last_end = now
+
+    @property
+    def known(self) -> bool:
+        return self._fixed is not None or self._line.known
+
+    def seconds(self, tokens: int) -> float:
+        """What computing so many tokens of a prompt takes."""
+        return tokens / self._fixed if self._fixed is not None else self._line.seconds(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What there is to decide on.
+
+    Attributes:
+        costs: Of loading the hit's full chunks.
+        tokens: Of the hit, a partial chunk at its end among them.
+        local_tokens: Leading tokens that vLLM has itself.
+        asked_tokens: Of the request.
+    """
+
+    costs: Costs
+    tokens: int
+    local_tokens: int
+    asked_tokens: int
+
+
+class LoadDecider:
+    """Decides for each hit how much of it is loaded, and counts: load, recompute or partial.
+
+    Args:
+        always: Load whatever there is.
+    """
+
+    def __init__(self, prefill: PrefillClock, chunk_size: int, *, always: bool = False) -> None:
+        self._logger = LimitedLogger(logging.getLogger(__name__), clock=prefill.now)
+        self.prefill = prefill
+        self.counts: Counter[str] = Counter()
+        self._chunk_size = chunk_size
+        self._always = always
+
+    def worth(self, request: Any, lookup: Lookup, answer: Answer, local_tokens: int) -> int:
+        """Leading tokens of the request's hit that are worth loading.
+
+        Decided once for each lookup and number of tokens that vLLM has itself, however often it asks.
+        """
+        if lookup.worth is None or lookup.worth[0] != local_tokens:
+            tokens = answer.hit_tokens(self._chunk_size)
+            hit = Hit(answer.costs, tokens, local_tokens, request.num_tokens)
+            lookup.worth = local_tokens, self.decide(request.request_id, hit)
+        return lookup.worth[1]
+
+    def decide(self, request_id: str, hit: Hit) -> int:
+        """All of the hit's tokens, only those that vLLM has itself, or up to where a tier's run ends."""
+        if hit.tokens <= hit.local_tokens:
+            return hit.tokens
+        chosen, times = hit.tokens, {hit.tokens: 0.0}
+        if not self._always and self.prefill.known:
+            times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}
+            best = min(times, key=lambda tokens: (times[tokens], -tokens))
+            if times[best] < (1 - MIN_GAIN) * times[hit.tokens]:
+                chosen = best
+        decided: Literal["load", "recompute", "partial"] = (
+            "load" if chosen == hit.tokens else "partial" if chosen > hit.local_tokens else "recompute"
+        )
+        self.counts[decided] += 1
+        if decided != "load":
+            self._explain(decided, request_id, hit, chosen, times)
+        return chosen
+
+    def _candidates(self, hit: Hit) -> list[int]:
+        ends = [chunks * self._chunk_size for chunks, _ in hit.costs]
+        return [hit.local_tokens, *(end for end in ends if hit.local_tokens < end < hit.tokens), hit.tokens]
+
+    def _seconds(self, hit: Hit, tokens: int) -> float:
+        """Until the request's first token, if so many leading tokens are there."""
+        load = 0.0
+        if tokens > hit.local_tokens:
+            size = self._chunk_size
+            load = seconds_up_to(hit.costs, tokens / size) - seconds_up_to(
+                hit.costs, hit.local_tokens // size
+            )
+        return load + self.prefill.seconds(hit.asked_tokens - tokens)
+
+    def _explain(self, decided: str, request_id: str, hit: Hit, chosen: int, times: dict[int, float]) -> None:
+        self._logger.log(
+            logging.INFO,
+            decided,
+            "request %s: decided=%s: of %d tokens of a hit %d are loaded: the first token after %.3f s, after %.3f s with all of them",
+            request_id,
+            decided,
+            hit.tokens,
+            chosen,
+            times[chosen],
+            times[hit.tokens],
+        )
+
+
+def seconds_up_to(costs: Costs, chunks: float) -> float:
+    """Seconds to load so many leading chunks; within a run in proportion."""
+    before, before_s = 0, 0.0
+    for end, end_s in costs:
+        if chunks <= end:
+            return min(end_s, before_s + (end_s - before_s) * (chunks - before) / (end - before))
+        before, before_s = end, end_s
+    return before_s
+
+
+def slowest(costs: Sequence[Costs], chunks: int) -> Costs:
+    """What a load of the first `chunks` chunks costs when every rank has to be done."""
+    ends = sorted({min(end, chunks) for each in costs for end, _ in each} - {0})
+    return tuple((end, max(seconds_up_to(each, end) for each in costs)) for end in ends)

@@ -1,0 +1,45 @@
+"""A tier slower than computing: the hit is computed, and loaded again once the tier is fast again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.vllm_answers import Question, assert_same, tokens
+from tests.integration.vllm_driver import Engines, Reference, connector
+
+pytestmark = pytest.mark.vllm
+
+
+def slow(disk: Path, **extra: Any) -> dict[str, Any]:
+    """Reads of the disk take a second and are never kept in memory."""
+    transfer = connector(disk=disk, **{"retrieve.promote": False, "vllm.load_policy": "auto", **extra})
+    faults = {"name": "faults", "delay_s": 1.0, "get": {"delay": 1.0}}
+    transfer["kv_connector_extra_config"]["tiers"][1]["layers"] = [faults]
+    return transfer
+
+
+def test_what_a_slow_tier_has_is_computed_once_that_is_known(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    """The first hit is loaded, and tells how slow the tier is; the next one is not."""
+    questions = [Question(tokens(f"slow {number}", 730)) for number in range(3)]
+    with engines.started(connector(disk=tmp_path / "kv")) as engine:
+        engine.ask_all(questions)
+        engine.settle()
+
+    with engines.started(slow(tmp_path / "kv")) as engine:
+        warm = engine.ask(Question(tokens("something else", 730)))
+        first, second, third = (engine.ask(question) for question in questions)
+        log = engine.log()
+
+    assert warm.cached_tokens == 0
+    assert (first.tiers, first.cached_tokens) == ({"disk": 704}, 704)
+    assert first.seconds > 1.0
+    for answer in (second, third):
+        assert answer.cached_tokens == 0
+    assert "decided=recompute" in log
+    for question, answer in zip(questions, (first, second, third), strict=True):
+        assert_same(answer, reference(question))

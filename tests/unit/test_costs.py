@@ -1,0 +1,123 @@
+"""What an engine learns of its tiers' speed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmcache_async.engine.costs import STALE_S, LoadCosts
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import turns
+from lmcache_async.types import RetrieveReport
+from tests.made import Made
+
+TOKENS = list(range(100, 140))  # 5 chunks of 8
+
+
+def report(seconds, **by_tier):
+    return RetrieveReport(by_tier=by_tier, seconds=seconds)
+
+
+@pytest.fixture
+async def engine():
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        rig.write(range(40), rig.content(TOKENS))
+        await engine.store(TOKENS, range(40))
+        assert await engine.flush(timeout_s=5)
+        engine.made = made
+        yield engine
+
+
+def costs_of(engine):
+    return LoadCosts(engine._parts.stack, engine._parts.arena, 8)
+
+
+async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
+    costs = costs_of(engine)
+    assert costs.ends([0, 0, 1]) == ((2, 0.0), (3, 0.0))
+
+    costs.note(report(0.2, cpu=16))
+    costs.note(report(3.0, cpu=8, dict=24))
+    costs.note(report(99.0))
+
+    assert costs.ends([0, 0, 1, 1, 1]) == ((2, pytest.approx(0.2)), (5, pytest.approx(3.2)))
+    assert costs.ends([]) == ()
+
+
+async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
+    keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
+    assert (await engine.lookup_keys(keys)).costs == ((5, 0.0),)
+
+    await engine.retrieve(TOKENS, range(40))
+
+    ((chunks, seconds),) = (await engine.lookup_keys(keys)).costs
+    assert chunks == 5
+    assert seconds > 0
+
+
+async def test_a_tier_that_nobody_loads_from_is_measured_beside_a_lookup(engine, monkeypatch):
+    loop, costs = asyncio.get_running_loop(), engine._costs
+    keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
+    await engine._parts.stack.tiers[0].tier.clear()
+    costs.note_chunks("dict", 1, 1000.0)
+    now = loop.time()
+
+    await engine.lookup_keys(keys)
+    assert not engine._running  # measured just now
+    monkeypatch.setattr(costs, "_noted", dict.fromkeys(costs._noted, now - STALE_S - 1))
+    first = (await engine.lookup_keys(keys)).costs
+    assert len(engine._running) == 1
+    await engine.lookup_keys(keys)
+    assert len(engine._running) == 1  # one at a time
+    await asyncio.wait(engine._running)
+
+    assert (await engine.lookup_keys(keys)).costs[-1][1] < first[-1][1]
+    assert not engine._parts.arena.statistics().leased_slabs
+
+
+async def test_a_measurement_that_fails_or_finds_nothing_says_nothing(engine, monkeypatch):
+    costs = engine._costs
+    leased = engine._parts.arena.statistics().leased_slabs
+
+    async def fails(key, allocate):
+        raise TierUnavailableError("gone")
+
+    await costs.measure(b"\0" * 16, 1)
+    monkeypatch.setattr(engine._parts.stack.tiers[1].tier, "get", fails)
+    await costs.measure(b"\0" * 16, 1)
+
+    assert costs.ends([1]) == ((1, 0.0),)
+    assert engine._parts.arena.statistics().leased_slabs == leased
+
+
+async def test_a_measurement_ends_with_the_engine():
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry, shutdown_timeout_s=0.01) as engine:
+        stuck = asyncio.Event()
+
+        async def hangs(key, allocate):
+            await stuck.wait()
+
+        engine._parts.stack.tiers[1].tier.get = hangs
+        engine._spawn(engine._costs.measure(b"\0" * 16, 1))
+        (task,) = engine._running
+        await turns(2)
+
+    assert task.cancelled()
+    engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is begun any more
+    assert not engine._running
+
+
+def engine_tokens():
+    import numpy as np
+
+    return np.array(TOKENS, np.int32)
+
+
+def namespace():
+    from lmcache_async.hashing import RequestNamespace
+
+    return RequestNamespace()

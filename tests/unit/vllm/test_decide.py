@@ -1,0 +1,221 @@
+"""Load or compute: the decision alone, and what it is based on."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.integration.vllm.decide import (
+    MAX_STEPS,
+    MIN_GAIN,
+    MIN_STEP_TOKENS,
+    Hit,
+    LoadDecider,
+    PrefillClock,
+    seconds_up_to,
+    slowest,
+)
+from lmcache_async.integration.vllm.lookups import Answer, Lookup
+from lmcache_async.integration.vllm.wire import pack_costs, unpack_costs
+
+CHUNK = 100
+
+
+class Time:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def decider(tokens_per_s=1000.0, **options):
+    return LoadDecider(PrefillClock(Time(), tokens_per_s), CHUNK, **options)
+
+
+def costs_of(*runs):
+    """Of runs given as (chunks, seconds) each."""
+    ends, chunks, seconds = [], 0, 0.0
+    for count, took in runs:
+        chunks, seconds = chunks + count, seconds + took
+        ends.append((chunks, seconds))
+    return tuple(ends)
+
+
+runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("costs", "chosen", "decided"),
+    [
+        ([(10, 0.01)], 1000, "load"),
+        ([(10, 1.5)], 0, "recompute"),  # computing 1000 tokens takes a second
+        ([(10, 1.02)], 1000, "load"),  # not worth the device's time
+        ([(4, 0.01), (6, 5.0)], 400, "partial"),
+        ([(4, 5.0), (6, 0.01)], 0, "recompute"),  # a hit has no holes
+        ([(4, 0.5), (6, 0.01)], 1000, "load"),  # a slow beginning that the rest makes good
+        ([], 1000, "load"),  # nothing is known of the tiers
+    ],
+)
+def test_what_is_sooner_is_done_and_counted(costs, chosen, decided):
+    chooser = decider()
+
+    assert chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001)) == chosen
+    assert chooser.counts == {decided: 1}
+
+
+def test_what_vllm_has_itself_is_neither_loaded_nor_computed():
+    slow = costs_of((4, 5.0), (6, 0.01))
+
+    assert decider().decide("r", Hit(slow, 1000, 400, 1001)) == 1000
+    assert decider().decide("r", Hit(costs_of((10, 9.0)), 1000, 400, 1001)) == 400
+    chooser = decider()
+    assert chooser.decide("r", Hit(slow, 300, 400, 1001)) == 300
+    assert not chooser.counts
+
+
+def test_always_loads_and_so_does_who_knows_no_speed():
+    hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
+
+    assert decider(always=True).decide("r", hit) == 1000
+    assert decider(tokens_per_s=None).decide("r", hit) == 1000
+
+
+@given(runs, st.integers(0, 99), st.integers(0, 2500), st.integers(1, 500), st.floats(1, 1e5))
+def test_the_choice_is_a_prefix_of_whole_runs_and_never_much_later_than_any_other(
+    parts, partial, local, more, speed
+):
+    costs = costs_of(*parts)
+    tokens = (costs[-1][0] * CHUNK if costs else 0) + partial
+    hit = Hit(costs, tokens, local, tokens + local + more)
+
+    chosen = decider(speed).decide("r", hit)
+
+    if tokens <= local:
+        assert chosen == tokens
+        return
+    ends = {local, tokens, *(end * CHUNK for end, _ in costs if local < end * CHUNK < tokens)}
+    assert chosen in ends
+
+    def first_token(kept):
+        load = 0.0
+        if kept > local:
+            load = seconds_up_to(costs, kept / CHUNK) - seconds_up_to(costs, local // CHUNK)
+        return load + (hit.asked_tokens - kept) / speed
+
+    assert first_token(chosen) * (1 - MIN_GAIN) <= min(map(first_token, ends)) + 1e-6
+
+
+def test_it_is_decided_once_for_each_lookup_and_prefix():
+    chooser, request = decider(), SimpleNamespace(request_id="r", num_tokens=1001)
+    lookup = Lookup("r#1", 1001, 0, 0.0, 0)
+    answer = Answer(chunks=10, costs=costs_of((10, 1.5)))
+
+    assert [chooser.worth(request, lookup, answer, 0) for _ in range(3)] == [0, 0, 0]
+    assert chooser.counts == {"recompute": 1}
+    assert chooser.worth(request, lookup, answer, 900) == 900
+    assert chooser.counts == {"recompute": 2}
+
+
+def test_a_hit_that_is_not_loaded_is_explained(caplog):
+    with caplog.at_level(logging.INFO, "lmcache_async"):
+        decider().decide("r7", Hit(costs_of((10, 1.5)), 1000, 0, 1001))
+
+    assert "request r7: decided=recompute: of 1000 tokens of a hit 0 are loaded" in caplog.text
+    assert "after 1.001 s, after 1.501 s with all of them" in caplog.text
+
+
+def test_steps_are_timed_from_where_they_could_begin():
+    time = Time()
+    clock = PrefillClock(time)
+    assert not clock.known
+
+    clock.begin(1000)
+    time.now = 1.0
+    clock.begin(2000)  # planned while the first one runs
+    time.now = 2.0
+    clock.end()
+    assert clock.seconds(1000) == pytest.approx(2.0)
+    time.now = 6.0
+    clock.end()
+
+    assert clock.known
+    assert clock.seconds(1000) == pytest.approx(2.0)
+    assert clock.seconds(2000) == pytest.approx(4.0)
+
+
+def test_decodes_ends_without_a_beginning_and_lost_ends_say_nothing():
+    time = Time()
+    clock = PrefillClock(time)
+    clock.end()
+    clock.begin(0)
+    clock.begin(MIN_STEP_TOKENS - 1)
+    time.now = 1.0
+    clock.end()
+    clock.end()
+    assert not clock.known
+
+    for _ in range(MAX_STEPS):
+        clock.begin(1000)
+    time.now = 100.0
+    clock.begin(500)
+    time.now = 101.0
+    clock.end()
+    assert clock.seconds(500) == pytest.approx(1.0)
+
+
+def test_a_fixed_speed_is_not_measured():
+    clock = PrefillClock(Time(), 500.0)
+    clock.begin(1000)
+    clock.end()
+
+    assert (clock.known, clock.seconds(1000)) == (True, 2.0)
+
+
+@given(runs, st.floats(0, 120))
+def test_costs_between_the_ends_of_runs_are_in_proportion(parts, chunks):
+    costs = costs_of(*parts)
+
+    found = seconds_up_to(costs, chunks)
+
+    assert 0 <= found <= (costs[-1][1] if costs else 0.0)
+    for end, seconds in costs:
+        assert seconds_up_to(costs, end) == pytest.approx(seconds)
+
+
+@given(st.lists(runs, min_size=1, max_size=3), st.integers(0, 100))
+def test_the_slowest_rank_counts(ranks, chunks):
+    ranks = [costs_of(*parts) for parts in ranks]
+
+    merged = slowest(ranks, chunks)
+
+    assert all(0 < end <= chunks for end, _ in merged)
+    for end, seconds in merged:
+        assert seconds == max(seconds_up_to(each, end) for each in ranks)
+    assert unpack_costs(pack_costs(merged), chunks) == merged
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        None,
+        "text",
+        b"x",
+        pack_costs(((1, 0.1), (1, 0.2))),
+        pack_costs(((2, 0.1), (1, 0.2))),
+        pack_costs(((1, 0.2), (2, 0.1))),
+        pack_costs(((11, 0.1),)),
+        pack_costs(((0, 0.1),)),
+        pack_costs(((1, -0.1),)),
+        pack_costs(((1, float("nan")),)),
+        pack_costs(((1, float("inf")),)),
+        pack_costs(tuple((number, 0.1) for number in range(1, 12))),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(packed):
+    with pytest.raises(ValueError, match="as costs of 10 chunks"):
+        unpack_costs(packed, 10)
