@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
 
 from lmcache_async.device.copier import Copier, CopyJob
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.pipeline.batch import RetrieveRequest, VerifiedBatch
 from lmcache_async.tiers.stack import TierStack
-from lmcache_async.types import RetrieveReport
+from lmcache_async.types import BlockIds, RetrieveReport
 
 
 class HostToDeviceStage:
@@ -46,7 +49,12 @@ class HostToDeviceStage:
         return RetrieveReport(
             hit_chunks=len(batch.chunks),
             hit_tokens=sum(len(chunk.tokens) for chunk in batch.chunks),
-            bytes=sum(self._layout.payload_bytes(int((rows >= 0).sum())) for rows in batch.rows),
+            bytes=self._layout.payload_bytes(_count_wanted(batch.rows)),
             by_tier=by_tier,
             cause=batch.cause,
         )
+
+
+def _count_wanted(rows: Sequence[BlockIds]) -> int:
+    """Rows that are to be written, of all chunks together."""
+    return int(np.count_nonzero(np.concatenate(rows) >= 0)) if rows else 0

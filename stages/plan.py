@@ -22,6 +22,7 @@ class PlanStage:
         start = next((i for i, rows in enumerate(batch.rows) if (rows >= 0).any()), len(batch.rows))
         keys = [chunk.key for chunk in batch.chunks[start:]]
         tiers, cause = await self._stack.plan(keys, in_arena=batch.request.waited_for)
+        arena = {i for i, each in enumerate(self._stack.tiers) if each.tier.capabilities.in_arena}
         return PlannedBatch(
             request=batch.request,
             chunks=batch.chunks[start : start + len(tiers)],
@@ -29,8 +30,5 @@ class PlanStage:
             scope=batch.scope,
             tiers=tiers,
             cause=cause,
-            resident=next((i for i, tier in enumerate(tiers) if not self._in_arena(tier)), len(tiers)),
+            resident=next((i for i, tier in enumerate(tiers) if tier not in arena), len(tiers)),
         )
-
-    def _in_arena(self, tier: int) -> bool:
-        return self._stack.tiers[tier].tier.capabilities.in_arena

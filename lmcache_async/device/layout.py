@@ -8,7 +8,7 @@ other. Everything is bytes: quantised and opaque pages are like any other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -58,6 +58,10 @@ class KVLayout:
     dtype: str
     text: str
     layer_ends: Mapping[str, int]
+    bytes_per_row: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_row", sum(plane.row_bytes for plane in self.planes))
 
     @classmethod
     def from_block_views(
@@ -164,10 +168,6 @@ class KVLayout:
     @property
     def num_planes(self) -> int:
         return len(self.planes)
-
-    @property
-    def bytes_per_row(self) -> int:
-        return sum(plane.row_bytes for plane in self.planes)
 
     @property
     def bytes_per_block(self) -> int:

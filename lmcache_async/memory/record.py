@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
@@ -47,6 +47,10 @@ class RecordFormat:
         dtype: Of the KV cache.
         chunk_size: Tokens of a full chunk.
         reserved_bytes: Zeros that every header ends in, for who encrypts records.
+        header_bytes: Bytes before the payload: a multiple of 4096 with room for any chunk's header.
+
+    Raises:
+        ValueError: That is more than a header may have.
     """
 
     namespace: str
@@ -54,10 +58,12 @@ class RecordFormat:
     dtype: str
     chunk_size: int
     reserved_bytes: int = 0
+    header_bytes: int = field(init=False, repr=False)
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes before the payload: a multiple of 4096 with room for any chunk's header."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "header_bytes", self._header_bytes())
+
+    def _header_bytes(self) -> int:
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))
         nbytes = _PREFIX.size + _MAP_BYTES + texts + 2 * _MAX_TEXT_BYTES + 4 * self.chunk_size
         nbytes += self.reserved_bytes

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.types import ChunkKey
 
+_CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True)
+
 
 class CPUTier(Tier):
     """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
@@ -40,7 +42,7 @@ class CPUTier(Tier):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(in_arena=True, removes=True, lists=True, local_index=True)
+        return _CAPABILITIES
 
     def bind(self, arena: Arena) -> None:
         """Join the arena.
