@@ -22,7 +22,7 @@ class PlanStage:
         start = next((i for i, rows in enumerate(batch.rows) if (rows >= 0).any()), len(batch.rows))
         keys = [chunk.key for chunk in batch.chunks[start:]]
         tiers, cause = await self._stack.plan(keys, in_arena=batch.request.waited_for)
-        arena = {i for i, each in enumerate(self._stack.tiers) if each.tier.capabilities.in_arena}
+        arena = {i for i, each in enumerate(self._stack.tiers) if not each.leaves_memory}
         return PlannedBatch(
             request=batch.request,
             chunks=batch.chunks[start : start + len(tiers)],

@@ -79,7 +79,8 @@ class Lookups:
         return None
 
     async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:
-        held = [i for i, tier in enumerate(tiers) if self._stack.tiers[tier].tier.capabilities.in_arena]
+        arena = {i for i, each in enumerate(self._stack.tiers) if not each.leaves_memory}
+        held = [i for i, tier in enumerate(tiers) if tier in arena]
         held = held[: self._pins.room]
         leases = await self._stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
         return self._pins.hold(lookup_id, leases)
