@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs, wait_all
+from lmcache_async.device.cores import off_core
 from lmcache_async.device.parts import Part, PartQueue
 from lmcache_async.device.plan import (
     Piece,
@@ -117,7 +118,7 @@ class CpuCopier:
         del parts, copy
         progress.accept_help(queue.work)
         for _ in range(self._helpers):
-            self._executor.submit(queue.work)
+            self._executor.submit(_work_beside, queue, progress.core)
         late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
         try:
             await wait_all([asyncio.wrap_future(queue.done)], on_cancel=queue.withdraw)
@@ -150,3 +151,9 @@ class CpuCopier:
                         ]
                         group.copy(where[low:high], payload, to_host=to_host, stream=stream)
                     offset = end
+
+
+def _work_beside(queue: PartQueue, core: int | None) -> None:
+    """Copy while the thread on `core` does something else."""
+    with off_core(core):
+        queue.work()

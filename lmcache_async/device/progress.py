@@ -6,6 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from lmcache_async.device.cores import current_core
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,9 +20,13 @@ class LoadProgress:
 
     Args:
         num_planes: Planes of the layout.
+
+    Attributes:
+        core: Where the thread runs that made this, and that will wait.
     """
 
     def __init__(self, num_planes: int) -> None:
+        self.core = current_core()
         self._num_planes = num_planes
         self._changed = threading.Condition()
         self._planes = 0
