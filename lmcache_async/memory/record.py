@@ -48,9 +48,6 @@ class RecordFormat:
         chunk_size: Tokens of a full chunk.
         reserved_bytes: Zeros that every header ends in, for who encrypts records.
         header_bytes: Bytes before the payload: a multiple of 4096 with room for any chunk's header.
-
-    Raises:
-        ValueError: That is more than a header may have.
     """
 
     namespace: str
@@ -61,9 +58,6 @@ class RecordFormat:
     header_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "header_bytes", self._header_bytes())
-
-    def _header_bytes(self) -> int:
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))
         nbytes = _PREFIX.size + _MAP_BYTES + texts + 2 * _MAX_TEXT_BYTES + 4 * self.chunk_size
         nbytes += self.reserved_bytes
@@ -73,7 +67,7 @@ class RecordFormat:
                 f"a record's header would have {header_bytes} bytes, more than {MAX_HEADER_BYTES}:"
                 f" chunk_size is {self.chunk_size}, the texts have {texts} bytes"
             )
-        return header_bytes
+        object.__setattr__(self, "header_bytes", header_bytes)
 
     def record_bytes(self, payload_bytes: int) -> int:
         return self.header_bytes + payload_bytes
