@@ -112,6 +112,8 @@ class SchedulerHalf:
             return None, False  # until their step has ended
         if not state.may_load or request.skip_reading_prefix_cache:
             return 0, False
+        if local_tokens >= (request.num_tokens - 1) // self._block_size * self._block_size:
+            return 0, False  # vLLM has all that it can use; there is nothing to wait for
         lookup = self._current_lookup(state)
         if state.load_failed or not self._client.ready:
             return 0, False

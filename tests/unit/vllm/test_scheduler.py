@@ -226,6 +226,19 @@ def test_a_full_hit_offers_every_token():
     assert bench.half.match(request, 0) == (16, True)
 
 
+@pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
+def test_nobody_waits_for_a_lookup_where_vllm_has_all_it_can_use(tokens, local, waits):
+    bench = Bench()
+    request = bench.request(tokens)
+
+    assert bench.half.match(request, local) == ((None if waits else 0), False)
+    if not waits:
+        bench.allocate(request, 0, tokens)
+        assert bench.client.released == bench.client.asked
+        bench.step((request, tokens - local))
+        bench.finish(request)
+
+
 SLOW = {"vllm.prefill_tokens_per_s": 10}  # 40 tokens are computed in 4 s
 
 
