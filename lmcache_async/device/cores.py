@@ -34,10 +34,11 @@ def off_core(core: int | None) -> Iterator[None]:
         if moved:
             os.sched_setaffinity(0, others)
     except (AttributeError, OSError):  # no Linux, or forbidden
-        moved, allowed = False, set()
+        moved, allowed, others = False, set(), set()
     try:
         yield
     finally:
         if moved:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, allowed)
+                if os.sched_getaffinity(0) == others:  # else somebody else has moved it meanwhile
+                    os.sched_setaffinity(0, allowed)

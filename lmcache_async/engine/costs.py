@@ -23,7 +23,11 @@ Else one that was slow once, and is not loaded from any more, would count as slo
 
 
 class LoadCosts:
-    """A line for each tier: a load's seconds over its chunks. Used on the engine's loop."""
+    """A line for each slow tier: a load's seconds over its chunks. Used on the engine's loop.
+
+    Chunks in memory cost nothing here: a copy is always sooner than computing, and a load from there that
+    took long has waited for something else.
+    """
 
     def __init__(self, stack: TierStack, arena: Arena, chunk_size: int) -> None:
         self._stack = stack
@@ -37,9 +41,8 @@ class LoadCosts:
     def note(self, report: RetrieveReport) -> None:
         """A load has ended. Where one slow tier took part, its time is that tier's."""
         slow = [name for name in report.by_tier if self._slow[name]]
-        sources = slow or list(report.by_tier)
-        if len(sources) == 1:
-            self.note_chunks(sources[0], report.by_tier[sources[0]] / self._chunk_size, report.seconds)
+        if len(slow) == 1:
+            self.note_chunks(slow[0], report.by_tier[slow[0]] / self._chunk_size, report.seconds)
 
     def note_chunks(self, name: str, chunks: float, seconds: float) -> None:
         self._lines[name].note(chunks, seconds)

@@ -38,6 +38,15 @@ def test_a_thread_leaves_a_core_for_as_long_as_asked():
     assert os.sched_getaffinity(0) == allowed
 
 
+def test_what_somebody_else_has_set_meanwhile_stays():
+    core = min(os.sched_getaffinity(0))
+
+    with off_core(core):
+        os.sched_setaffinity(0, {core})
+
+    assert os.sched_getaffinity(0) == {core}
+
+
 @pytest.mark.parametrize("core", [None, 1 << 20])
 def test_an_unknown_core_changes_nothing(core):
     allowed = os.sched_getaffinity(0)

@@ -42,8 +42,9 @@ async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
     costs.note(report(0.2, cpu=16))
     costs.note(report(3.0, cpu=8, dict=24))
     costs.note(report(99.0))
+    costs.note(report(99.0, cpu=8))  # what it waited for was another tier, which gave nothing
 
-    assert costs.ends([0, 0, 1, 1, 1]) == ((2, pytest.approx(0.2)), (5, pytest.approx(3.2)))
+    assert costs.ends([0, 0, 1, 1, 1]) == ((2, 0.0), (5, pytest.approx(3.0)))
     assert costs.ends([]) == ()
 
 
@@ -51,7 +52,9 @@ async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
     keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
     assert (await engine.lookup_keys(keys)).costs == ((5, 0.0),)
 
+    await engine._parts.stack.tiers[0].tier.clear()
     await engine.retrieve(TOKENS, range(40))
+    await engine._parts.stack.tiers[0].tier.clear()
 
     ((chunks, seconds),) = (await engine.lookup_keys(keys)).costs
     assert chunks == 5

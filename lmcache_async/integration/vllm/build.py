@@ -11,6 +11,7 @@ from lmcache_async.integration.vllm.config import (
     engine_config,
     layerwise_tokens,
     namespace_of,
+    steps_overlap,
 )
 from lmcache_async.integration.vllm.wire import socket_path
 
@@ -52,6 +53,7 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         roles=roles,
         client=client,
         layerwise_tokens=layerwise_tokens(config, vllm_config),
+        overlapped=steps_overlap(vllm_config),
     )
 
 

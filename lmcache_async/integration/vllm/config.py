@@ -71,6 +71,14 @@ def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
     return load_config(extra=extra_config).vllm.layerwise_load == "always"
 
 
+def steps_overlap(vllm_config: Any) -> bool:
+    """Whether vLLM plans a step before the one before it has ended."""
+    return bool(
+        vllm_config.scheduler_config.async_scheduling
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    )
+
+
 def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
     """The longest hit that the batch itself waits for; 0 for none.
 
@@ -78,10 +86,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
     may have used them, which holds where a step's end is known before the next one is planned.
     """
     wanted = config.vllm.layerwise_load
-    overlapping = (
-        vllm_config.scheduler_config.async_scheduling
-        or vllm_config.parallel_config.pipeline_parallel_size > 1
-    )
+    overlapping = steps_overlap(vllm_config)
     if wanted == "always" and overlapping:
         logger.warning(
             "vllm.layerwise_load: always has no effect with asynchronous scheduling or pipeline parallelism; "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,41 +23,35 @@ MIN_STEP_TOKENS = 128
 """Shorter steps are decodes, or too short to tell how fast the model computes prompts."""
 
 
-MAX_STEPS = 8
-"""More are never under way at one time: if they are, ends were missed."""
-
-
 class PrefillClock:
-    """Times the scheduler's steps: each from where it was planned, or where the one before it ended.
+    """Times the scheduler's steps.
 
     Args:
         now: Seconds, monotonic.
         tokens_per_s: Fixed by the user; None learns it.
+        overlapped: A step may be planned before the one before it has ended. Then nothing is learnt: whose
+            end vLLM tells of is not known.
     """
 
-    def __init__(self, now: Callable[[], float], tokens_per_s: float | None = None) -> None:
+    def __init__(
+        self, now: Callable[[], float], tokens_per_s: float | None = None, *, overlapped: bool = False
+    ) -> None:
         self.now = now
         self._line = CostLine()
         self._fixed = tokens_per_s
-        self._steps: deque[tuple[float, int]] = deque()
-        self._last_end = -math.inf
+        self._learns = tokens_per_s is None and not overlapped
+        self._step: tuple[float, int] | None = None
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens was planned."""
-        if len(self._steps) >= MAX_STEPS:
-            self._steps.clear()
-        if tokens:
-            self._steps.append((self.now(), tokens))
+        self._step = (self.now(), tokens) if self._learns and tokens >= MIN_STEP_TOKENS else None
 
     def end(self) -> None:
-        """The results of the oldest step are there."""
-        if not self._steps:
-            return
-        planned, tokens = self._steps.popleft()
-        now = self.now()
-        if tokens >= MIN_STEP_TOKENS:
-            self._line.note(tokens, now - max(planned, self._last_end))
-        self._last_end = now
+        """Its results are there."""
+        if self._step is not None:
+            planned, tokens = self._step
+            self._step = None
+            self._line.note(tokens, self.now() - planned)
 
     @property
     def known(self) -> bool:

@@ -1,7 +1,4 @@
-"""The scheduler half: finds hits, plans loads and stores. Waits for nothing and touches no tensor.
-
-All of it runs on the scheduler's thread.
-"""
+"""The scheduler half, on the scheduler's thread: finds hits, plans loads and stores. It waits for nothing."""
 
 from __future__ import annotations
 
@@ -44,6 +41,7 @@ class SchedulerHalf:
 
     Args:
         layerwise_tokens: The longest hit that is loaded by the step that uses it.
+        overlapped: vLLM plans a step before the one before it has ended.
 
     Attributes:
         lookup_timeouts: Requests whose lookup was late, since the start.
@@ -59,6 +57,7 @@ class SchedulerHalf:
         roles: Roles,
         client: LookupClient,
         layerwise_tokens: int = 0,
+        overlapped: bool = False,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -72,7 +71,7 @@ class SchedulerHalf:
             generated_tokens=config.store.generated_tokens,
         )
         self.decider = LoadDecider(
-            PrefillClock(client.now, config.vllm.prefill_tokens_per_s),
+            PrefillClock(client.now, config.vllm.prefill_tokens_per_s, overlapped=overlapped),
             config.chunk_size,
             always=config.vllm.load_policy == "always",
         )
@@ -170,11 +169,11 @@ class SchedulerHalf:
     def plan_step(self, output: Any) -> StepMetadata:
         """For build_connector_meta, at the end of every scheduling step."""
         self._repeats_left = _MAX_REPEATS
-        self.decider.prefill.begin(sum(output.num_scheduled_tokens.values()))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.may_store:
                 self._plan_stores(state, num_tokens)
+        self.decider.prefill.begin(sum(output.num_scheduled_tokens.values()))
         return StepMetadata(loads=self.take_loads(), stores=self._stores.take(self._client.now()))
 
     def take_loads(self) -> tuple[Job, ...]:
@@ -183,7 +182,6 @@ class SchedulerHalf:
 
     def update(self, output: Any) -> None:
         """For update_connector_output: what the ranks have ended."""
-        self.decider.prefill.end()
         if output.invalid_block_ids:
             self.loads.failed(output.invalid_block_ids)
         for request_id in output.finished_recving or ():
@@ -191,6 +189,7 @@ class SchedulerHalf:
         self.loads.step_ended()
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
             self._stores.copied(output.kv_connector_worker_meta.copied)
+        self.decider.prefill.end()
 
     def finished(self, request: Any) -> None:
         """For request_finished: its blocks are freed right after this, but for those held by us."""
@@ -278,16 +277,17 @@ class SchedulerHalf:
         self._stores.plan(state, computed, lambda: self._blocks_of(request.request_id))
 
     def _adopt(self, state: RequestState) -> None:
-        """What the lookup found need not be stored."""
+        """What the lookup found need not be stored; but what was computed all the same may reach a faster tier."""
         lookup = state.lookup
         if state.adopted or lookup is None or lookup.answer is None or lookup.epoch != self._client.epoch:
             return
         state.adopted = True
         if state.load_failed:
             return
-        answer = lookup.answer
-        state.next_chunk = max(state.next_chunk, answer.chunks)
-        ends_there = answer.chunks == state.chain.num_prompt_tokens // self._policy.chunk_size
+        answer, size = lookup.answer, self._policy.chunk_size
+        chunks = answer.chunks if lookup.worth is None else min(answer.chunks, lookup.worth[1] // size)
+        state.next_chunk = max(state.next_chunk, chunks)
+        ends_there = chunks == state.chain.num_prompt_tokens // size
         if ends_there and answer.partial_tokens >= state.tail_tokens:
             state.tail_pending = False
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.integration.vllm.decide import (
-    MAX_STEPS,
     MIN_GAIN,
     MIN_STEP_TOKENS,
     Hit,
@@ -129,18 +128,17 @@ def test_a_hit_that_is_not_loaded_is_explained(caplog):
     assert "after 1.001 s, after 1.501 s with all of them" in caplog.text
 
 
-def test_steps_are_timed_from_where_they_could_begin():
+def test_a_step_is_timed_from_its_plan_to_its_end():
     time = Time()
     clock = PrefillClock(time)
     assert not clock.known
 
     clock.begin(1000)
-    time.now = 1.0
-    clock.begin(2000)  # planned while the first one runs
     time.now = 2.0
     clock.end()
-    assert clock.seconds(1000) == pytest.approx(2.0)
-    time.now = 6.0
+    time.now = 5.0
+    clock.begin(2000)
+    time.now = 9.0
     clock.end()
 
     assert clock.known
@@ -148,24 +146,29 @@ def test_steps_are_timed_from_where_they_could_begin():
     assert clock.seconds(2000) == pytest.approx(4.0)
 
 
-def test_decodes_ends_without_a_beginning_and_lost_ends_say_nothing():
+def test_decodes_and_ends_without_a_beginning_say_nothing():
     time = Time()
     clock = PrefillClock(time)
     clock.end()
-    clock.begin(0)
     clock.begin(MIN_STEP_TOKENS - 1)
     time.now = 1.0
     clock.end()
+    clock.begin(1000)
+    clock.begin(0)  # its end was never told
     clock.end()
+
     assert not clock.known
 
-    for _ in range(MAX_STEPS):
-        clock.begin(1000)
-    time.now = 100.0
-    clock.begin(500)
-    time.now = 101.0
+
+def test_of_steps_that_overlap_nothing_is_learnt():
+    time = Time()
+    clock = PrefillClock(time, overlapped=True)
+    clock.begin(1000)
+    time.now = 1.0
     clock.end()
-    assert clock.seconds(500) == pytest.approx(1.0)
+
+    assert not clock.known
+    assert PrefillClock(time, 100.0, overlapped=True).seconds(200) == 2.0
 
 
 def test_a_fixed_speed_is_not_measured():
