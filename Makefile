@@ -23,7 +23,7 @@ DEVICE := gpu
 SELECT :=
 endif
 
-.PHONY: help demo test lint format bench torture mutants simulate clean install
+.PHONY: help demo test lint format docs bench torture mutants simulate screenshots clean install
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -44,6 +44,9 @@ format: $(VENV)/.stamp-test  ## let ruff write what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.stamp-test  ## the documentation as a site, in build/site; read it from there, no server needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(VENV)/.stamp-test  ## the benchmarks of lmcache_async.bench
 	$(BIN)/python -m lmcache_async.bench $(ARGS)
 
@@ -55,6 +58,9 @@ mutants: $(VENV)/.stamp-test  ## take promises out of a copy of the source; the 
 
 simulate: $(VENV)/.stamp-test  ## the deterministic simulation, for as long as ARGS says: "--seeds 100 --steps 10000 --faults many"
 	$(BIN)/lmcache-async simulate $(ARGS)
+
+screenshots: $(VENV)/.stamp-test  ## the pictures of the status page and of `top` in docs/images; two minutes
+	$(BIN)/python -m tools.screenshots $(ARGS)
 
 install: $(VENV)/.stamp-test  ## only make the environment
 
@@ -87,13 +93,20 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 	@touch $@
 endif
 
-$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py lmcache_async/device/_rows.c
+$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
 	@echo "== lmcache-async itself, editable; its one compiled module where there is a C compiler"
 	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-package requirements/test.txt
+# Without them some tests fail, and say why; the rest is no worse for it.
+$(VENV)/.stamp-native: $(VENV)/.stamp-venv tools/native.py
+	@$(BIN)/python -m tools.native $(VENV)/native && touch $@ || true
+
+$(VENV)/.stamp-browser: $(VENV)/.stamp-venv tools/browser.py tools/native.py
+	@$(BIN)/python -m tools.browser $(VENV)/browser && touch $@ || true
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-package requirements/test.txt | $(VENV)/.stamp-native $(VENV)/.stamp-browser
 	@echo "== tools for tests and linters"
 	$(PIP) install --no-deps -r requirements/test.txt
 	@touch $@

@@ -49,8 +49,23 @@ class TierUnavailableError(TierError):
     retryable = True
 
 
+class TierInUseError(TierUnavailableError):
+    """Another process has what only one may have; the message names it."""
+
+    retryable = False
+
+
 class TierSuspendedError(TierUnavailableError):
     """The tier's breaker is open after too many failures: the call was not even tried."""
+
+    retryable = False
+
+
+class TierPartUnavailableError(TierUnavailableError):
+    """A part of the backend cannot be reached, such as a node of a cluster, and the rest serves on.
+
+    The tier itself leaves that part alone for a while: it is not asked again at once, and no breaker opens.
+    """
 
     retryable = False
 

@@ -125,12 +125,14 @@ class Registry:
 
 
 def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
-    """The extra that brings `module`; where the distribution's name is not the module's, the plug-in's own."""
-    extras: dict[str, str] = {}
+    """The extra that brings `module`: the plug-in's own, where several do or the names are not the same."""
+    extras: dict[str, list[str]] = {}
     for requirement in requires:
         if match := re.match(r"\s*([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['\"]([^'\"]+)['\"]", requirement):
-            extras[_normal(match[1])] = match[2]
-    return extras.get(_normal(module)) or next((extra for extra in extras.values() if extra == plugin), None)
+            extras.setdefault(match[2], []).append(_normal(match[1]))
+    bring = [extra for extra, names in extras.items() if _normal(module) in names]
+    own = [extra for extra in bring or extras if extra == plugin]
+    return next(iter(own + bring), None)
 
 
 def _kind(group: str) -> str:

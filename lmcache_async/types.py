@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NewType, TypeAlias
+from typing import Literal, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class StoreReport:
 
     Attributes:
         stored: Chunks that at least one tier keeps now.
+        shared: Of these, how many a tier keeps that other processes read.
         present: Chunks that were there already.
         dropped: Chunks that no tier took, by cause.
         tokens: Tokens of the stored chunks.
@@ -57,6 +58,7 @@ class StoreReport:
     """
 
     stored: int = 0
+    shared: int = 0
     present: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -88,3 +90,31 @@ class RetrieveReport:
     seconds: float = 0.0
     by_tier: Counter[str] = field(default_factory=Counter)
     cause: str = ""
+
+
+Decided: TypeAlias = Literal["load", "partial", "recompute", "local", "miss", "late", "off"]
+"""What becomes of a request's hit: all of it is loaded, a part, or nothing since computing is sooner. Or there is
+nothing to load: the model's server has it itself, no tier has it, the answer was late, or nobody was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """Where a request's prompt comes from, decided when it was admitted.
+
+    Attributes:
+        request_id: Its name.
+        prompt_tokens: Tokens in all.
+        local_tokens: Leading ones that the model's server has itself.
+        hit_tokens: Leading ones that are in some tier.
+        load_tokens: Those that are loaded, after the local ones.
+        decided: What became of the hit.
+        why: The same in words.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    local_tokens: int = 0
+    hit_tokens: int = 0
+    load_tokens: int = 0
+    decided: Decided = "miss"
+    why: str = ""

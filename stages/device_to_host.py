@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 
+from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, CopyJob
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.pipeline.batch import FilledBatch, LeasedBatch
@@ -12,20 +14,26 @@ from lmcache_async.pipeline.batch import FilledBatch, LeasedBatch
 class DeviceToHostStage:
     """Gathers the rows of all layers of a batch of chunks in one go, behind the request's fence.
 
+    Where `seal` comes next, the payloads' checksums are taken on the way: nothing changes them in between.
     Cancelled, it waits for the copy's real end first.
     """
 
     reads_device = True
 
-    def __init__(self, copier: Copier, record_format: RecordFormat) -> None:
+    def __init__(self, copier: Copier, record_format: RecordFormat, config: EngineConfig) -> None:
         self._copier = copier
         self._header_bytes = record_format.header_bytes
+        self._digest = ("device_to_host", "seal") in pairwise(config.store.stages)
 
     async def __call__(self, batch: LeasedBatch) -> FilledBatch:
         jobs = [
             CopyJob(rows, buffer.array[self._header_bytes :])
             for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
         ]
+        digests = None
         if jobs:
-            await self._copier.gather(jobs, batch.request.fence)
-        return FilledBatch(**{field.name: getattr(batch, field.name) for field in fields(batch)})
+            digests = await self._copier.gather(jobs, batch.request.fence, digest=self._digest)
+        return FilledBatch(
+            **{field.name: getattr(batch, field.name) for field in fields(LeasedBatch)},
+            checksums=tuple(digests or ()),
+        )

@@ -11,8 +11,8 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
-from lmcache_async.pipeline.threads import in_thread
 from lmcache_async.tiers.stack import TierStack
 
 

@@ -7,8 +7,8 @@ from concurrent.futures import Executor
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.hashing import ChunkHasher, Namespace
+from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import HashedBatch, Request, StoreRequest
-from lmcache_async.pipeline.threads import in_thread
 from lmcache_async.types import BlockIds, Chunk
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from lmcache_async.memory.arena import Arena
 from lmcache_async.pipeline.batch import HashedBatch, MissingBatch
 from lmcache_async.tiers.stack import TierStack
@@ -31,8 +33,8 @@ class LookupStage:
             chunks = chunks[: self._num_slabs]
         missing = await self._stack.missing([chunk.key for chunk in chunks])
         present = len(chunks) - len(missing)
-        masked = [i for i in missing if (batch.rows[i] < 0).any()]
-        if masked:
+        if missing and np.concatenate([batch.rows[i] for i in missing]).min(initial=0) < 0:
+            masked = [i for i in missing if (batch.rows[i] < 0).any()]
             drops["masked"] += len(masked)
             missing = [i for i in missing if i not in set(masked)]
         return MissingBatch(

@@ -7,12 +7,15 @@ from dataclasses import fields
 
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import FilledBatch, SealedBatch
-from lmcache_async.pipeline.threads import in_thread
+
+FEW_HEADERS = 16
+"""So many headers take less than the way to a thread and back, where the checksums are there already."""
 
 
 class SealStage:
-    """Writes each record's header, with the payload's checksum; one hop to a worker thread a batch."""
+    """Writes each record's header, with the payload's checksum; at most one hop to a worker thread a batch."""
 
     def __init__(self, record_format: RecordFormat, layout: KVLayout, workers: Executor) -> None:
         self._format = record_format
@@ -20,12 +23,17 @@ class SealStage:
         self._workers = workers
 
     async def __call__(self, batch: FilledBatch) -> SealedBatch:
-        if batch.chunks:
+        if batch.checksums and len(batch.chunks) <= FEW_HEADERS:
+            self._seal(batch)
+        elif batch.chunks:
             await in_thread(self._workers, lambda: self._seal(batch))
-        return SealedBatch(**{field.name: getattr(batch, field.name) for field in fields(batch)})
+        return SealedBatch(**{field.name: getattr(batch, field.name) for field in fields(SealedBatch)})
 
     def _seal(self, batch: FilledBatch) -> None:
-        for chunk, rows, buffer in zip(batch.chunks, batch.rows, batch.buffers, strict=True):
+        checksums = batch.checksums or (None,) * len(batch.chunks)
+        for chunk, rows, buffer, checksum in zip(
+            batch.chunks, batch.rows, batch.buffers, checksums, strict=True
+        ):
             seal(
                 buffer.view,
                 format=self._format,
@@ -33,4 +41,5 @@ class SealStage:
                 request_namespace=batch.request.request_namespace,
                 shape=(len(rows), self._layout.bytes_per_row),
                 payload_bytes=buffer.nbytes - self._format.header_bytes,
+                checksum=checksum,
             )

@@ -30,10 +30,11 @@ class WriteStage:
 
         items = [(chunk.key, buffer) for chunk, buffer in zip(batch.chunks, batch.buffers, strict=True)]
         at_rest = batch.at_rest if isinstance(batch, EncryptedBatch) else None
-        await self._stack.write(items, on_outcome, at_rest=at_rest)
+        shared = await self._stack.write(items, on_outcome, at_rest=at_rest)
         return BatchStored(
             chunks=batch.chunks,
             outcomes=tuple(outcomes),
+            shared=tuple(map(tuple, shared)),
             present=batch.present,
             dropped=Counter(batch.drops),
             bytes=sum(buffer.nbytes for buffer in batch.buffers),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_async.bench.frame import DEFAULT_ROUNDS, count
 from lmcache_async.bench.runner import Request, lines, run
-from lmcache_async.bench.table import ALL, BENCHMARKS
+from lmcache_async.bench.table import ALL, BENCHMARKS, left_out
 from lmcache_async.errors import LMCacheAsyncError
 
 if TYPE_CHECKING:
@@ -45,4 +45,6 @@ def main(arguments: Sequence[str]) -> int:
     except LMCacheAsyncError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if name == ALL:
+        sys.stderr.write("".join(f"{line}\n" for line in left_out()))
     return 0

@@ -125,12 +125,18 @@ class Frame:
     Attributes:
         rounds: That count; one more is made before them, to warm up.
         quick: Whether it is only to be seen that it runs.
+        left_out: What could not be measured here, and why; told with the rows.
     """
 
     rounds: int = DEFAULT_ROUNDS
     quick: bool = False
     progress: Progress = lambda done, total: None
     chosen: random.Random = field(default_factory=random.Random)
+    left_out: list[str] = field(default_factory=list)
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say that `what` is not measured."""
+        self.left_out.append(f"{what}: {why}")
 
     @property
     def repeat_s(self) -> float:

@@ -36,7 +36,8 @@ def write_report(directory: Path, whole: Mapping[str, Any], *, newest: str) -> N
         whole: The content of the JSON file.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _plot(directory / f"{newest}.png", newest, whole["benchmarks"][newest]["rows"])
+    if rows := whole["benchmarks"][newest]["rows"]:
+        _plot(directory / f"{newest}.png", newest, rows)
     (directory / "report.html").write_text(_page(whole), encoding="utf-8")
 
 
@@ -60,10 +61,14 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
         for cell in ("", "value", "unit", "better", "limit", "its value", "ratio", "range", "with")
     )
     body = "".join(_row(row) for row in result["rows"])
-    return (
-        f"<h2>{title}</h2>\n<p>{html.escape(result['summary'])}; {result['seconds']:.1f} s.</p>\n"
+    figures = (
         f'<img src="{title}.png" alt="ratios of {title} to its limits">\n'
         f"<table><tr>{head}</tr>{body}</table>\n"
+    )
+    left_out = "".join(f"<li>left out: {html.escape(text)}</li>" for text in result["left_out"])
+    return (
+        f"<h2>{title}</h2>\n<p>{html.escape(result['summary'])}; {result['seconds']:.1f} s.</p>\n"
+        f"{figures if body else ''}{f'<ul>{left_out}</ul>' if left_out else ''}\n"
     )
 
 

@@ -56,6 +56,7 @@ class Result:
     settings: Any
     rows: tuple[Row, ...]
     seconds: float
+    left_out: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +64,7 @@ class Result:
             "settings": dataclasses.asdict(self.settings),
             "seconds": round(self.seconds, 3),
             "rows": [row.as_dict() for row in self.rows],
+            "left_out": list(self.left_out),
         }
 
 
@@ -135,7 +137,9 @@ def lines(result: Result) -> list[str]:
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in table
+            if body
         ),
+        *(f"left out: {text}" for text in result.left_out),
     ]
 
 
@@ -163,7 +167,8 @@ def _run(
         start = time.perf_counter()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             rows = runner.run(_collect(module, settings, frame))
-        results.append(Result(benchmark, settings, rows, time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        results.append(Result(benchmark, settings, rows, seconds, tuple(frame.left_out)))
         whole = {
             "machine": facts,
             "quick": request.quick,

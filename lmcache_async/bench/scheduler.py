@@ -182,7 +182,8 @@ class Driver:
 @contextlib.contextmanager
 def scheduler_half(load: Workload, path: Path) -> Iterator[Any]:
     from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.scheduler import Roles, SchedulerHalf
+    from lmcache_async.integration.vllm.requests import Roles
+    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
 
     config = load_config(
         env={}, extra={"chunk_size": CHUNK, "vllm": {"lookup_timeout_s": 10, "max_pinned_fraction": 1}}

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lmcache_async.bench.frame import DEFAULT_ROUNDS
 from lmcache_async.bench.runner import Request, lines, run
-from lmcache_async.bench.table import ALL, BENCHMARKS
+from lmcache_async.bench.table import ALL, BENCHMARKS, left_out
 from lmcache_async.errors import LMCacheAsyncError
 
 NAMES = ", ".join(benchmark.name for benchmark in BENCHMARKS)
@@ -19,9 +19,17 @@ OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """What the command needs of typer: a benchmark may have options of its own."""
 
 
+def complete_names(incomplete: str) -> list[str]:
+    names = [*(benchmark.name for benchmark in BENCHMARKS), ALL]
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def bench_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {NAMES}; or {ALL}.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help=f"One of {NAMES}; or {ALL}.", autocompletion=complete_names),
+    ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.", dir_okay=False)
     ] = None,
@@ -55,6 +63,5 @@ def bench_command(
             errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from None
     if name == ALL:
-        for benchmark in BENCHMARKS:
-            if not benchmark.available:
-                errors.print(f"left out, for want of {benchmark.needs}: {benchmark.name}", markup=False)
+        for line in left_out():
+            errors.print(line, markup=False)

@@ -1,7 +1,8 @@
 """Typed, frozen configuration: what there is to set, and `load_config` that reads it."""
 
 from lmcache_async.config.explain import validate_options
-from lmcache_async.config.load import load_config
+from lmcache_async.config.http import HTTPConfig
+from lmcache_async.config.load import LoadedConfig, load_config, read_config
 from lmcache_async.config.model import (
     DEFAULT_RETRIEVE_STAGES,
     DEFAULT_STORE_STAGES,
@@ -10,7 +11,6 @@ from lmcache_async.config.model import (
     PluginsConfig,
     RetrieveConfig,
     StoreConfig,
-    VLLMConfig,
 )
 from lmcache_async.config.sizes import format_size, parse_size
 from lmcache_async.config.specs import LayerSpec, TierSpec
@@ -26,6 +26,7 @@ from lmcache_async.config.values import (
     Size,
     Wait,
 )
+from lmcache_async.config.vllm import VLLMConfig
 
 __all__ = [
     "DEFAULT_RETRIEVE_STAGES",
@@ -35,7 +36,9 @@ __all__ = [
     "EngineConfig",
     "Flag",
     "Fraction",
+    "HTTPConfig",
     "LayerSpec",
+    "LoadedConfig",
     "Name",
     "Names",
     "OptionalSize",
@@ -51,5 +54,6 @@ __all__ = [
     "format_size",
     "load_config",
     "parse_size",
+    "read_config",
     "validate_options",
 ]

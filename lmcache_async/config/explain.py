@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -19,8 +20,38 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 _SECRET = re.compile(
-    r"password|passwd|secret|token|credential|api_?key|^hash_key$|^encryption(\.keys)?$", re.IGNORECASE
+    r"password|passwd|secret|(?<!max_)(?<!generated_)token(?!s_per)|credential|api_?key|^hash_key$"
+    r"|^encryption(\.keys)?$",
+    re.IGNORECASE,
 )
+_NAMES_A_SECRET = re.compile(r"_(file|variable)$")
+
+
+EXPECTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a number of fewer digits",
+    "int_type": "a whole number",
+    "less_than_equal": "at most {le:g}",
+    "list_type": "a list",
+    "mapping_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "path_type": "a path",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_type": "text",
+    "string_unicode": "text",
+    "tuple_type": "a list",
+}
+"""What a value should have been, by pydantic's name of the error; of others its own words are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +70,9 @@ class Origin:
 
     def at(self, path: KeyPath) -> str:
         for length in range(len(path), 0, -1):
-            if line := self.lines.get(path[:length]):
+            part = path[:length]
+            dotted = (".".join(str(key) for key in part),)
+            if line := self.lines.get(part) or self.lines.get(dotted):
                 return f"{self.name}, line {line}"
         return self.name
 
@@ -48,11 +81,11 @@ class Origin:
 
 
 def spell_path(path: KeyPath) -> str:
-    """`("tiers", 1, "path")` as `tiers[1].path`."""
+    """`("tiers", 1, "path")` as `tiers[1].path`; what cannot be printed is escaped."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:
@@ -60,9 +93,14 @@ def known_keys(model: type[BaseModel]) -> list[str]:
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys += [f"{name}.{key}" for key in known_keys(info.annotation)]
+        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):  # also one that may be none
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and not _is_mapping(info.annotation):
+                keys += [f"{name}.{key}" for key in known_keys(kind)]
     return keys
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return isinstance(get_origin(annotation), type) and issubclass(get_origin(annotation), abc.Container)
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
@@ -81,11 +119,21 @@ def hint(choice: str | None) -> str:
     return f"; did you mean {choice}?" if choice else ""
 
 
+def is_secret(key: str) -> bool:
+    """Whether what the key holds is for nobody's eyes; the name of a file or a variable that holds it is not."""
+    return bool(_SECRET.search(key)) and not _NAMES_A_SECRET.search(key)
+
+
+def without_user(text: str) -> str:
+    """The text without users and passwords in URLs."""
+    return re.sub(r"//[^/@\s'\"]+@", "//***@", text)
+
+
 def show(value: object, key: str = "") -> str:
     """The value for a message: short, and without what must stay secret."""
     if _SECRET.search(key):
         return "'***'"
-    text = re.sub(r"//[^/@\s'\"]+@", "//***@", repr(value))
+    text = without_user(repr(value))
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
@@ -142,21 +190,28 @@ def _explain_one(
 ) -> str:
     path, context = tuple(details["loc"]), details.get("ctx", {})
     if details["type"] == "disagree":
-        paths = [path + tuple(key.split(".")) for key in context["keys"]]
+        paths = [path + tuple(part for part in key.split(".") if part) for key in context["keys"]]
         path = next((path for path in paths if _origin(path, origins)), paths[0])
         return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
     origin = _origin(path, origins) or default
-    if details["type"] == "extra_forbidden":
+    if details["type"] in {"extra_forbidden", "invalid_key"}:
         return unknown_key(origin, path, keys)
     key = spell_path(path)
     if details["type"] == "missing":
         return f"{origin.at(path)}: {key} is missing"
-    expected = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    expected = _expected(details["type"], details["msg"], context)
     choices = (
         re.findall(r"'([^']*)'", context.get("expected", "")) if details["type"] == "literal_error" else ()
     )
     value = details["input"]
     return f"{origin.at(path)}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
+
+
+def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    """What should have been there, in the words of our own validators."""
+    if (form := EXPECTED.get(kind)) is not None:
+        return f"expected {form.format(**context)}"
+    return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:

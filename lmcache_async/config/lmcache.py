@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.config.explain import Origin, hint, nearest, show
+from lmcache_async.config.explain import KeyPath, Origin, hint, nearest, show
 from lmcache_async.config.lmcache_keys import (
     ALIASES,
     CONNECTOR_KEYS,
@@ -102,33 +102,47 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def translate(
-    found: Iterable[Found], tier_names: Callable[[], Collection[str]]
+    found: Iterable[Found], tier_names: Callable[[], Collection[str]], problems: list[str]
 ) -> tuple[list[Setting], list[str]]:
     """Settings of ours, and a note for each of LMCache's settings that has no effect.
 
     Args:
         found: LMCache's settings; of two for one key that of the higher rank counts.
         tier_names: Gives the names of the installed tiers; asked only for a `remote_url`.
-
-    Raises:
-        ConfigError: A setting is unknown to LMCache too, or its value is wrong.
+        problems: Gets what is wrong: a setting that is unknown to LMCache too, or a value.
     """
     chosen = {item.key: item for item in sorted(found, key=lambda item: item.rank)}
     settings: list[Setting] = []
     notes: list[str] = []
     for item in chosen.values():
-        if item.key in _PLAIN:
-            if unless_none(item.value) is not None and not _is_staging_only(item, chosen, notes):
-                value = item.parsed(_PLAIN[item.key])
-                settings.append(Setting(tuple(RENAMED[item.key].split(".")), value, item.origin, item.rank))
-        elif item.key == "extra_config":
-            options = item.parsed(parse_mapping) if unless_none(item.value) is not None else {}
-            notes += [
-                f"{item.where}: extra_config.{key}: it is for LMCache's own backends" for key in options
-            ]
-        elif item.key not in RENAMED:
-            notes += _notes_of(item)
-    return settings + _tiers(chosen, tier_names, notes), notes
+        try:
+            settings += _translated(item, chosen, notes)
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        settings += _tiers(chosen, tier_names, notes)
+    except ConfigError as error:
+        if str(error) not in problems:
+            problems.append(str(error))
+    return settings, notes
+
+
+def _translated(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> list[Setting]:
+    """The setting that it is by itself; the tiers are made of several."""
+    if item.key in _PLAIN:
+        if unless_none(item.value) is not None and not _is_staging_only(item, chosen, notes):
+            value = item.parsed(_PLAIN[item.key])
+            path = tuple(RENAMED[item.key].split("."))
+            line = item.origin.lines.get((item.key,))
+            lines: dict[KeyPath, int] = {} if line is None else {path: line}
+            origin = Origin(item.origin.name, lines, item.origin.variable_prefix)
+            return [Setting(path, value, origin, item.rank)]
+    elif item.key == "extra_config":
+        options = item.parsed(parse_mapping) if unless_none(item.value) is not None else {}
+        notes += [f"{item.where}: extra_config.{key}: it is for LMCache's own backends" for key in options]
+    elif item.key not in RENAMED:
+        notes += _notes_of(item)
+    return []
 
 
 def _gibibytes(value: object) -> int:

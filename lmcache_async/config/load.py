@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,43 @@ def load_config(
         extra: vLLM's kv_connector_extra_config: nested, or with dotted keys such as `arena.max_bytes`.
 
     Raises:
-        ConfigError: A key or a value is wrong.
+        ConfigError: Keys or values are wrong; a line for each.
+    """
+    loaded = read_config(path, env, extra)
+    if loaded.notes:
+        logger.warning("Of LMCache's settings these have no effect:\n  %s", "\n  ".join(loaded.notes))
+    return loaded.config
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A config that knows where it came from.
+
+    Attributes:
+        config: The config.
+        origins: Of each key that was given; the rest are defaults.
+        notes: A line for each of LMCache's settings that has no effect.
+    """
+
+    config: EngineConfig
+    origins: Mapping[KeyPath, Origin]
+    notes: tuple[str, ...] = ()
+
+    def source_of(self, path: KeyPath) -> str | None:
+        """Where the value came from, with the line in a file; None for a default."""
+        for length in range(len(path), 0, -1):
+            if origin := self.origins.get(path[:length]):
+                return origin.at(path)
+        return None
+
+
+def read_config(
+    path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
+) -> LoadedConfig:
+    """As `load_config`, with the places that values came from, and silently.
+
+    Raises:
+        ConfigError: Keys or values are wrong; a line for each.
     """
     env = os.environ if env is None else env
     ours, theirs = split_extra(extra or {})
@@ -62,30 +99,29 @@ def load_config(
     is_lmcaches = named_by == LMCACHE_FILE
     found = found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA) + found_in_variables(env)
     settings: list[Setting] = []
+    problems: list[str] = []
     if file is not None:
         content, origin = read_file(file, named_by)
         if is_lmcaches or looks_like_lmcache(content):
             found += found_in_mapping(content, origin, Rank.FILE)
         else:
-            settings += settings_of(content, origin, Rank.FILE)
-    translated, notes = translate(found, _tier_names)
+            settings += settings_of(content, origin, Rank.FILE, problems)
+    translated, notes = translate(found, _tier_names, problems)
     notes += _replaced_tiers(settings, translated)
-    settings += translated + read_variables(env) + settings_of(ours, Origin(EXTRA), Rank.EXTRA)
-    refuse_secrets(settings)
-    config = build(settings)
+    settings += translated + read_variables(env, problems)
+    settings += settings_of(ours, Origin(EXTRA), Rank.EXTRA, problems)
+    config, origins = _build(refuse_secrets(settings, problems), problems)
+    if config is None or problems:
+        raise ConfigError("\n".join(problems))
     if lmcache_file := env.get(LMCACHE_FILE, "").strip():
         notes += [] if is_lmcaches else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]
-    if notes:
-        logger.warning("Of LMCache's settings these have no effect:\n  %s", "\n  ".join(notes))
-    return config
+    return LoadedConfig(config, origins, tuple(notes))
 
 
-def build(settings: Iterable[Setting]) -> EngineConfig:
-    """The config from settings; for one key the highest rank wins, of equal ones the later.
-
-    Raises:
-        ConfigError: A value is wrong.
-    """
+def _build(
+    settings: Iterable[Setting], problems: list[str]
+) -> tuple[EngineConfig | None, Mapping[KeyPath, Origin]]:
+    """The config from settings; for one key the highest rank wins, of equal ones the later."""
     content: dict[str, Any] = {}
     origins: dict[KeyPath, Origin] = {}
     for setting in sorted(settings, key=lambda setting: setting.rank):
@@ -97,10 +133,10 @@ def build(settings: Iterable[Setting]) -> EngineConfig:
     try:
         config = EngineConfig.model_validate(content)
     except ValidationError as error:
-        raise explain(error, known_keys(EngineConfig), origins, _DEFAULTS) from None
-    return config.model_copy(
-        update={"tiers": tuple(_placed(config.tiers, origins.get(("tiers",), _DEFAULTS)))}
-    )
+        problems.append(str(explain(error, known_keys(EngineConfig), origins, _DEFAULTS)))
+        return None, origins
+    tiers = tuple(_placed(config.tiers, origins.get(("tiers",), _DEFAULTS)))
+    return config.model_copy(update={"tiers": tiers}), origins
 
 
 def _placed(tiers: Iterable[TierSpec], origin: Origin) -> Iterable[TierSpec]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmcache_async.config.explain import disagree
+from lmcache_async.config.http import HTTPConfig
 from lmcache_async.config.secrets import (
     EncryptionConfig,
     SecretFile,
@@ -18,18 +18,18 @@ from lmcache_async.config.secrets import (
 )
 from lmcache_async.config.sizes import format_size
 from lmcache_async.config.specs import Section, TierSpec
+from lmcache_async.config.tracing import TracingConfig
 from lmcache_async.config.values import (
     Count,
     Flag,
-    Fraction,
     Names,
     OptionalSize,
     Seconds,
     Size,
     Wait,
     parse_list,
-    unless_none,
 )
+from lmcache_async.config.vllm import VLLMConfig
 from lmcache_async.errors import ConfigError
 
 MIB = 1 << 20
@@ -50,13 +50,6 @@ def _parse_fingerprint(value: object) -> str:
     if not isinstance(value, str) or not (value in {"sampled", "full"} or re.fullmatch(r"text:.+", value)):
         raise ValueError("expected sampled, full or text:<your own name of the weights>")
     return value
-
-
-def _parse_directory(value: object) -> Path | None:
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str | Path):
-        raise ValueError("expected the path of a directory")
-    return None if value is None else Path(value)
 
 
 def _check_batch(batch_bytes: int, max_in_flight_bytes: int) -> None:
@@ -80,6 +73,22 @@ class ArenaConfig(Section):
     prefault: Flag = Field(
         default=True,
         description="Touch the arena's pages in the background at start, so that no store pays for it.",
+    )
+
+
+class GPUConfig(Section):
+    """Copies out of device memory and into it, where the cache lies on a GPU."""
+
+    staging_bytes: Size = Field(
+        default=64 * MIB,
+        description="Device memory for copies, in bytes, for stores and as much again for loads.",
+    )
+    store_priority: Literal["low", "high"] = Field(
+        default="low",
+        description="Whether the kernels of stores run before those of the model that wait beside them.",
+    )
+    load_priority: Literal["low", "high"] = Field(
+        default="low", description="The same of loads; lmcache-async bench gpu measures both."
     )
 
 
@@ -146,50 +155,6 @@ class RetrieveConfig(Section):
         return self
 
 
-class VLLMConfig(Section):
-    """What only the vLLM connector uses."""
-
-    lookup_timeout_s: Seconds = Field(
-        default=0.5,
-        description="How long a request waits for its lookup before it counts as a miss, in seconds.",
-    )
-    lookup_pin_ttl_s: Seconds = Field(
-        default=30.0,
-        description="How long chunks found by a lookup stay pinned if no retrieve follows, in seconds.",
-    )
-    max_pinned_fraction: Fraction = Field(
-        default=0.25,
-        description="Largest part of the arena that lookups may pin, and of vLLM's blocks that stores may hold"
-        " until they are copied; above 0 and at most 1.",
-    )
-    layerwise_load: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="Whether hits in host memory are loaded within the step that uses them, each layer awaited when"
-        " the model comes to it; auto does it where the model runs on a CPU.",
-    )
-    layerwise_max_tokens: Count = Field(
-        default=16384,
-        description="Longest hit that is loaded so, since the rest of the batch waits too; longer ones are loaded"
-        " before the request joins a batch.",
-    )
-    load_policy: Literal["auto", "always"] = Field(
-        default="auto",
-        description="Whether a hit is loaded only as far as that is sooner than computing it, by what loads and steps"
-        " have taken so far, or always.",
-    )
-    prefill_tokens_per_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
-        default=None,
-        description="How fast the model computes prompts, in tokens a second, for load_policy; none means measured.",
-    )
-    socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
-        default=None,
-        description="Directory of the sockets between scheduler and workers; none means a private temporary one.",
-    )
-    reset_cache: Literal["all", "memory"] = Field(
-        default="all", description="What vLLM's reset of its prefix cache clears: every tier, or memory only."
-    )
-
-
 class PluginsConfig(Section):
     """Where tiers and stages may come from."""
 
@@ -223,6 +188,7 @@ class EngineConfig(Section):
         default=3.0, description="How long closing waits for pending writes before it drops them, in seconds."
     )
     arena: ArenaConfig = Field(default_factory=ArenaConfig, description="Host memory.")
+    gpu: GPUConfig = Field(default_factory=GPUConfig, description="Copies out of a GPU and into it.")
     tiers: Annotated[tuple[TierSpec, ...], BeforeValidator(_parse_tiers)] = Field(
         default_factory=lambda: (TierSpec.model_validate("cpu"),), description="The tiers, fastest first."
     )
@@ -232,6 +198,12 @@ class EngineConfig(Section):
     )
     encryption: EncryptionConfig = Field(
         default_factory=EncryptionConfig, description="Encryption of what leaves the process's memory."
+    )
+    tracing: TracingConfig = Field(
+        default_factory=TracingConfig, description="Spans of stores and retrieves, for OpenTelemetry."
+    )
+    http: HTTPConfig = Field(
+        default_factory=HTTPConfig, description="The status page and metrics; not served by default."
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="What only the vLLM connector uses.")
     plugins: PluginsConfig = Field(

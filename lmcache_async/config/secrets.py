@@ -11,7 +11,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from lmcache_async.config.explain import disagree
-from lmcache_async.config.files import read_bounded
+from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.values import unless_none
 from lmcache_async.errors import ConfigError
 
@@ -19,7 +19,6 @@ SECRET_BYTES = 32
 SECRET_PATHS = {("hash_key",): "hash_key_file", ("encryption", "keys"): "encryption.key_file"}
 """Where the config holds a secret itself, and which key names a file instead."""
 
-_MAX_FILE_BYTES = 64 << 10
 _FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
 
 
@@ -28,7 +27,7 @@ def _parse_text(value: object) -> SecretStr | None:
         value = value.get_secret_value()
     value = unless_none(value)
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"expected {_FORM}")
+        raise ValueError("expected text")
     return None if value is None else SecretStr(value)
 
 
@@ -91,21 +90,10 @@ def read_secrets(
     if text is not None:
         return _parse_keys(text.get_secret_value(), text_name)
     if file is not None:
-        return _parse_keys(_read(file, file_name), f"{file_name}: {file}")
-    return ()
-
-
-def _read(file: Path, name: str) -> str:
-    try:
-        content, mode = read_bounded(file, _MAX_FILE_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
-    if mode & 0o007:
-        raise ConfigError(
-            f"{name}: {file} has mode {mode:04o}, so everybody may read it:"
-            " chmod 600 it (in Kubernetes set the secret's defaultMode to 0400)"
+        return _parse_keys(
+            read_secret_file(file, file_name).decode("ascii", "replace"), f"{file_name}: {file}"
         )
-    return content.decode("ascii", "replace")
+    return ()
 
 
 def _parse_keys(text: str, where: str) -> tuple[bytes, ...]:

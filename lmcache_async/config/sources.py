@@ -49,51 +49,46 @@ class Setting:
     rank: Rank
 
 
-def settings_of(content: Mapping[Any, Any], origin: Origin, rank: Rank) -> list[Setting]:
+def settings_of(content: Mapping[Any, Any], origin: Origin, rank: Rank, problems: list[str]) -> list[Setting]:
     """The settings of a nested mapping; dotted keys are keys of a section.
 
-    Raises:
-        ConfigError: A key is unknown, or given twice.
+    A key that is unknown or given twice is a problem, and the others count all the same.
     """
     settings: dict[tuple[str, ...], Setting] = {}
-    for setting in _walk(EngineConfig, (), content, origin, rank):
+    for setting in _walk(EngineConfig, (), content, origin, rank, problems):
         if setting.path in settings:
-            raise ConfigError(f"{origin.at(setting.path)}: {spell_path(setting.path)} is given twice")
+            problems.append(f"{origin.at(setting.path)}: {spell_path(setting.path)} is given twice")
         settings[setting.path] = setting
     return list(settings.values())
 
 
-def read_variables(env: Mapping[str, str]) -> list[Setting]:
-    """The settings of the `LMCACHE_ASYNC_*` variables; an empty variable is one that is not set.
-
-    Raises:
-        ConfigError: A variable names no key.
-    """
+def read_variables(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
+    """The settings of the `LMCACHE_ASYNC_*` variables; an empty variable is one that is not set."""
     settings: list[Setting] = []
     for name in sorted(env):
         key = name.removeprefix(PREFIX)
         if key in {name, CONFIG_FILE} or not env[name].strip() or is_service_link(key, env[name]):
             continue
         content = {key.lower().replace("__", "."): env[name]}
-        settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE)
+        settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE, problems)
     return settings
 
 
-def refuse_secrets(settings: Iterable[Setting]) -> None:
-    """A secret comes from a file of its own or from a variable: what else there is, others may read and log.
-
-    Raises:
-        ConfigError: One comes from elsewhere.
-    """
+def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> list[Setting]:
+    """Those that may stay: a secret comes from a file of its own or from a variable, which others cannot read."""
+    kept: list[Setting] = []
     for setting in settings:
         file = SECRET_PATHS.get(setting.path)
         given = unless_none(setting.value) is not None
-        if file is not None and given and setting.rank is not Rank.VARIABLE:
+        if file is None or not given or setting.rank is Rank.VARIABLE:
+            kept.append(setting)
+        else:
             key = spell_path(setting.path)
-            raise ConfigError(
+            problems.append(
                 f"{setting.origin.at(setting.path)}: {key} is a secret, which has no place there: name its file with"
                 f" {file}, or set {PREFIX}{key.upper().replace('.', '__')}"
             )
+    return kept
 
 
 def is_service_link(name: str, value: str) -> bool:
@@ -130,39 +125,46 @@ def read_file(path: Path, named_by: str = "") -> tuple[dict[str, Any], Origin]:
 
 
 def _walk(
-    model: type[BaseModel], above: tuple[str, ...], content: Mapping[Any, Any], origin: Origin, rank: Rank
+    model: type[BaseModel],
+    above: tuple[str, ...],
+    content: Mapping[Any, Any],
+    origin: Origin,
+    rank: Rank,
+    problems: list[str],
 ) -> Iterator[Setting]:
     for raw_key, value in content.items():
         key, _, rest = str(raw_key).partition(".")
         path = (*above, key)
         if key not in model.model_fields:
-            if path[0] in RENAMED:
-                raise ConfigError(
-                    f"{origin.at(path)}: there is no key {spell_path(path)};"
-                    f" it is LMCache's, here it is {RENAMED[key]}"
-                )
-            raise ConfigError(unknown_key(origin, path, known_keys(EngineConfig)))
+            problems.append(
+                f"{origin.at(path)}: there is no key {spell_path(path)};"
+                f" it is LMCache's, here it is {RENAMED[key]}"
+                if path[0] in RENAMED
+                else unknown_key(origin, path, known_keys(EngineConfig))
+            )
+            continue
         section = model.model_fields[key].annotation
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
             if rest:
-                raise ConfigError(
+                problems.append(
                     f"{origin.at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
                     " it is given as a whole"
                 )
+                continue
             yield Setting(path, value, origin, rank)
         elif rest:
-            yield from _walk(section, path, {rest: value}, origin, rank)
+            yield from _walk(section, path, {rest: value}, origin, rank, problems)
         elif value is not None:  # a section with nothing under it
-            yield from _walk(section, path, _section(path, value, origin), origin, rank)
+            inner = _section(path, value, origin, problems)
+            yield from _walk(section, path, inner, origin, rank, problems)
 
 
-def _section(path: tuple[str, ...], value: object, origin: Origin) -> Mapping[str, Any]:
+def _section(path: tuple[str, ...], value: object, origin: Origin, problems: list[str]) -> Mapping[str, Any]:
     try:
         return parse_mapping(value)
     except ValueError as error:
-        raise ConfigError(
-            f"{origin.at(path)}: {spell_path(path)} is {show(value, spell_path(path))}: {error}"
-        ) from None
+        problems.append(f"{origin.at(path)}: {spell_path(path)} is {show(value, spell_path(path))}: {error}")
+        return {}
 
 
 def _number_lines(file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int]) -> None:

@@ -18,14 +18,17 @@ class Section(BaseModel):
 
 
 class PluginSpec(Section):
-    """A plug-in by its entry point's name. Keys that are none of the fields are the plug-in's own options."""
+    """A plug-in by its entry point's name. Keys that are none of the fields are the plug-in's own options.
+
+    They are in no repr: there may be a password among them.
+    """
 
     kind: ClassVar[str] = "plug-in"
 
     name: Name = Field(description="Name of the entry point.")
     id: Name = Field(default="", description="What it is called in reports; unique. Its name if not given.")
     options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict, description="Its own options, checked against its config type."
+        default_factory=dict, repr=False, description="Its own options, checked against its config type."
     )
 
     __hash__ = None  # type: ignore[assignment]  # the options are a dict
@@ -64,7 +67,9 @@ class LayerSpec(PluginSpec):
         description="What this layer is called in reports; unique in its tier. Its name if not given.",
     )
     options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict, description="The layer's own options, checked against its config type."
+        default_factory=dict,
+        repr=False,
+        description="The layer's own options, checked against its config type.",
     )
 
 
@@ -91,7 +96,9 @@ class TierSpec(PluginSpec):
         description="Layers around the tier, outermost first; none means the usual ones, an empty list no layer.",
     )
     options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict, description="The tier's own options, checked against its config type."
+        default_factory=dict,
+        repr=False,
+        description="The tier's own options, checked against its config type.",
     )
     _where: str = PrivateAttr(default="")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from lmcache_async.config.sizes import parse_size
 from lmcache_async.config.yaml_text import YAMLTextError, read_yaml
@@ -142,18 +142,41 @@ def _read_flow(text: str, opening: str) -> object:
         return None
 
 
+# What may be written, for JSON schemas: the parsers above take more spellings, none of another meaning.
+FlagText = Literal["true", "yes", "on", "1", "false", "no", "off", "0"]
+NoneText = Literal["", "none", "null"]
+NumberText = Annotated[str, Field(pattern=r"^\s*[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?\s*$")]
+CountInput = Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^\s*0{0,17}[1-9][0-9]{0,17}\s*$")]
+SizeInput = (
+    Annotated[int, Field(ge=1)]
+    | Annotated[
+        str,
+        Field(pattern=r"^\s*([0-9]+|([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*([kKmMgGtT]([iI][bB]?|[bB])|[bB]))\s*$"),
+    ]
+)
+PositiveInput = Annotated[float, Field(gt=0)] | NumberText
+WaitInput = Annotated[float, Field(ge=0)] | NumberText
+FractionInput = Annotated[float, Field(gt=0, le=1)] | NumberText
+ProbabilityInput = Annotated[float, Field(ge=0, le=1)] | NumberText
+NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+NameList = Annotated[list[NameText], Field(min_length=1)]
+NamesText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ ,.-]+$")]
+
+
 def _parse_optional_size(value: object) -> int | None:
     value = unless_none(value)
     return None if value is None else parse_size(value)
 
 
-Flag = Annotated[bool, BeforeValidator(parse_flag)]
-Count = Annotated[int, BeforeValidator(parse_count)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-OptionalSize = Annotated[int | None, BeforeValidator(_parse_optional_size)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-Wait = Annotated[float, BeforeValidator(parse_wait)]
-Fraction = Annotated[float, BeforeValidator(parse_fraction)]
-Probability = Annotated[float, BeforeValidator(parse_probability)]
-Name = Annotated[str, BeforeValidator(parse_name)]
-Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Flag = Annotated[bool, BeforeValidator(parse_flag, json_schema_input_type=bool | FlagText)]
+Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=CountInput)]
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=SizeInput)]
+OptionalSize = Annotated[
+    int | None, BeforeValidator(_parse_optional_size, json_schema_input_type=SizeInput | NoneText | None)
+]
+Seconds = Annotated[float, BeforeValidator(parse_seconds, json_schema_input_type=PositiveInput)]
+Wait = Annotated[float, BeforeValidator(parse_wait, json_schema_input_type=WaitInput)]
+Fraction = Annotated[float, BeforeValidator(parse_fraction, json_schema_input_type=FractionInput)]
+Probability = Annotated[float, BeforeValidator(parse_probability, json_schema_input_type=ProbabilityInput)]
+Name = Annotated[str, BeforeValidator(parse_name, json_schema_input_type=NameText)]
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names, json_schema_input_type=NameList | NamesText)]

@@ -63,8 +63,17 @@ class Copier(Protocol):
         None where the model's work is done by the time its thread returns.
         """
 
-    async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def gather(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
+    ) -> list[bytes] | None:
         """Fill each job's payload from its rows, behind `fence`.
+
+        Args:
+            digest: Whether the payloads' checksums are wanted.
+
+        Returns:
+            xxh3_128 of each payload as it was copied, 16 bytes. None when it was not asked for, or would
+            cost the copier as much as anyone else.
 
         Raises:
             ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
@@ -87,14 +96,20 @@ class Copier(Protocol):
 
 
 def open_copier(
-    layout: KVLayout, *, threads: int = 2, staging_bytes: int = 64 << 20, priority: int = 0
+    layout: KVLayout,
+    *,
+    threads: int = 2,
+    staging_bytes: int = 64 << 20,
+    store_priority: int = 0,
+    load_priority: int = 0,
 ) -> Copier:
     """The copier for the device that the layout's tensors lie on.
 
     Args:
         threads: Copying threads, for a cache in host memory.
         staging_bytes: Device memory for each direction, for a cache on a GPU.
-        priority: Of the side streams, for a cache on a GPU: 0 is the lowest, -1 above it.
+        store_priority: Of the side streams of stores, for a cache on a GPU: 0 is the lowest, -1 above it.
+        load_priority: The same of loads.
 
     Raises:
         ValueError: No copier for this kind of device.
@@ -106,7 +121,9 @@ def open_copier(
     if layout.device.type == "cuda":
         from lmcache_async.device.cuda import CudaCopier
 
-        return CudaCopier(layout, staging_bytes=staging_bytes, priority=priority)
+        return CudaCopier(
+            layout, staging_bytes=staging_bytes, store_priority=store_priority, load_priority=load_priority
+        )
     raise ValueError(f"no copier for a KV cache on {layout.device}; it must lie on a CPU or a CUDA device")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs, wait_all
 from lmcache_async.device.cores import off_core
@@ -18,15 +18,18 @@ from lmcache_async.device.plan import (
     segments,
     whole_planes,
 )
-from lmcache_async.device.rows import group_planes
+from lmcache_async.device.rows import Digester, group_planes
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.memory.copies import STREAM_BYTES
 from lmcache_async.memory.threads import WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.progress import LoadProgress
+
+T = TypeVar("T")
 
 PART_BYTES = 16 << 20
 """Of a load that is waited for plane by plane: what a thread takes at a time, one or two milliseconds."""
@@ -36,9 +39,6 @@ KEPT_CORES = 1
 
 ALONE_S = 0.5
 """After so long a load is copied also without the thread that should wait for it."""
-
-STREAM_BYTES = 4 << 20
-"""A batch from this size on is copied past the processor's caches, which hold little more."""
 
 MIN_THREAD_BYTES = 1 << 20
 """Below this a second thread costs more than it saves: a hop is some 50 microseconds, 1 MiB takes 100."""
@@ -56,6 +56,7 @@ class CpuCopier:
         self._helpers = max(0, min(threads, len(os.sched_getaffinity(0)) - KEPT_CORES))
         self._table = PlaneTable(layout.planes)
         self._groups = group_planes(layout)
+        self._digester = Digester.of(self._groups)
         self._largest = max(plane.row_bytes for plane in layout.planes)
         self._executor = WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
         self._closed = False
@@ -63,11 +64,16 @@ class CpuCopier:
     def fence(self) -> Fence | None:
         return None
 
-    async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def gather(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
+    ) -> list[bytes] | None:
         del fence
         checked = check_jobs(self.layout, jobs, writes_payload=True)
         self._check_open()
+        if digest and self._digester and all(_whole(job, self._digester) for job in checked):
+            return await self._gather_digesting(checked, self._digester)
         await self._run(checked, to_host=True)
+        return None
 
     async def scatter(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
@@ -93,13 +99,31 @@ class CpuCopier:
         share = max(-(-total // self._threads) + self._largest, MIN_THREAD_BYTES)
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
-        work = [
-            self._executor.submit(self._copy, jobs, part, to_host=to_host, stream=stream) for part in parts
-        ]
+        await self._on_threads(
+            [functools.partial(self._copy, jobs, part, to_host=to_host, stream=stream) for part in parts]
+        )
+
+    async def _gather_digesting(self, jobs: Sequence[CheckedJob], digester: Digester) -> list[bytes]:
+        """Each payload by one thread from its start to its end, for a digest takes bytes in their order."""
+        total = sum(job.payload.nbytes for job in jobs)
+        count = min(len(jobs), self._threads, max(total // MIN_THREAD_BYTES, 1))
+        shares = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
+        stream = total >= STREAM_BYTES
+
+        def gather(share: Sequence[CheckedJob]) -> list[bytes]:
+            return [digester.gather(job.rows, job.payload, stream=stream) for job in share]
+
+        digests = await self._on_threads([functools.partial(gather, share) for share in shares])
+        return [digest for each in digests for digest in each]
+
+    async def _on_threads(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """One hop to a thread for each call; their results."""
+        work = [self._executor.submit(call) for call in calls]
         await wait_all(
             [asyncio.wrap_future(future) for future in work],
             on_cancel=lambda: [future.cancel() for future in work],
         )
+        return [future.result() for future in work]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
         """Write all rows of the first planes, then of the next ones, together with the thread that waits."""
@@ -144,13 +168,17 @@ class CpuCopier:
                 if start < stop:
                     end = offset + (stop - start) * group.row_bytes
                     where = group.table.locate(job.rows, start - first, stop - first)
-                    spans = segments(where) if job.has_skips else ((0, len(where)),)
+                    spans = segments(where) if job.has_skips and not group.skips else ((0, len(where)),)
                     for low, high in spans:
                         payload = job.payload[
                             offset + low * group.row_bytes : offset + high * group.row_bytes
                         ]
                         group.copy(where[low:high], payload, to_host=to_host, stream=stream)
                     offset = end
+
+
+def _whole(job: CheckedJob, digester: Digester) -> bool:
+    return not job.has_skips and digester.takes(job.payload)
 
 
 def _work_beside(queue: PartQueue, core: int | None) -> None:

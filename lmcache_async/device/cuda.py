@@ -39,8 +39,8 @@ MAX_ENTRIES = 1 << 17
 class Streams(Protocol):
     """What we ask of CUDA; a fake answers in tests without a GPU. `stream` is opaque."""
 
-    def open(self) -> Any:
-        """A new side stream."""
+    def open(self, priority: int) -> Any:
+        """A new side stream; 0 is the lowest priority, that of the model's own streams, and -1 above it."""
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make `stream` the current one for what this thread asks of the device."""
@@ -59,14 +59,13 @@ class Streams(Protocol):
 
 
 class TorchStreams:
-    """CUDA by torch. `priority` is 0, the lowest, or -1 above it."""
+    """CUDA by torch."""
 
-    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._priority = priority
 
-    def open(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=self._priority)  # type: ignore[no-untyped-call]
+    def open(self, priority: int) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -125,9 +124,13 @@ class CudaCopier:
 
     Payloads should lie in pinned memory: others are copied correctly, but hold up the loop's thread.
 
+    Attributes:
+        mover: What moves rows on the device.
+
     Args:
         staging_bytes: Device memory for each direction; more where one row needs it.
-        priority: Of the side streams.
+        store_priority: Of the side streams that gather: it decides whose kernels come first, ours or the model's.
+        load_priority: Of those that scatter.
         streams: In place of CUDA's, in tests.
         mover: In place of the best one for the layout, in tests.
     """
@@ -137,28 +140,33 @@ class CudaCopier:
         layout: KVLayout,
         *,
         staging_bytes: int = 64 << 20,
-        priority: int = 0,
+        store_priority: int = 0,
+        load_priority: int = 0,
         streams: Streams | None = None,
         mover: Mover | None = None,
     ) -> None:
         self.layout = layout
-        self._streams = streams or TorchStreams(layout.device, priority=priority)
-        self._mover = mover or open_mover(layout)
+        self._streams = streams or TorchStreams(layout.device)
+        self.mover = mover or open_mover(layout)
         self._table = PlaneTable(layout.planes)
         largest, smallest = int(self._table.row_bytes.max()), int(self._table.row_bytes.min())
         self._part_bytes = max(staging_bytes // PARTS, largest)
         self._part_entries = min(MAX_ENTRIES, self._part_bytes // smallest)
         num_parts = min(PARTS, max(2, staging_bytes // self._part_bytes))
-        self._store = self._open_lane("gather", num_parts)
-        self._load = self._open_lane("scatter", num_parts)
+        self._store = self._open_lane("gather", num_parts, store_priority)
+        self._load = self._open_lane("scatter", num_parts, load_priority)
         self._closed = False
 
     def fence(self) -> Fence | None:
         return Fence(self._streams.record_current())
 
-    async def gather(self, jobs: Sequence[CopyJob], fence: Fence | None = None) -> None:
+    async def gather(
+        self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
+    ) -> list[bytes] | None:
+        del digest  # the device writes the payloads by itself
         checked = check_jobs(self.layout, jobs, writes_payload=True)
         await self._run(checked, fence, self._store)
+        return None
 
     async def scatter(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
@@ -176,11 +184,15 @@ class CudaCopier:
         """Parts of the ring that stores use, and of the one that loads use."""
         return self._store.ring.statistics(), self._load.ring.statistics()
 
-    def _open_lane(self, name: str, num_parts: int) -> Lane:
-        device, words = self.layout.device, self._part_entries * self._mover.columns
+    def copies(self, num_rows: Sequence[int]) -> list[int]:
+        """Bytes of each copy over the bus that a batch comes to, of jobs with so many rows each, none skipped."""
+        return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
+
+    def _open_lane(self, name: str, num_parts: int, priority: int) -> Lane:
+        device, words = self.layout.device, self._part_entries * self.mover.columns
         parts = [
             Part(
-                stream=self._streams.open(),
+                stream=self._streams.open(priority),
                 staging=torch.empty(-(-self._part_bytes // 16) * 16, dtype=torch.uint8, device=device),
                 table=torch.empty(words, dtype=torch.int64, device=device),
                 host_table=self._streams.pinned(words),
@@ -194,12 +206,9 @@ class CudaCopier:
         return Lane(name, parts, self._streams)
 
     async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
-        counts = [len(job.rows) for job in jobs]
         running: list[asyncio.Future[None]] = []
         try:
-            for pieces in cut(
-                self._table, counts, max_bytes=self._part_bytes, max_entries=self._part_entries
-            ):
+            for pieces in self._cut([len(job.rows) for job in jobs]):
                 part = await lane.ring.acquire()
                 try:
                     self._submit(part, jobs, pieces, fence, lane)
@@ -210,13 +219,16 @@ class CudaCopier:
             # Payloads, tables and staging stay in use until the device is done, cancelled or not.
             await wait_all(running)
 
+    def _cut(self, counts: Sequence[int]) -> list[list[Piece]]:
+        return cut(self._table, counts, max_bytes=self._part_bytes, max_entries=self._part_entries)
+
     def _submit(
         self, part: Part, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], fence: Fence | None, lane: Lane
     ) -> None:
         if self._closed:
             raise EngineClosedError("the copier is closed")
-        steps = self._mover.fill(part.host_table.numpy(), jobs, pieces)
-        entries = sum(piece.stop - piece.start for piece in pieces) * self._mover.columns
+        steps = self.mover.fill(part.host_table.numpy(), jobs, pieces)
+        entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
         with self._streams.use(part.stream):
             part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
             if lane is self._load:
@@ -224,9 +236,9 @@ class CudaCopier:
             if fence is not None:
                 self._streams.wait(part.stream, fence.event)
             if lane is self._load:
-                self._mover.scatter(steps, part.table, part.staging)
+                self.mover.scatter(steps, part.table, part.staging)
             else:
-                self._mover.gather(steps, part.table, part.staging)
+                self.mover.gather(steps, part.table, part.staging)
                 self._copy_payloads(part.staging, jobs, pieces, to_host=True)
 
     def _copy_payloads(

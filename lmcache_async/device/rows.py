@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_async.device.plan import Int64s, PlaneTable, coarsen, runs
+from lmcache_async.memory.copies import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,14 +18,7 @@ if TYPE_CHECKING:
     from lmcache_async.device.copier import Payload
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.planes import Plane
-
-compiled: ModuleType | None
-try:
-    from lmcache_async.device import _rows
-
-    compiled = _rows
-except ImportError:  # installed where there was no C compiler
-    compiled = None
+    from lmcache_async.types import BlockIds
 
 LARGE_ROW_BYTES = 32 << 10
 """From here on rows copied one by one run at memmove's speed, so longer runs gain nothing."""
@@ -48,12 +42,17 @@ def ways() -> list[ModuleType | None]:
 
 
 class Group(Protocol):
-    """Planes `first` to `last` (exclusive), all with rows of one size, copied in the same way."""
+    """Planes `first` to `last` (exclusive), all with rows of one size, copied in the same way.
+
+    Attributes:
+        skips: Whether `copy` itself passes over rows at -1; else it must be given none.
+    """
 
     first: int
     last: int
     row_bytes: int
     table: PlaneTable
+    skips: bool
 
     def copy(self, where: Int64s, payload: Payload, *, to_host: bool, stream: bool) -> None:
         """Copy the rows at `where` (as the group's table gives them) to or from consecutive payload rows.
@@ -63,8 +62,47 @@ class Group(Protocol):
         """
 
 
+class Digester:
+    """xxh3_128 of payloads, taken in while they are copied: a checksum of its own would read them again.
+
+    What it can do is bounded by the compiled module, which takes in whole 64 bytes of groups of its own.
+    """
+
+    _UNIT = 64
+    _MIN_BYTES = 256
+
+    def __init__(self, module: ModuleType, groups: Sequence[CompiledGroup]) -> None:
+        self._module = module
+        self._groups = groups
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Digester | None:
+        """None where the rows are none that the module can take in, or there is no module."""
+        own = [group for group in groups if isinstance(group, CompiledGroup)]
+        if compiled is None or len(own) < len(groups) or any(group.row_bytes % cls._UNIT for group in own):
+            return None
+        return cls(compiled, own)
+
+    def takes(self, payload: Payload) -> bool:
+        return payload.nbytes >= self._MIN_BYTES
+
+    def gather(self, rows: BlockIds, payload: Payload, *, stream: bool) -> bytes:
+        """Fill the payload from its rows, none of them skipped; the digest of it."""
+        state = self._module.start_digest(payload.nbytes)
+        start = 0
+        for group in self._groups:
+            where = group.table.locate(rows, 0, (group.last - group.first) * len(rows))
+            stop = start + len(where) * group.row_bytes
+            group.copy(where, payload[start:stop], to_host=True, stream=stream, digest=state)
+            start = stop
+        digest: bytes = self._module.finish_digest(state)
+        return digest
+
+
 class CompiledGroup:
     """Planes of one storage and row size, copied by the compiled module."""
+
+    skips = True
 
     def __init__(
         self, module: ModuleType, memory: Payload, planes: Sequence[Plane], first: int, last: int
@@ -74,8 +112,16 @@ class CompiledGroup:
         self._memory = memory
         self._copy = module.copy
 
-    def copy(self, where: Int64s, payload: Payload, *, to_host: bool, stream: bool) -> None:
-        self._copy(self._memory, where, payload, self.row_bytes, to_host, stream)
+    def copy(
+        self,
+        where: Int64s,
+        payload: Payload,
+        *,
+        to_host: bool,
+        stream: bool,
+        digest: bytearray | None = None,
+    ) -> None:
+        self._copy(self._memory, where, payload, self.row_bytes, to_host, stream, digest)
 
 
 class AlignedGroup:
@@ -83,6 +129,8 @@ class AlignedGroup:
 
     Their storage is then one array of rows, and one native call moves rows of all planes.
     """
+
+    skips = False
 
     def __init__(self, memory: Payload, planes: Sequence[Plane], first: int, last: int) -> None:
         members = planes[first:last]
@@ -119,6 +167,8 @@ class AlignedGroup:
 
 class StridedGroup:
     """Planes of one storage and row size at any strides: rows are at byte offsets."""
+
+    skips = False
 
     def __init__(self, memory: Payload, planes: Sequence[Plane], first: int, last: int) -> None:
         self.first, self.last, self.row_bytes = first, last, planes[first].row_bytes

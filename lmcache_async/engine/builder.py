@@ -19,14 +19,20 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.encryption import ENVELOPE_BYTES
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.observability.instrument import Instrument, LogInstrument, Several
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import build_stage
 from lmcache_async.registry import STAGES, Registry
+from lmcache_async.tiers.layers.notice import Watcher
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
+
+PRIORITIES = {"low": 0, "high": -1}
+"""Of CUDA streams; the model's own have 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ def build(
     namespace: Namespace,
     logger: LimitedLogger,
     registry: Registry,
+    watcher: Watcher | None = None,
 ) -> Parts:
     """Make the parts; nothing is opened yet but the arena's memory and the copier.
 
@@ -70,7 +77,7 @@ def build(
     check_hash_key(config, namespace)
     cipher = open_cipher(config)
     stack = TierStack(
-        stacked_tiers(registry, config, namespace, logger),
+        stacked_tiers(registry, config, namespace, logger, watcher),
         write_timeout_s=config.store.allocate_timeout_s,
         encrypted=cipher is not None,
     )
@@ -92,7 +99,7 @@ def build(
             prefault=config.arena.prefault,
         )
         undo.callback(arena.close)
-        copier = open_copier(layout, threads=config.copy_threads)
+        copier = _copier(config, layout)
         undo.callback(copier.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
@@ -118,6 +125,16 @@ def build(
     return Parts(arena, copier, stack, workers, record_format, store, retrieve, resources)
 
 
+def _copier(config: EngineConfig, layout: KVLayout) -> Copier:
+    return open_copier(
+        layout,
+        threads=config.copy_threads,
+        staging_bytes=config.gpu.staging_bytes,
+        store_priority=PRIORITIES[config.gpu.store_priority],
+        load_priority=PRIORITIES[config.gpu.load_priority],
+    )
+
+
 def _chain(
     registry: Registry, names: Sequence[str], resources: Mapping[str, Any], *, third_party: bool
 ) -> Chain[Any, Any]:
@@ -127,6 +144,16 @@ def _chain(
             for name in names
         ]
     )
+
+
+def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
+    """Who is told what the engine does: who was given, or the log; and whoever the config wants.
+
+    Raises:
+        MissingDependencyError: Tracing is on, and OpenTelemetry is not installed.
+    """
+    instrument = given or LogInstrument(logger.logger)
+    return Several(instrument, TracingInstrument()) if config.tracing.enabled else instrument
 
 
 def default_logger() -> LimitedLogger:

@@ -32,21 +32,20 @@ class LoadCosts:
     def __init__(self, stack: TierStack, arena: Arena, chunk_size: int) -> None:
         self._stack = stack
         self._arena = arena
-        self._slow = {stacked.id: stacked.leaves_memory for stacked in stack.tiers}
-        self._names = [stacked.id for stacked in stack.tiers]
-        self._lines = {name: CostLine() for name in self._names}
-        self._noted = dict.fromkeys(self._names, 0.0)
+        self._slow = {stacked.id: i for i, stacked in enumerate(stack.tiers) if stacked.leaves_memory}
+        self._lines = {tier: CostLine() for tier in self._slow.values()}
+        self._noted = dict.fromkeys(self._lines, 0.0)
         self._chunk_size = chunk_size
 
     def note(self, report: RetrieveReport) -> None:
         """A load has ended. Where one slow tier took part, its time is that tier's."""
-        slow = [name for name in report.by_tier if self._slow[name]]
+        slow = [name for name in report.by_tier if name in self._slow]
         if len(slow) == 1:
-            self.note_chunks(slow[0], report.by_tier[slow[0]] / self._chunk_size, report.seconds)
+            self._note(self._slow[slow[0]], report.by_tier[slow[0]] / self._chunk_size, report.seconds)
 
-    def note_chunks(self, name: str, chunks: float, seconds: float) -> None:
-        self._lines[name].note(chunks, seconds)
-        self._noted[name] = asyncio.get_running_loop().time()
+    def _note(self, tier: int, chunks: float, seconds: float) -> None:
+        self._lines[tier].note(chunks, seconds)
+        self._noted[tier] = asyncio.get_running_loop().time()
 
     def ends(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
         """Of a hit: behind how many chunks a tier's run ends, and seconds to load all up to there.
@@ -57,7 +56,8 @@ class LoadCosts:
         chunks, seconds = 0, 0.0
         for tier, run in groupby(tiers):
             count = len(list(run))
-            chunks, seconds = chunks + count, seconds + self._lines[self._names[tier]].seconds(count)
+            line = self._lines.get(tier)
+            chunks, seconds = chunks + count, seconds + (line.seconds(count) if line else 0.0)
             found.append((chunks, seconds))
         return tuple(found)
 
@@ -71,7 +71,7 @@ class LoadCosts:
             return  # the next lookup that finds it stale tries again
         if buffer is not None:
             buffer.release()
-            self.note_chunks(self._names[tier], 1, loop.time() - start)
+            self._note(tier, 1, loop.time() - start)
 
     async def _allocate(self, nbytes: int) -> Buffer:
         return await self._arena.lease(nbytes, timeout_s=0.0)
@@ -79,9 +79,8 @@ class LoadCosts:
     def stale(self, tiers: Sequence[int]) -> int | None:
         """Position of a chunk of a slow tier that should be measured anew."""
         now = asyncio.get_running_loop().time()
-        for position, tier in enumerate(tiers):
-            name = self._names[tier]
-            if self._slow[name] and self._lines[name].known and now - self._noted[name] > STALE_S:
-                self._noted[name] = now  # one at a time
-                return position
+        for tier, line in self._lines.items():
+            if line.known and now - self._noted[tier] > STALE_S and tier in tiers:
+                self._noted[tier] = now  # one at a time
+                return tiers.index(tier)
         return None

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.builder import Parts, build, default_logger
+from lmcache_async.engine.builder import Parts, build, default_logger, instrument_of
+from lmcache_async.engine.clear import clear
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookups import Lookups
 from lmcache_async.engine.pins import Pins
@@ -23,18 +24,22 @@ from lmcache_async.engine.results import (
     merge_retrieved,
     merge_stored,
 )
-from lmcache_async.engine.runners import Once, countdown, open_runners
+from lmcache_async.engine.runners import Once, caller_is_cancelled, countdown, open_runners
 from lmcache_async.engine.scrub import scrub
+from lmcache_async.engine.status import status_page
 from lmcache_async.engine.tokens import TokenVerbs
-from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError
 from lmcache_async.hashing import Namespace
-from lmcache_async.observability.instrument import Instrument, LogInstrument
+from lmcache_async.observability.instrument import Instrument, Several
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.totals import Totals
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
-from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
+from lmcache_async.tiers.layers.notice import Watcher
+from lmcache_async.types import ChunkKey, RequestPlan, RetrieveReport, StoreReport
+from lmcache_async.web.recent import RecentRequests
 
 T = TypeVar("T")
 
@@ -45,7 +50,13 @@ class CacheEngine(TokenVerbs):
     Made by `open`; used on one event loop. Calls may overlap. A failure of a tier, or a deadline, is a
     miss or a counted drop in the report, never an exception; bugs and cancellation do propagate, and
     then every lease the call held is back.
+
+    Attributes:
+        totals: What stores and retrieves came to; with `statistics` it is all that metrics are made of.
+        status_url: Where the status page is; None where none is configured.
     """
+
+    status_url: str | None = None
 
     def __init__(
         self,
@@ -59,7 +70,10 @@ class CacheEngine(TokenVerbs):
         self.namespace = namespace
         self.layout = layout
         self._parts = parts
-        self._instrument = instrument
+        self.totals = Totals()
+        self._recent = RecentRequests()
+        listening = (self._recent,) if config.http.listen is not None else ()
+        self._instrument = Several(self.totals, instrument, *listening)
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
         self._pins = Pins(
@@ -83,6 +97,7 @@ class CacheEngine(TokenVerbs):
         instrument: Instrument | None = None,
         logger: LimitedLogger | None = None,
         registry: Registry | None = None,
+        watcher: Watcher | None = None,
     ) -> AsyncIterator[CacheEngine]:
         """An engine over the device memory that `layout` describes; closed at the end of the block.
 
@@ -90,19 +105,20 @@ class CacheEngine(TokenVerbs):
         have still to write, then frees everything. What persistent tiers hold stays.
 
         Raises:
-            ConfigError: A name or an option is wrong, or a tier cannot be opened.
+            ConfigError: A name or an option is wrong, or a tier or the status page cannot be opened.
             ChainError: The stages of a chain do not fit.
         """
         logger = logger or default_logger()
-        parts = build(config, layout, namespace, logger, registry or Registry())
+        parts = build(config, layout, namespace, logger, registry or Registry(), watcher)
         try:
-            engine = cls(config, parts, namespace, layout, instrument or LogInstrument(logger.logger))
+            engine = cls(config, parts, namespace, layout, instrument_of(config, logger, instrument))
             await parts.stack.open(parts.arena)
         except BaseException:
             parts.free()
             raise
         try:
-            yield engine
+            async with status_page(engine, engine._recent) as engine.status_url:
+                yield engine
         finally:
             await engine._aclose()
 
@@ -169,24 +185,7 @@ class CacheEngine(TokenVerbs):
         """
         self._check_open()
         timeout_s = self.config.store.timeout_s
-        others = {task for task in self._running if task is not asyncio.current_task()}
-        if others:
-            _, late = await asyncio.wait(others, timeout=timeout_s)
-            if late:
-                raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
-        if not await self._parts.stack.flush(timeout_s=timeout_s):
-            raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
-        removed = 0
-        failure: TierError | None = None
-        for stacked in self._parts.stack.tiers:
-            try:
-                if not (memory_only and stacked.tier.capabilities.persistent):
-                    removed += await stacked.tier.clear()
-            except TierError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return removed
+        return await clear(self._parts.stack, self._running, timeout_s=timeout_s, memory_only=memory_only)
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until slower tiers have written what they have queued; False when that took too long."""
@@ -197,13 +196,13 @@ class CacheEngine(TokenVerbs):
         self._check_open()
         return await scrub(self._parts.stack.tiers, max_bytes_per_s)
 
+    def planned(self, plan: RequestPlan) -> None:
+        """A request was admitted: told to the instruments, and on the status page."""
+        self._instrument.planned(plan)
+
     def statistics(self) -> EngineStatistics:
-        return EngineStatistics.of(
-            self._parts.arena,
-            self._parts.stack,
-            pinned_chunks=self._pins.count,
-            running=len(self._running),
-        )
+        parts, pinned = self._parts, self._pins.count
+        return EngineStatistics.of(parts.arena, parts.stack, pinned_chunks=pinned, running=len(self._running))
 
     async def _do_store(self, request: StoreRequest, copied: Once) -> StoreReport:
         start = time.perf_counter()
@@ -253,7 +252,7 @@ class CacheEngine(TokenVerbs):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._closed and task.cancelled() and not _caller_is_cancelled():
+            if self._closed and task.cancelled() and not caller_is_cancelled():
                 raise EngineClosedError("the engine was closed during the call") from None
             task.cancel()
             await asyncio.wait({task})
@@ -293,8 +292,3 @@ class CacheEngine(TokenVerbs):
                     task.cancel()
                 if self._running:
                     await asyncio.wait(self._running, timeout=timeout_s)
-
-
-def _caller_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lmcache_async.engine.tiers import layer_statistics
+from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena, ArenaStatistics
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.tiers.base import TierStatistics
@@ -56,6 +59,7 @@ class EngineStatistics:
         running: Stores and retrieves under way.
         late_calls: Calls to tiers that their callers gave up and that have not ended yet; until they
             have, they hold the leases they work on.
+        in_arena: Ids of tiers that keep chunks in host memory itself, so that nothing is copied.
     """
 
     arena: ArenaStatistics
@@ -66,6 +70,7 @@ class EngineStatistics:
     pinned_chunks: int
     running: int
     late_calls: int
+    in_arena: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, arena: Arena, stack: TierStack, *, pinned_chunks: int, running: int) -> EngineStatistics:
@@ -79,6 +84,7 @@ class EngineStatistics:
             pinned_chunks=pinned_chunks,
             running=running,
             late_calls=stack.late_calls,
+            in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
         )
 
 
@@ -97,6 +103,7 @@ def merge_stored(batches: Sequence[BatchStored], start: float, copied: float) ->
                 tokens += len(chunk.tokens)
     return StoreReport(
         stored=stored,
+        shared=sum(map(_in_a_shared_tier, chain.from_iterable(batch.shared for batch in batches))),
         present=sum(batch.present for batch in batches),
         dropped=dropped,
         tokens=tokens,
@@ -104,6 +111,10 @@ def merge_stored(batches: Sequence[BatchStored], start: float, copied: float) ->
         seconds=time.perf_counter() - start,
         copy_seconds=copied - start,
     )
+
+
+def _in_a_shared_tier(answers: Sequence[asyncio.Future[TierError | None]]) -> bool:
+    return any(answer.done() and not answer.cancelled() and answer.result() is None for answer in answers)
 
 
 def merge_retrieved(batches: Sequence[RetrieveReport], asked_tokens: int, start: float) -> RetrieveReport:

@@ -95,3 +95,9 @@ class Once:
             self.time = time.perf_counter()
             if self._callback is not None:
                 self._callback()
+
+
+def caller_is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not only what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

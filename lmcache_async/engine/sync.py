@@ -20,9 +20,11 @@ from lmcache_async.device.layout import Layers
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of, request_namespace
+from lmcache_async.engine.metrics import engine_families
 from lmcache_async.engine.results import EngineStatistics
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import TokenIds
+from lmcache_async.observability.families import Family
 
 T = TypeVar("T")
 
@@ -147,6 +149,13 @@ class LMCacheEngine:
         """A snapshot; None before the engine has opened."""
         engine = self._ready({})
         return None if engine is None else self._wait(_call(engine.statistics))
+
+    def metrics(self) -> list[Family]:
+        """All that there is to be measured; `exposition` makes Prometheus' text of it. Nothing before it has opened."""
+        engine = self._ready({})
+        if engine is None:
+            return []
+        return self._wait(_call(lambda: engine_families(engine.statistics(), engine.totals)))
 
     def close(self) -> None:
         """Write what is queued, within the configured deadline, and free everything. Disk content stays."""

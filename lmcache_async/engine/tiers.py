@@ -10,6 +10,7 @@ from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, LayerStatistics, Shared, TierLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.layers.notice import NoticeLayer, Watcher
 from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter
 
@@ -20,15 +21,22 @@ USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
 
 
 def stacked_tiers(
-    registry: Registry, config: EngineConfig, namespace: Namespace, logger: LimitedLogger
+    registry: Registry,
+    config: EngineConfig,
+    namespace: Namespace,
+    logger: LimitedLogger,
+    watcher: Watcher | None = None,
 ) -> list[StackedTier]:
     """The configured tiers, not opened yet.
+
+    Args:
+        watcher: Who wants to know which tier keeps which chunk.
 
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
     shared = Shared()
-    return [_stacked(registry, spec, config, namespace, logger, shared) for spec in config.tiers]
+    return [_stacked(registry, spec, config, namespace, logger, shared, watcher) for spec in config.tiers]
 
 
 def _stacked(
@@ -38,22 +46,18 @@ def _stacked(
     namespace: Namespace,
     logger: LimitedLogger,
     shared: Shared,
+    watcher: Watcher | None,
 ) -> StackedTier:
     tier = _tier(registry, spec, namespace, third_party=config.plugins.third_party)
+    if watcher is not None:
+        tier = NoticeLayer(tier, spec.id, watcher)
     in_arena = tier.capabilities.in_arena
     layers = spec.layers
     if layers is None:
         layers = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
     for index, layer in reversed(list(enumerate(layers))):
-        context = LayerContext(
-            tier=spec.id,
-            layer=layer.id,
-            timeout_s=spec.timeout_s,
-            logger=logger,
-            shared=shared,
-            where=f"{spec.where}, layers[{index}] ({layer.id})",
-        )
-        tier = _layered(registry, layer, tier, context, third_party=config.plugins.third_party)
+        context = layer_context(spec, index, layer, logger, shared)
+        tier = layered(registry, layer, tier, context, third_party=config.plugins.third_party)
     if in_arena:
         return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
     guarded = GuardLayer(
@@ -64,15 +68,14 @@ def _stacked(
         open_timeout_s=spec.open_timeout_s,
         logger=logger,
     )
-    return StackedTier(
-        spec.id, guarded, TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
-    )
+    if not guarded.capabilities.writes:
+        return StackedTier(spec.id, guarded)
+    writer = TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
+    return StackedTier(spec.id, guarded, writer)
 
 
 def _tier(registry: Registry, spec: TierSpec, namespace: Namespace, *, third_party: bool) -> Tier:
-    tier_class = registry.load(TIERS, spec.name, third_party=third_party)
-    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
-        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
+    tier_class = load_tier(registry, spec, third_party=third_party)
     options = dict(spec.options)
     if namespace.world_size > 1 and "subdirectory" in tier_class.config_type.model_fields:
         # Ranks are processes of their own; each owns a directory.
@@ -81,15 +84,44 @@ def _tier(registry: Registry, spec: TierSpec, namespace: Namespace, *, third_par
     return tier_class(validate_options(tier_class.config_type, options, spec.where))
 
 
-def _layered(
+def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[Tier]:
+    """The class of a configured tier.
+
+    Raises:
+        ConfigError: There is none of that name, or it is no tier.
+        MissingDependencyError: It needs a package.
+    """
+    tier_class = registry.load(TIERS, spec.name, third_party=third_party)
+    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
+        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
+    return tier_class
+
+
+def layer_context(
+    spec: TierSpec, index: int, layer: LayerSpec, logger: LimitedLogger, shared: Shared
+) -> LayerContext:
+    """Where the layer of that index is."""
+    return LayerContext(
+        tier=spec.id,
+        layer=layer.id,
+        timeout_s=spec.timeout_s,
+        logger=logger,
+        shared=shared,
+        where=f"{spec.where}, layers[{index}] ({layer.id})",
+    )
+
+
+def layered(
     registry: Registry, spec: LayerSpec, inner: Tier, context: LayerContext, *, third_party: bool
 ) -> Tier:
+    """The layer of that name around a tier.
+
+    Raises:
+        ConfigError: There is none of that name, it is no layer, or does not fit the tier.
+        MissingDependencyError: It needs a package.
+    """
     where = context.where
-    layer_class = registry.load(LAYERS, spec.name, third_party=third_party)
-    if not (isinstance(layer_class, type) and issubclass(layer_class, ConfiguredLayer)):
-        raise ConfigError(
-            f"{where}: {spec.name!r} is {layer_class!r}, which is no subclass of ConfiguredLayer"
-        )
+    layer_class = load_layer(registry, spec, where, third_party=third_party)
     if inner.capabilities.in_arena and not layer_class.fits_arena:
         raise ConfigError(
             f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
@@ -97,6 +129,23 @@ def _layered(
         )
     options = validate_options(layer_class.options_type, spec.options, where, beside=("id",))
     return layer_class(inner, options, context)
+
+
+def load_layer(
+    registry: Registry, spec: LayerSpec, where: str, *, third_party: bool
+) -> type[ConfiguredLayer]:
+    """The class of a configured layer.
+
+    Raises:
+        ConfigError: There is none of that name, or it is no layer.
+        MissingDependencyError: It needs a package.
+    """
+    layer_class = registry.load(LAYERS, spec.name, third_party=third_party)
+    if not (isinstance(layer_class, type) and issubclass(layer_class, ConfiguredLayer)):
+        raise ConfigError(
+            f"{where}: {spec.name!r} is {layer_class!r}, which is no subclass of ConfiguredLayer"
+        )
+    return layer_class
 
 
 def layer_statistics(tier: Tier) -> dict[str, LayerStatistics]:

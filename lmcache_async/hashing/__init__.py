@@ -1,6 +1,6 @@
 """From tokens to keys: pure, incremental, the same in every process and on every machine."""
 
-from lmcache_async.hashing.chain import ChunkHasher, Extra, partial_candidates
+from lmcache_async.hashing.chain import ChunkHasher, Extra, message_end, partial_candidates
 from lmcache_async.hashing.digest import (
     ALGORITHMS,
     CRYPTOGRAPHIC,
@@ -9,7 +9,7 @@ from lmcache_async.hashing.digest import (
     hash_key_id,
 )
 from lmcache_async.hashing.fingerprint import FingerprintMode, weights_fingerprint
-from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text
+from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text, engine_root
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "as_tokens",
     "canonical_text",
     "digest_function",
+    "engine_root",
     "hash_key_id",
+    "message_end",
     "partial_candidates",
     "weights_fingerprint",
 ]

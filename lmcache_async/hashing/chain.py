@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -114,26 +114,24 @@ class ChunkHasher:
     def _advance(self, tokens: TokenIds) -> tuple[bytes, list[ChunkKey], dict[int, str]]:
         """Hash; the unfinished chunk's tokens with the new ones, new keys, extra texts by their offset."""
         digest, extras, parent = self._digest, self._extras, self.parent
+        start = self._start
         data = self._tail + _little_endian(as_tokens(tokens))
         chunk_bytes = self._chunk_size * _TOKEN_BYTES
         full_bytes = len(data) - len(data) % chunk_bytes
-        keys: list[ChunkKey] = []
+        keys: list[bytes] = []
         texts: dict[int, str] = {}
         # A concatenation and one call per chunk: on 1 KiB it is as fast as any preallocated buffer.
         for at in range(0, full_bytes, chunk_bytes):
             message = parent + data[at : at + chunk_bytes]
-            if extras:
-                offset = at // _TOKEN_BYTES
-                text = _take_text(extras, self._start + offset, self._chunk_size)
-                if text:
-                    texts[offset] = text
-                    message += _trailer(text, self._chunk_size)
+            if extras and (text := _take_text(extras, start + at // _TOKEN_BYTES, self._chunk_size)):
+                texts[at // _TOKEN_BYTES] = text
+                message += _trailer(text, self._chunk_size)
             parent = digest(message)
-            keys.append(ChunkKey(parent))
+            keys.append(parent)
         self.parent = parent
-        self._start += full_bytes // _TOKEN_BYTES
+        self._start = start + full_bytes // _TOKEN_BYTES
         self._tail = data[full_bytes:]
-        return data, keys, texts
+        return data, cast("list[ChunkKey]", keys), texts
 
 
 def partial_candidates(
@@ -162,6 +160,16 @@ def partial_candidates(
     return [
         _partial_chunk(parent, ids[:length], start, digest, ordered) for length in _lengths(len(ids), unit)
     ]
+
+
+def message_end(tokens: Tokens, extra: str, chunk_size: int) -> bytes:
+    """What follows the parent's key in a chunk's message: for who looks for a record's parent.
+
+    Args:
+        extra: The chunk's canonical text.
+    """
+    data = _little_endian(tokens)
+    return data if len(tokens) == chunk_size and not extra else data + _trailer(extra, len(tokens))
 
 
 def _check(parent: bytes, chunk_size: int) -> None:

@@ -68,7 +68,7 @@ class Namespace:
 
     def root(self) -> bytes:
         """The 16 bytes that the keys of all requests without a namespace of their own begin with."""
-        return _root(bytes(KEY_BYTES), self.text, _ENGINE_MARK, self.algorithm, self.hash_key)
+        return engine_root(self.text, self.algorithm, self.hash_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +115,11 @@ class RequestNamespace:
         """The 16 bytes that this request's keys begin with; the engine's own root for an empty one."""
         text = self.text
         return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
+
+
+def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
+    """`Namespace.root` from the namespace's text, as records have it."""
+    return _root(bytes(KEY_BYTES), text, _ENGINE_MARK, algorithm, hash_key)
 
 
 def canonical_text(value: object) -> str:

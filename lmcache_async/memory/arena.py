@@ -84,9 +84,10 @@ class Arena:
         self.num_slabs = max_bytes // self.slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(
-                f"cpu.max_bytes is {max_bytes}, but one chunk needs {self.slab_bytes} bytes:"
-                " raise cpu.max_bytes or lower chunk_size"
+                f"arena.max_bytes is {max_bytes}, but one chunk needs {self.slab_bytes} bytes:"
+                " raise arena.max_bytes or lower chunk_size"
             )
+        self.pin, self.pin_device = pin, pin_device
         self._region = Region(
             self.num_slabs * self.slab_bytes,
             grain_bytes=self.slab_bytes,
@@ -106,9 +107,7 @@ class Arena:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serve_is_due = False
         self._active = 0  # slabs with a lease
-        self._peak = 0
-        self._timeouts = 0
-        self._reclaimed = 0
+        self._peak = self._timeouts = self._reclaimed = 0
 
     @property
     def region(self) -> memoryview:

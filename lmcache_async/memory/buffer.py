@@ -34,13 +34,36 @@ class SlabOwner(Protocol):
 
 
 class Slab:
-    """A fixed piece of the region, and how many leases it has."""
+    """A fixed piece of the region, and how many leases it has.
 
-    __slots__ = ("__weakref__", "_bytes", "_guard", "_owner", "_region", "index", "leases", "nbytes")
+    Args:
+        region: Where it lies.
+        index: What its owner calls it.
+        nbytes: Its length.
+        owner: Told when leases end.
+        offset: In the region, in bytes; None for slabs of one size, one behind the other.
+        common: Whether others than our leases read the memory: other processes, say.
+    """
 
-    def __init__(self, region: Region, index: int, nbytes: int, owner: SlabOwner) -> None:
+    __slots__ = (
+        *("__weakref__", "_bytes", "_guard", "_owner", "_region"),
+        *("common", "index", "leases", "nbytes", "offset"),
+    )
+
+    def __init__(
+        self,
+        region: Region,
+        index: int,
+        nbytes: int,
+        owner: SlabOwner,
+        *,
+        offset: int | None = None,
+        common: bool = False,
+    ) -> None:
         self.index = index
         self.nbytes = nbytes
+        self.offset = index * nbytes if offset is None else offset
+        self.common = common
         self.leases = 0
         self._region = region
         self._owner = owner
@@ -49,7 +72,7 @@ class Slab:
 
     @property
     def address(self) -> int:
-        return self._region.address + self.index * self.nbytes
+        return self._region.address + self.offset
 
     @property
     def bytes(self) -> Bytes:
@@ -60,7 +83,7 @@ class Slab:
         """
         if self._bytes is None:
             self._bytes = np.frombuffer(
-                self._region.view, dtype=np.uint8, count=self.nbytes, offset=self.index * self.nbytes
+                self._region.view, dtype=np.uint8, count=self.nbytes, offset=self.offset
             )
             self._guard = weakref.ref(self._bytes, self._views_gone)
         return self._bytes
@@ -96,7 +119,7 @@ class Buffer:
         self._slab = slab
         self._nbytes = nbytes
         self._released = False
-        self._views: dict[int, memoryview] = {}
+        self._views: dict[int, memoryview] | None = None  # most leases have none
 
     @property
     def nbytes(self) -> int:
@@ -109,9 +132,9 @@ class Buffer:
 
     @property
     def shared(self) -> bool:
-        """Whether the slab has other leases than this one."""
+        """Whether others than this lease read the slab: it must not be written to then."""
         self._check_leased()
-        return self._slab.leases > 1
+        return self._slab.common or self._slab.leases > 1
 
     @property
     def address(self) -> int:
@@ -166,11 +189,12 @@ class Buffer:
         if self._released:
             raise RuntimeError(f"the lease of slab {self._slab.index} was given back twice")
         self._released = True
-        for view in self._views.values():
-            # An array or a pending read uses the view: the slab waits for it.
-            with contextlib.suppress(BufferError):
-                view.release()
-        self._views.clear()
+        if self._views is not None:
+            for view in self._views.values():
+                # An array or a pending read uses the view: the slab waits for it.
+                with contextlib.suppress(BufferError):
+                    view.release()
+            self._views = None
         self._slab.drop()
 
     def __enter__(self) -> Self:
@@ -191,6 +215,8 @@ class Buffer:
 
     def _view(self, nbytes: int) -> memoryview:
         self._check_leased()
+        if self._views is None:
+            self._views = {}
         view = self._views.get(nbytes)
         if view is None:
             view = self._views[nbytes] = self._slab.bytes.data[:nbytes]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from lmcache_async.errors import ChunkCorruptError, ConfigError, MissingDependencyError
-from lmcache_async.memory.record import ENCRYPTED, MAGIC, VERSION, peek_sizes
+from lmcache_async.memory.header import ENCRYPTED, MAGIC, VERSION, peek_sizes
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ def envelope_checksum(first_page: memoryview) -> bytes:
     if envelope_bytes != ENVELOPE_BYTES:
         raise ChunkCorruptError(f"an envelope of {envelope_bytes} bytes", cause="length")
     return bytes(checksum)
+
+
+def envelope_key_id(first_page: memoryview) -> str:
+    """Of the key that encrypted a record, from its first 4096 bytes; may be shown."""
+    return bytes(_ENVELOPE.unpack_from(first_page)[5]).hex()
 
 
 @dataclass(frozen=True, slots=True)

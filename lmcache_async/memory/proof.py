@@ -9,7 +9,7 @@ import xxhash
 
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, envelope_checksum, is_encrypted
-from lmcache_async.memory.record import MAX_HEADER_BYTES, peek_sizes, read_header
+from lmcache_async.memory.header import MAX_HEADER_BYTES, peek_sizes, read_header
 from lmcache_async.types import ChunkKey
 
 PIECE_BYTES = MAX_HEADER_BYTES

@@ -1,4 +1,4 @@
-"""One anonymous mapping of host memory, made ready for use by a thread in the background."""
+"""One mapping of host memory, made ready for use by a thread in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every device's context, not for o
 
 
 class Region:
-    """`nbytes` of zeroed memory. A background thread faults its pages in and pins them, in steps.
+    """`nbytes` of memory, zeroed where it is our own. A background thread faults its pages in and pins them, in steps.
 
     Both are about speed alone: memory that is not ready yet can be used all the same. Steps are
     multiples of `grain_bytes`, so that no grain lies in two pinned ranges: a copy across their
@@ -36,6 +36,11 @@ class Region:
         pin_device: The CUDA device to do that with; None is the calling thread's current one.
         huge_pages: Ask for transparent huge pages.
         prefault: Fault the pages in before they are asked for.
+        fd: A file of memory to map, together with whoever else maps it; the caller may close it afterwards.
+            None is memory of our own.
+
+    Raises:
+        ConfigError: The memory is not to be had.
     """
 
     def __init__(
@@ -47,11 +52,16 @@ class Region:
         pin_device: int | None,
         huge_pages: bool,
         prefault: bool,
+        fd: int | None = None,
     ) -> None:
         try:
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ConfigError(f"cpu.max_bytes: {nbytes} bytes of host memory are not to be had") from error
+            if fd is None:
+                memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter
+            what = "arena.max_bytes" if fd is None else "shared memory"
+            raise ConfigError(f"{what}: {nbytes} bytes of host memory are not to be had") from error
         # A child process has no use for it, and a fork must not share pages that a device writes to.
         memory.madvise(mmap.MADV_DONTFORK)
         if huge_pages:

@@ -1,9 +1,11 @@
-"""Worker threads that hold nothing of a call any more by the time its end is known."""
+"""Worker threads that hold nothing of a call any more by the time its end is known, and waits that never abandon one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -41,3 +43,31 @@ class _Call(Generic[T]):
 
     def forget(self, _: Future[T]) -> None:
         self._what.clear()
+
+
+async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
+    """Run `function` on the executor.
+
+    Cancelled, it first waits until the function has really ended, then raises CancelledError: the buffers
+    that it touches are nobody else's before.
+    """
+    return await see_through(asyncio.get_running_loop().run_in_executor(executor, function))
+
+
+async def see_through(work: Awaitable[T]) -> T:
+    """What `work` comes to. Cancelled, it waits for its real end all the same, then raises CancelledError."""
+    future = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await really_ended(future)
+        if not future.cancelled():
+            future.exception()  # looked at, so that asyncio does not warn of it
+        raise
+
+
+async def really_ended(work: asyncio.Future[Any]) -> None:
+    """Wait for the end of `work`, however often cancelled: for one who was cancelled already, and says so then."""
+    while not work.done():
+        with contextlib.suppress(asyncio.CancelledError):  # told already; the work still goes on
+            await asyncio.wait([work])

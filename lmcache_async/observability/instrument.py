@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from lmcache_async.types import RetrieveReport, StoreReport
+from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 
 class Instrument:
@@ -16,6 +16,28 @@ class Instrument:
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
         """A retrieve has ended."""
+
+    def planned(self, plan: RequestPlan) -> None:
+        """A request was admitted, and it was decided where its prompt comes from."""
+
+
+class Several(Instrument):
+    """Tells all of them, in order."""
+
+    def __init__(self, *instruments: Instrument) -> None:
+        self._instruments = instruments
+
+    def stored(self, request_id: str, report: StoreReport) -> None:
+        for instrument in self._instruments:
+            instrument.stored(request_id, report)
+
+    def retrieved(self, request_id: str, report: RetrieveReport) -> None:
+        for instrument in self._instruments:
+            instrument.retrieved(request_id, report)
+
+    def planned(self, plan: RequestPlan) -> None:
+        for instrument in self._instruments:
+            instrument.planned(plan)
 
 
 class LogInstrument(Instrument):

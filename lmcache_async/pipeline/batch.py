@@ -20,6 +20,9 @@ from lmcache_async.types import BlockIds, Chunk, Tokens
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_ROWS: BlockIds = np.empty(0, np.int64)
 
+_LAST = 8
+"""The last batch of what has to be read is so many times smaller than others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -177,7 +180,14 @@ class LeasedBatch(MissingBatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBatch(LeasedBatch):
-    """The payloads are in the buffers; device memory is not read any more."""
+    """The payloads are in the buffers; device memory is not read any more.
+
+    Attributes:
+        checksums: xxh3_128 of each payload, where the copy has taken them; else nothing. They are there
+            only for a stage that comes directly behind the copy.
+    """
+
+    checksums: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,13 +221,18 @@ class PlannedBatch(Batch):
     resident: int = 0
 
     def cuts(self, size: int, most: int) -> list[int]:
-        """What is in host memory goes in one batch: there is nothing to read while it is copied."""
-        first = len(self.chunks) if self.request.waited_for else min(self.resident, most)
-        if first <= size:
-            return Batch.cuts(self, size, most)
-        if first == len(self.chunks):
-            return [first]
-        return [first, *range(first + size, len(self.chunks), size), len(self.chunks)]
+        """What is in host memory goes in one batch: there is nothing to read while it is copied.
+
+        Of what has to be read the last batches are ever smaller: nothing is read while the last is copied.
+        """
+        count = len(self.chunks)
+        first = count if self.request.waited_for else min(self.resident, most)
+        if first == count:
+            return [first] if first > size else Batch.cuts(self, size, most)
+        ends = [first] if first >= size else [0]
+        while (left := count - ends[-1]) > 0:
+            ends.append(ends[-1] + min(size, left, max(size // _LAST, -(-left // 2))))
+        return ends if ends[0] else ends[1:]
 
     def part(self, start: int, stop: int) -> Self:
         last = stop >= len(self.chunks)

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+from lmcache_async.errors import TierError
 from lmcache_async.types import Chunk
 
 
@@ -16,6 +17,7 @@ class BatchStored:
     Attributes:
         chunks: Chunks that were given to the tiers.
         outcomes: For each, "" once at least one tier keeps it, or why none does.
+        shared: For each, the answers of the tiers that other processes read; None is one that keeps it.
         present: Chunks of the request that were there already.
         dropped: Chunks that never came as far as a tier, by cause.
         bytes: Bytes of the records.
@@ -23,6 +25,7 @@ class BatchStored:
 
     chunks: tuple[Chunk, ...] = ()
     outcomes: tuple[asyncio.Future[str], ...] = ()
+    shared: tuple[tuple[asyncio.Future[TierError | None], ...], ...] = ()
     present: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     bytes: int = 0

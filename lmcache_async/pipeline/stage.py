@@ -45,13 +45,16 @@ class StageInfo:
     writes_device: bool
 
 
-def describe(name: str, stage: Stage[Any, Any]) -> StageInfo:
-    """Read a stage's types from its annotations.
+def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
+    """Read a stage's types from its annotations; a class tells those of its objects.
 
     Raises:
         ChainError: It is not an async callable of one argument, or is not annotated.
     """
-    function: Any = stage if inspect.isfunction(stage) else type(stage).__call__
+    if inspect.isfunction(stage):
+        function: Any = stage
+    else:
+        function = (stage if isinstance(stage, type) else type(stage)).__call__
     if not inspect.iscoroutinefunction(function):
         raise ChainError(f"stage {name!r} ({function!r}) is not an async function or an object with one")
     hints = typing.get_type_hints(function)
@@ -63,7 +66,7 @@ def describe(name: str, stage: Stage[Any, Any]) -> StageInfo:
         )
     return StageInfo(
         name=name,
-        stage=stage,
+        stage=typing.cast("Stage[Any, Any]", stage),
         takes=hints[parameters[0].name],
         gives=hints["return"],
         per_request=bool(getattr(stage, "per_request", False)),

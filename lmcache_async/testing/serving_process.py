@@ -88,7 +88,7 @@ async def _open_rank(
         )
     )
     transfers = Transfers(
-        engine, _Steps(loop), rank=half._rank, chunk_size=half.config.chunk_size, block_size=size
+        engine, _Steps(loop), rank=half.rank, chunk_size=half.config.chunk_size, block_size=size
     )
     half._transfers = transfers
     half._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)

@@ -35,6 +35,7 @@ class FakeStreams:
         error: What events recorded from now on fail with.
         log: What was asked, in order: `use`, `wait`, `record` and the stream's number.
         events: All events recorded on side streams.
+        priorities: Of the side streams, in the order in which they were opened.
     """
 
     def __init__(self) -> None:
@@ -43,16 +44,16 @@ class FakeStreams:
         self.error: Exception | None = None
         self.log: list[tuple[str, int]] = []
         self.events: list[FakeEvent] = []
-        self._count = 0
+        self.priorities: list[int] = []
 
     def close_gate(self) -> threading.Event:
         """A new gate, closed, for the events from now on."""
         self.gate = threading.Event()
         return self.gate
 
-    def open(self) -> int:
-        self._count += 1
-        return self._count
+    def open(self, priority: int) -> int:
+        self.priorities.append(priority)
+        return len(self.priorities)
 
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:

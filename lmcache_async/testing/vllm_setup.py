@@ -10,6 +10,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -48,6 +49,8 @@ class Setup:
         folder: For the model's config file.
         options: The connector's kv_connector_extra_config; None runs without a connector.
         overlapped: A step is scheduled while the one before it still runs, as vLLM does on GPUs.
+        multi: The connector is a child of vLLM's MultiConnector.
+        kv_events: VLLM gathers KV events; who wants them looks at what its scheduler publishes.
     """
 
     folder: Path
@@ -60,6 +63,8 @@ class Setup:
     kv_role: str = "kv_both"
     prefix_caching: bool = True
     overlapped: bool = False
+    kv_events: bool = False
+    multi: bool = False
 
 
 def vllm_config(setup: Setup) -> VllmConfig:
@@ -69,11 +74,19 @@ def vllm_config(setup: Setup) -> VllmConfig:
     model = ModelConfig(model=str(setup.folder), skip_tokenizer_init=True, dtype="float32", seed=0)
     transfer = None
     if setup.options is not None:
-        transfer = KVTransferConfig(
-            kv_connector="LMCacheAsyncConnector",
-            kv_role=setup.kv_role,  # type: ignore[arg-type,unused-ignore]
-            kv_connector_extra_config={"weights_fingerprint": "text:simulated", **setup.options},
-        )
+        given: dict[str, Any] = {
+            "kv_connector": "LMCacheAsyncConnector",
+            "kv_role": setup.kv_role,
+            "kv_connector_extra_config": {"weights_fingerprint": "text:simulated", **setup.options},
+        }
+        if setup.multi:
+            children = {"connectors": [given]}
+            given = {
+                "kv_connector": "MultiConnector",
+                "kv_role": setup.kv_role,
+                "kv_connector_extra_config": children,
+            }
+        transfer = KVTransferConfig(**given)
     cache = CacheConfig(
         block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching, gpu_memory_utilization=0.9
     )
@@ -95,6 +108,9 @@ def vllm_config(setup: Setup) -> VllmConfig:
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if setup.kv_events
+        else None,
     )
 
 

@@ -58,8 +58,10 @@ class SimulatedVLLM:
     Attributes:
         outputs: Generated tokens by request.
         finish_reasons: Why each finished request ended.
+        kv_transfer_params: What finished requests gave back for another vLLM to go on with.
         cached_tokens: By request, prompt tokens that vLLM did not compute: (its own, the connector's).
         computed_tokens: Tokens computed in all steps, the measure of what hits have saved.
+        connector_stats: What the connector gave vLLM's metrics, a step that had any.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -84,8 +86,10 @@ class SimulatedVLLM:
         self._queue: deque[Step] = deque()
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
+        self.kv_transfer_params: dict[str, dict[str, Any] | None] = {}
         self.cached_tokens: dict[str, tuple[int, int]] = {}
         self.computed_tokens = 0
+        self.connector_stats: list[dict[str, Any]] = []
         self.preemptions = 0
 
     def add(
@@ -161,10 +165,14 @@ class SimulatedVLLM:
         merged = self._aggregator.aggregate(outputs) if self.connector is not None else outputs[0]
         results = self.scheduler.update_from_output(step.output, merged)
         for engine_outputs in results.values():
+            told = engine_outputs.scheduler_stats
+            if told is not None and told.kv_connector_stats is not None:
+                self.connector_stats.append(told.kv_connector_stats)
             for item in engine_outputs.outputs:
                 self.outputs[item.request_id].extend(item.new_token_ids)
                 if item.finish_reason is not None:
                     self.finish_reasons[item.request_id] = str(item.finish_reason)
+                    self.kv_transfer_params[item.request_id] = item.kv_transfer_params
                 if item.prefill_stats is not None:
                     stats = item.prefill_stats
                     self.cached_tokens[item.request_id] = (
@@ -248,6 +256,7 @@ def _connector_output(connector: Any, output: Any) -> KVConnectorOutput:
     result.finished_sending = transfers.finished_sending
     result.finished_recving = transfers.finished_recving
     result.invalid_block_ids = connector.get_block_ids_with_load_errors()
+    result.kv_connector_stats = connector.get_kv_connector_stats()
     result.kv_connector_worker_meta = connector.build_connector_worker_meta()
     connector.clear_connector_metadata()
     return result

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -32,18 +33,25 @@ class Capabilities:
 
     Attributes:
         in_arena: `get` gives leases of the arena itself, without a copy, and `put` keeps one.
+        own_memory: `get` gives leases of memory that is the tier's own and not of `allocate`'s. Others read
+            it too (`Buffer.shared`), so nobody writes to it.
+        writes: `put` is implemented. What only reads is given nothing, and lacks nothing.
         persistent: Content outlives the process.
         removes: `remove` is implemented.
         lists: `keys` is implemented.
         local_index: `contains` answers from this process's memory, so asking for every key is cheap.
+        shared: Other processes find what this one has put, as soon as `put` has returned.
         max_concurrency: How many chunks the default batch verbs move at the same time.
     """
 
     in_arena: bool = False
+    own_memory: bool = False
+    writes: bool = True
     persistent: bool = False
     removes: bool = False
     lists: bool = False
     local_index: bool = False
+    shared: bool = False
     max_concurrency: int = 4
 
 
@@ -100,6 +108,9 @@ class Tier(ABC):
 
     config_type: ClassVar[type[TierConfig]] = TierConfig
 
+    on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
+    """Set by who wants to know, before it is opened: to be called with the keys that the tier gives up for room."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
 
@@ -114,6 +125,8 @@ class Tier(ABC):
     @abstractmethod
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         """The chunk in a buffer of `allocate`'s, leased to the caller; None on a miss.
+
+        A tier with memory of its own, as its `capabilities` say, gives a lease of that.
 
         Raises:
             TierError: The backend failed. The caller counts it as a miss.
@@ -156,28 +169,15 @@ class Tier(ABC):
         Cancelled, it gives back every buffer it has got before it ends.
         """
         limit = asyncio.Semaphore(self.capabilities.max_concurrency)
-        results: list[Buffer | TierError | None] = [None] * len(keys)
+        with reads(len(keys)) as results:
 
-        async def one(index: int, key: ChunkKey) -> None:
-            async with limit:
-                try:
-                    results[index] = await self.get(key, allocate)
-                except TierError as error:
-                    results[index] = error
-                except BudgetExceededError as error:  # the chunks that did find room are of use
-                    failure = TierError(f"no memory for a chunk to be read: {error}")
-                    failure.__cause__ = error.with_traceback(None)  # its frames hold what was read
-                    results[index] = failure
+            async def one(index: int, key: ChunkKey) -> None:
+                async with limit:
+                    await settle(results, index, self.get(key, allocate))
 
-        try:
             async with asyncio.TaskGroup() as group:
                 for index, key in enumerate(keys):
                     group.create_task(one(index, key))
-        except BaseException:
-            for result in results:
-                if isinstance(result, Buffer):
-                    result.release()
-            raise
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:

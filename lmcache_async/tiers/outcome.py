@@ -1,12 +1,13 @@
-"""What became of a chunk that several tiers were given."""
+"""What several tiers are given of a chunk, and what became of it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import BudgetExceededError, ChainError, TierError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.types import ChunkKey
 
 
 def when_all(
@@ -17,6 +18,9 @@ def when_all(
     on_outcome: Callable[[int, str], None],
 ) -> None:
     """Tell the chunk's outcome now, or when the last of its futures is done."""
+    if not futures:
+        on_outcome(position, "" if kept or error is None else type(error).__name__)
+        return
     left = len(futures)
 
     def tell() -> None:
@@ -33,10 +37,23 @@ def when_all(
         if left == 0:
             tell()
 
-    if not futures:
-        tell()
     for future in futures:
         future.add_done_callback(one_done)
+
+
+def leaving(
+    items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None, *, encrypted: bool
+) -> Sequence[tuple[ChunkKey, Buffer]]:
+    """What tiers outside of the arena are given in place of `items`: the first so many as `at_rest` has.
+
+    Raises:
+        ChainError: It is to be encrypted, and nothing is.
+    """
+    if at_rest is not None:
+        return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
+    if encrypted:
+        raise ChainError("encryption is on, but a stage of store.stages gives `write` no encrypted records")
+    return items
 
 
 async def no_room(nbytes: int) -> Buffer:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
-from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
+from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.layers.guard import GuardLayer
-from lmcache_async.tiers.outcome import no_room, release_all, when_all
+from lmcache_async.tiers.outcome import leaving, no_room, release_all, when_all
 from lmcache_async.tiers.plan import Cover, runs
 from lmcache_async.tiers.stacked import Fetched, StackedTier
 from lmcache_async.types import ChunkKey
@@ -41,8 +41,12 @@ class TierStack:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether any tier takes records out of the process's memory."""
-        return any(stacked.leaves_memory for stacked in self.tiers)
+        """Whether any tier is given records that leave the process's memory."""
+        return any(stacked.leaves_memory for stacked in self._takers)
+
+    @property
+    def _takers(self) -> list[StackedTier]:
+        return [stacked for stacked in self.tiers if stacked.takes]
 
     @property
     def late_calls(self) -> int:
@@ -104,14 +108,14 @@ class TierStack:
         return tuple(tier for tier in found if tier is not None), cause
 
     async def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Positions of the chunks that at least one tier lacks, as far as it is cheap to know.
+        """Positions of the chunks that at least one tier that takes any lacks, as far as it is cheap to know.
 
-        All of them when no tier answers: what nobody vouches for is not there.
+        All of them when no such tier answers: what nobody vouches for is not there.
         """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
-        answered = not self.tiers
-        for stacked in self.tiers:
+        answered = not self._takers
+        for stacked in self._takers:
             try:
                 held = await stacked.holds(keys, everything)
             except TierError as error:
@@ -216,20 +220,24 @@ class TierStack:
         on_outcome: Callable[[int, str], None],
         *,
         at_rest: Sequence[Buffer] | None = None,
-    ) -> None:
-        """Give the chunks to every tier. Ends when each tier has them or has queued them.
+    ) -> list[list[asyncio.Future[TierError | None]]]:
+        """Give the chunks to every tier that takes any. Ends when each tier has them or has queued them.
 
         Args:
             on_outcome: Called once for each chunk, with its position and "" when at least one tier keeps
                 it or else the cause; for queued chunks when the last tier has answered.
             at_rest: What tiers outside of the arena are given for the first so many chunks, instead of the
                 same buffers; the other chunks they are not given. None is refused where all is encrypted.
+
+        Returns:
+            For each chunk the answers to come of those tiers that share it with other processes.
         """
-        outside = self._outside(items, at_rest)
+        outside = leaving(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
+        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         errors: list[TierError | None] = [None] * len(items)
         kept = [False] * len(items)
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
-        for stacked in self.tiers:
+        for stacked in self._takers:
             given = outside if stacked.leaves_memory else items
             for position in range(len(given), len(items)):
                 errors[position] = TierFullError("no arena memory to encrypt it in")
@@ -238,35 +246,25 @@ class TierStack:
                 futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
                 for position, future in enumerate(futures):
                     queued[position].append(future)
+                    if stacked.tier.capabilities.shared:
+                        shared[position].append(future)
                     future.add_done_callback(lambda f, s=stacked: self._written(s, f.result()))  # type: ignore[misc]
                 continue
-            try:
-                outcomes = await stacked.tier.put_many(given)
-            except TierError as error:
-                outcomes = [error] * len(given)
+            outcomes = await stacked.put_now(given)
+            self._written(stacked, *outcomes)
             for position, outcome in enumerate(outcomes):
-                self._written(stacked, outcome)
                 errors[position] = outcome
                 kept[position] |= outcome is None
         for position, futures in enumerate(queued):
             when_all(futures, kept[position], errors[position], position, on_outcome)
+        return shared
 
-    def _outside(
-        self, items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None
-    ) -> Sequence[tuple[ChunkKey, Buffer]]:
-        if at_rest is not None:
-            return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
-        if self._encrypted and self.leaves_memory:
-            raise ChainError(
-                "encryption is on, but a stage of store.stages gives `write` no encrypted records"
-            )
-        return items
-
-    def _written(self, stacked: StackedTier, error: TierError | None) -> None:
-        if error is None:
-            self.counts[f"{stacked.id}.stored"] += 1
-        else:
-            self._count(stacked, "dropped", error)
+    def _written(self, stacked: StackedTier, *outcomes: TierError | None) -> None:
+        if stored := outcomes.count(None):
+            self.counts[f"{stacked.id}.stored"] += stored
+        for error in outcomes:
+            if error is not None:
+                self._count(stacked, "dropped", error)
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that came from slower tiers into the faster ones; without waiting for room.
@@ -275,15 +273,12 @@ class TierStack:
         """
         for index, stacked in enumerate(self.tiers):
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
-            if not wanted or (self._encrypted and stacked.leaves_memory):
+            if not (wanted and stacked.takes) or (self._encrypted and stacked.leaves_memory):
                 continue
             if stacked.writer is not None:
                 await stacked.writer.submit(wanted, timeout_s=0.0)
             else:
-                try:
-                    outcomes = await stacked.tier.put_many(wanted)
-                except TierError as error:
-                    outcomes = [error] * len(wanted)
+                outcomes = await stacked.put_now(wanted)
                 self.counts[f"{stacked.id}.promoted"] += outcomes.count(None)
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.writer import TierWriter
@@ -18,7 +19,8 @@ class StackedTier:
     Attributes:
         id: Its name in config, log lines and counters; unique in the stack.
         tier: The tier with its layers.
-        writer: The queue before it; None for a tier in the arena, which takes a chunk at once.
+        writer: The queue before it; None for a tier in the arena, which takes a chunk at once, and for one
+            that takes none.
     """
 
     id: str
@@ -27,8 +29,13 @@ class StackedTier:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether what it is given leaves the process's memory."""
+        """Whether its records are outside of the process's memory."""
         return not self.tier.capabilities.in_arena
+
+    @property
+    def takes(self) -> bool:
+        """Whether it is given records; others are only read from."""
+        return self.tier.capabilities.writes
 
     async def holds(self, keys: Sequence[ChunkKey], positions: list[int]) -> list[int]:
         """Which of these positions of `keys` it has, as far as it is cheap to know.
@@ -41,6 +48,13 @@ class StackedTier:
             there = await self.tier.contains_many(wanted)
             return [position for position, present in zip(positions, there, strict=True) if present]
         return positions[: await self.tier.count_prefix(wanted)]
+
+    async def put_now(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> Sequence[TierError | None]:
+        """Give it records past the queue; for each None, or why not."""
+        try:
+            return await self.tier.put_many(items)
+        except TierError as error:
+            return [error] * len(items)
 
 
 @dataclass(frozen=True, slots=True)

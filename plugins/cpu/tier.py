@@ -195,6 +195,8 @@ class CPUTier(Tier):
         for key in victims:
             self._chunks.pop(key).release()
         self._evictions += len(victims)
+        if victims and self.on_evicted is not None:
+            self.on_evicted(victims)
         return len(victims)
 
     def _is_evictable(self, key: ChunkKey) -> bool:

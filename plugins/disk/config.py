@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmcache_async.config.values import Count, Flag, Size, Wait, parse_flag
+from lmcache_async.config.values import Count, Flag, FlagText, Size, Wait, parse_flag
 from lmcache_async.tiers.base import TierConfig
 
 
@@ -63,7 +63,10 @@ class DiskConfig(TierConfig):
 
     path: Annotated[Path, BeforeValidator(parse_path)]
     max_bytes: Size
-    odirect: Annotated[Literal["auto"] | bool, BeforeValidator(parse_direct)] = "auto"
+    odirect: Annotated[
+        Literal["auto"] | bool,
+        BeforeValidator(parse_direct, json_schema_input_type=Literal["auto"] | FlagText | bool),
+    ] = "auto"
     io_threads: Annotated[Count, Field(le=64)] = 4
     fsync: Flag = False
     quarantine: Flag = False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_TEMPORARY = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
+TEMPORARY = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -109,9 +109,17 @@ class RecordDirectory:
         """
         self.prepare()
         _forget_in_children(self)
-        for name in self.list_files("tmp", _TEMPORARY):
+        for name in self.list_files("tmp", TEMPORARY):
             os.unlink(f"tmp/{name}", dir_fd=self.fd)
-        return list(self._scan())
+        return list(self.scan())
+
+    def look(self) -> None:
+        """Open to read, beside whoever holds the directory; nothing is made.
+
+        Raises:
+            OSError: It is not there, or cannot be read.
+        """
+        self._fd = os.open(self.root, _DIRECTORY)
 
     def prepare(self) -> None:
         """Make what is missing and hold the directory; also when it vanished meanwhile."""
@@ -150,7 +158,7 @@ class RecordDirectory:
     def close(self) -> None:
         """Leave the directory to others."""
         if self._fd >= 0:
-            release_locks(self._lock, self._fd)
+            release_locks(*(descriptor for descriptor in (self._lock, self._fd) if descriptor >= 0))
             self._fd = self._lock = -1
 
     def forget(self) -> None:
@@ -170,7 +178,7 @@ class RecordDirectory:
         os.dup2(lock, self._lock, inheritable=False)
         os.close(lock)
 
-    def _scan(self) -> Iterator[Found]:
+    def scan(self) -> Iterator[Found]:
         with os.scandir(self.fd) as entries:
             shards = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         for shard in shards:

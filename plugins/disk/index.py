@@ -59,6 +59,7 @@ class DiskIndex:
 
     Attributes:
         condemned: Records that must not be given any more and could not be deleted; their bytes count.
+        on_evicted: Told of records given up for room, where somebody wants to know.
     """
 
     def __init__(self, max_bytes: int, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -66,6 +67,7 @@ class DiskIndex:
         self.used_bytes = 0
         self.evictions = 0
         self.condemned: dict[ChunkKey, Entry] = {}
+        self.on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
         self._clock_ns = clock_ns
         self._entries: dict[ChunkKey, Entry] = {}
         self._reserved: dict[ChunkKey, Entry] = {}
@@ -164,7 +166,7 @@ class DiskIndex:
         self.absolve([reservation.key])  # the new file lies in its place
         self._entries[reservation.key] = reservation.entry
         self.used_bytes += reservation.entry.nbytes - reservation.held_bytes
-        self.evictions += len(reservation.victims)
+        self._evicted(list(reservation.victims))
 
     def cancel(self, reservation: Reservation, *, left: Collection[ChunkKey]) -> None:
         """Nothing was published; the victims named in `left` are on disk still."""
@@ -174,8 +176,7 @@ class DiskIndex:
         for key, entry in reservation.victims.items():
             if key in left:
                 self._insert(key, entry)
-            else:
-                self.evictions += 1
+        self._evicted([key for key in reservation.victims if key not in left])
 
     def take(self, key: ChunkKey) -> Entry | None:
         """Out of the index, to be deleted; its bytes count until `forget` or `restore`."""
@@ -234,3 +235,8 @@ class DiskIndex:
             return now
         entry = self._entries.get(before) or self._reserved.get(before)
         return now if entry is None else min(now, entry.stamp - STAMP_STEP_NS)
+
+    def _evicted(self, keys: Sequence[ChunkKey]) -> None:
+        self.evictions += len(keys)
+        if keys and self.on_evicted is not None:
+            self.on_evicted(keys)

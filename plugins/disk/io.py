@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierError
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.proof import prove
-from lmcache_async.memory.record import peek_sizes
+from lmcache_async.plugins.disk.reading import SharedReads, read_all
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -37,24 +38,20 @@ class WriteJob:
     Attributes:
         view: The record in whole pages; its bytes behind the record's end mean nothing.
         stamp: The file's mtime in ns.
-        victims: Records to delete first.
-        condemned: Records to be deleted as well, where that is possible now.
     """
 
     key: ChunkKey
     view: memoryview
     stamp: int
-    victims: tuple[ChunkKey, ...] = ()
-    condemned: tuple[ChunkKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class WriteResult:
-    """What a write came to.
+class RoomResult:
+    """What making room came to.
 
     Attributes:
-        error: None when the record is published; else nothing of it is left.
-        left: Of the victims and the condemned, those that could not be deleted.
+        error: Why a victim could not be deleted.
+        left: Of the victims and the condemned, those that are there still.
     """
 
     error: OSError | TierError | None = None
@@ -97,27 +94,30 @@ class RecordFiles:
         self._directory = directory
         self._fsync = fsync
         self._quarantine = quarantine
+        self._reads = SharedReads()
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
-    def write(self, job: WriteJob) -> WriteResult:
-        """Delete the victims, write, publish."""
-        left, _ = self.unlink(job.condemned)
-        undeleted, error = self.unlink(job.victims)
-        left |= undeleted
-        if error is not None:
-            return WriteResult(error, left)
+    def make_room(self, victims: Sequence[ChunkKey], condemned: Sequence[ChunkKey]) -> RoomResult:
+        """Delete the victims; and the condemned, where that is possible now."""
+        left, _ = self.unlink(condemned)
+        undeleted, error = self.unlink(victims)
+        return RoomResult(error, left | undeleted)
+
+    def write(self, job: WriteJob) -> OSError | TierError | None:
+        """Write and publish; if there is an error, nothing of the record is left."""
         try:
             _check_sizes(job.view)
             self._publish(job)
         except (OSError, TierError) as failure:
-            return WriteResult(_bare(failure), left)
-        return WriteResult(None, left)
+            return _bare(failure)
+        return None
 
     def read(self, key: ChunkKey, view: memoryview) -> ReadResult:
         """Fill `view`, which has the file's size."""
         try:
+            place = self._reads.place()
             with self._opened(key, len(view)) as descriptor:
-                nbytes = _read_all(descriptor, view)
+                nbytes = self._reads.read(place, descriptor, view)
             if nbytes != len(view):
                 raise _wrong_length(key, f"the file gave {nbytes} bytes of {len(view)}")
             return ReadResult(_check_sizes(view))
@@ -248,22 +248,10 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         done += whole
 
 
-def _read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-        if done % PAGE:  # the end of a file that was cut
-            break
-    return done
-
-
 def _pieces(descriptor: int, nbytes: int, scratch: memoryview) -> Iterator[memoryview]:
     for offset in range(0, nbytes, len(scratch)):
         piece = scratch[: min(len(scratch), nbytes - offset)]
-        yield piece[: _read_all(descriptor, piece, offset)]
+        yield piece[: read_all(descriptor, piece, offset)]
 
 
 def _check_sizes(view: memoryview) -> int:

@@ -6,12 +6,9 @@ import contextlib
 import errno
 import fcntl
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from lmcache_async.errors import TierUnavailableError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from lmcache_async.errors import TierInUseError
 
 _CANNOT_LOCK_DIRECTORIES = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP})
 
@@ -28,7 +25,7 @@ def take_lock(directory: int, path: Path) -> int:
         path: For messages.
 
     Raises:
-        TierUnavailableError: Somebody else has the directory.
+        TierInUseError: Somebody else has the directory.
         OSError: The file cannot be made.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -45,7 +42,7 @@ def take_lock(directory: int, path: Path) -> int:
     except BlockingIOError as error:
         holder = _holder(descriptor)
         os.close(descriptor)
-        raise TierUnavailableError(
+        raise TierInUseError(
             f"{path} is in use by process {holder}: give each process a path or a subdirectory of its own"
         ) from error
     except BaseException:
@@ -60,6 +57,29 @@ def release_locks(*descriptors: int) -> None:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def holder_of(directory: int) -> str:
+    """The process that has the directory, by its id, as far as can be seen from here; "" for nobody.
+
+    No lock is tried for it: an engine that starts at that moment would be refused.
+    """
+    try:
+        descriptor = os.open(
+            "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
+        )
+    except OSError:  # never owned
+        return ""
+    try:
+        holder, inode = _holder(descriptor), os.fstat(descriptor).st_ino
+        locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+    # "1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF"; the device is another one on some file systems
+    held = {(words[4], words[5].rpartition(":")[2]) for line in locks if len(words := line.split()) > 5}
+    return holder if (holder, str(inode)) in held else ""
 
 
 def _lock(descriptor: int) -> None:

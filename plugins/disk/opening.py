@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_async.memory.record import MAX_RECORD_BYTES
+from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.plugins.disk.direct import detect_direct
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.plugins.disk.index import DiskIndex

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmcache_async.types import ChunkKey
 
 FOLDER = "quarantine"
-_KEPT = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[a-z]+")
+KEPT = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[a-z]+")
 
 
 class Quarantine:
@@ -60,7 +60,7 @@ class Quarantine:
     def _trim(self) -> None:
         with self._directory.directory(FOLDER) as folder:
             kept = []
-            for name in self._directory.list_files(FOLDER, _KEPT):
+            for name in self._directory.list_files(FOLDER, KEPT):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     kept.append((status.st_ctime_ns, name, status.st_size))

@@ -9,22 +9,22 @@ import logging
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
-from lmcache_async.memory.record import MAX_RECORD_BYTES
+from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.changing import ChangingKeys
-from lmcache_async.plugins.disk.io import Proven, WriteJob, too_long
+from lmcache_async.plugins.disk.io import Proven, too_long
 from lmcache_async.plugins.disk.opening import open_directory
 from lmcache_async.plugins.disk.turns import Turns
 from lmcache_async.plugins.disk.workers import Workers, end
+from lmcache_async.plugins.disk.writing import RecordWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
     from concurrent.futures import Future
 
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.plugins.disk.config import DiskConfig
-    from lmcache_async.plugins.disk.index import Reservation
-    from lmcache_async.plugins.disk.io import ReadResult, WriteResult
+    from lmcache_async.plugins.disk.io import ReadResult
     from lmcache_async.plugins.disk.opening import OpenDirectory
     from lmcache_async.tiers.base import Allocate
     from lmcache_async.types import ChunkKey
@@ -53,6 +53,7 @@ class RecordStore:
         self._files = opened.files
         self._logger = LimitedLogger(logging.getLogger(__name__))
         self._changing = ChangingKeys()
+        self._writes = RecordWrites(opened.index, opened.files, workers, self._changing)
         self._turns = Turns(2 * config.io_threads)  # while one each is read, one each waits for its thread
 
     @classmethod
@@ -182,9 +183,17 @@ class RecordStore:
                 await self._changing.ended(left[0])
         return deleted
 
-    async def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
-        """Note on disk when records were used."""
-        await self._workers.run(self._files.set_stamps, stamps)
+    @contextlib.asynccontextmanager
+    async def using(self, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
+        """These chunks of one prompt are read: noted here, and on disk while a first one is read."""
+        self.index.touch(keys, gapless=True)
+        stamps = self.index.restamp(keys)
+        noted = self._workers.start(self._files.set_stamps, stamps) if stamps else None
+        try:
+            yield
+        finally:
+            if noted is not None:
+                await end(noted)
 
     async def _not_read(self, key: ChunkKey, result: ReadResult, is_indexed: bool) -> None:
         """A record is not there, or it is broken: no hit any more. Anything else is an error."""
@@ -214,44 +223,17 @@ class RecordStore:
 
     async def _write(self, key: ChunkKey, buffer: Buffer) -> None:
         view = buffer.padded_view
-        error = await self._try_write(key, view, evict_bytes=0)
+        error = await self._writes.attempt(key, view)
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             # The file system has less room than we were told: give some up, once.
             with contextlib.suppress(TierFullError):  # nothing to give up
-                error = await self._try_write(key, view, evict_bytes=len(view))
+                error = await self._writes.attempt(key, view, evict_bytes=len(view))
         if error is None:
             return
         if isinstance(error, TierError):
             raise error
         kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
         raise kind(f"cannot write {self._path(key)}: {error}") from error
-
-    async def _try_write(
-        self, key: ChunkKey, view: memoryview, *, evict_bytes: int
-    ) -> OSError | TierError | None:
-        reservation = self.index.reserve(key, len(view), busy=self._changing, evict_bytes=evict_bytes)
-        condemned = tuple(key for key in self.index.condemned if key not in self._changing)
-        with self._changing.change([*reservation.victims, *condemned]):
-            job = WriteJob(key, view, reservation.entry.stamp, tuple(reservation.victims), condemned)
-            future = self._workers.start(self._files.write, job)
-            try:
-                await end(future)
-            finally:
-                self._settle(reservation, condemned, future)
-        return future.result().error
-
-    def _settle(
-        self, reservation: Reservation, condemned: Sequence[ChunkKey], future: Future[WriteResult]
-    ) -> None:
-        if future.cancelled() or future.exception() is not None:
-            self.index.cancel(reservation, left=reservation.victims)
-            return
-        result = future.result()
-        self.index.absolve([key for key in condemned if key not in result.left])
-        if result.error is not None:
-            self.index.cancel(reservation, left=result.left)
-        else:
-            self.index.commit(reservation)
 
     async def _delete(self, keys: Sequence[ChunkKey]) -> int:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}

@@ -8,12 +8,16 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Self
 
-from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierUnavailableError
+from lmcache_async.errors import TierClosedError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk.config import DiskConfig
+from lmcache_async.plugins.disk.rest import DiskAtRest
 from lmcache_async.plugins.disk.scrub import scrub
 from lmcache_async.plugins.disk.store import RecordStore
+from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
+from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.rest import AtRest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -45,9 +49,13 @@ class DiskTier(Tier):
         self._scrubbing: asyncio.Task[None] | None = None
         self._max_record_bytes: int | None = None
         self._numbers = itertools.count()  # of reading calls, in their order
-        self._calls = 0
-        self._last_call: asyncio.Future[None] | None = None
+        self._calls = Calls()
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
+
+    @classmethod
+    def at_rest(cls, config: DiskConfig) -> AtRest:
+        """The records where they lie, for tools, without opening the tier."""
+        return DiskAtRest(config)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -81,34 +89,29 @@ class DiskTier(Tier):
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         with self._call() as store:
-            await self._note_use(store, [key])
-            return await store.read(key, allocate, next(self._numbers))
+            buffer = None
+            try:
+                async with store.using([key]):
+                    buffer = await store.read(key, allocate, next(self._numbers))
+            except BaseException:
+                if buffer is not None:
+                    buffer.release()
+                raise
+            return buffer
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key; where there is no memory for one in time, those after it are misses."""
-        results: list[Buffer | TierError | None] = [None] * len(keys)
-        with self._call() as store:
-            await self._note_use(store, keys)
+        with self._call() as store, reads(len(keys)) as results:
             left = iter([(index, key) for index, key in enumerate(keys) if key in store.index])
             call = next(self._numbers)
 
             async def work() -> None:
                 for index, key in left:
-                    try:
-                        results[index] = await store.read(key, allocate, call)
-                    except TierError as error:
-                        results[index] = error
-                    except BudgetExceededError as error:
-                        results[index] = _no_memory(error)
+                    if not await settle(results, index, store.read(key, allocate, call)):
                         collections.deque(left, maxlen=0)
 
-            try:
+            async with store.using(keys):
                 await self._side_by_side(work, len(keys))
-            except BaseException:
-                for result in results:
-                    if isinstance(result, Buffer):
-                        result.release()
-                raise
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -186,6 +189,7 @@ class DiskTier(Tier):
             TierUnavailableError: Another process has the directory, or it cannot be used.
         """
         self._opened = await RecordStore.open(self._config)
+        self._opened.index.on_evicted = self.on_evicted
         if self._max_record_bytes is not None:
             self._opened.max_record_bytes = self._max_record_bytes
         if self._config.scrub_interval_s:
@@ -207,9 +211,7 @@ class DiskTier(Tier):
         for scrubbing in self._scrubs:
             scrubbing.cancel()
         try:
-            if self._calls:
-                self._last_call = asyncio.get_running_loop().create_future()
-                await self._last_call
+            await self._calls.wait_ended()
         except BaseException:
             store.abandon()
             raise
@@ -235,33 +237,16 @@ class DiskTier(Tier):
     def _call(self) -> Iterator[RecordStore]:
         """The store, which is not closed meanwhile."""
         store = self._store
-        self._calls += 1
-        try:
+        with self._calls.one():
             yield store
-        finally:
-            self._calls -= 1
-            if not self._calls and self._last_call is not None and not self._last_call.done():
-                self._last_call.set_result(None)
-
-    @staticmethod
-    async def _note_use(store: RecordStore, keys: Sequence[ChunkKey]) -> None:
-        store.index.touch(keys, gapless=True)
-        stamps = store.index.restamp(keys)
-        if stamps:
-            await store.set_stamps(stamps)
 
     async def _side_by_side(self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int) -> None:
         """As many of `work` as have all the turns there are, with as many again to take them over."""
         count = min(num_chunks, 4 * self._config.io_threads)
         if count == 1:
+            await asyncio.sleep(0)  # as a task would: the reads of calls before this one come first
             await work()
         elif count > 1:
             async with asyncio.TaskGroup() as group:
                 for _ in range(count):
                     group.create_task(work())
-
-
-def _no_memory(cause: BudgetExceededError) -> TierUnavailableError:
-    error = TierUnavailableError(f"there is no memory to read into: {cause}")
-    error.__cause__ = cause
-    return error

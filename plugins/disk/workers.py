@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import aiofiles.os
 
 from lmcache_async.errors import TierClosedError
-from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.memory.threads import WorkerPool, really_ended, see_through
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ class Workers:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self.executor = WorkerPool(num_threads, thread_name_prefix=name)
+        self._beside = WorkerPool(1, thread_name_prefix=f"{name}-beside")
 
     def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Have a thread make the call.
@@ -29,33 +30,34 @@ class Workers:
         Raises:
             TierClosedError: The tier was closed while its calls were under way.
         """
+        return self._submit(self.executor, call, *args)
+
+    def start_beside(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """The same on a thread of its own, one call after the other, that takes no turn of the others'."""
+        return self._submit(self._beside, call, *args)
+
+    @staticmethod
+    def _submit(pool: WorkerPool, call: Callable[..., T], *args: Any) -> Future[T]:
         try:
-            return self.executor.submit(call, *args)
+            return pool.submit(call, *args)
         except RuntimeError as error:
             raise TierClosedError(f"the disk tier was closed: {error}") from error
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
         """A short call without buffers; cancelled, it waits for its real end all the same."""
-        task = asyncio.ensure_future(aiofiles.os.wrap(call)(*args, executor=self.executor))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            while not task.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # looked at, so that asyncio does not warn of it
-            raise
+        return await see_through(aiofiles.os.wrap(call)(*args, executor=self.executor))
 
     def close(self) -> None:
         """Wait for calls that run; there are none when every `end` has ended."""
+        self._beside.shutdown(wait=True)
         self.executor.shutdown(wait=True)
 
     def abandon(self, when_ended: Callable[[], None]) -> None:
         """Begin no further call; `when_ended` is called, in a thread, when those that run have ended."""
 
         def wait() -> None:
-            self.executor.shutdown(wait=True, cancel_futures=True)
+            for pool in (self._beside, self.executor):
+                pool.shutdown(wait=True, cancel_futures=True)
             when_ended()
 
         # A daemon, as a file system that never answers would keep the interpreter from ending.
@@ -87,7 +89,5 @@ async def end(future: Future[Any], *, abandon: bool = False) -> None:
         await asyncio.wait([ended])
     except asyncio.CancelledError:
         if not future.cancel() and not abandon:
-            while not ended.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([ended])
+            await really_ended(ended)
         raise

@@ -1,11 +1,25 @@
-"""Imports vLLM once, with its own warnings let through."""
+"""Imports vLLM once, with its own warnings let through; brings the libraries that Mooncake needs."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from tests import native
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's imports warn of others' deprecations
     import vllm.v1.core.block_pool
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.engine.core  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_libraries() -> Iterator[None]:
+    """In this process and in those that benchmarks start: whether they are here must not hang on what ran before."""
+    native.load_libraries()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_LIBRARY_PATH", native.environment()["LD_LIBRARY_PATH"])
+        yield

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import re
 import shlex
+import types
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_async.bench import command, report, table
+from lmcache_async.bench import command, report, runner, table
+from lmcache_async.bench.frame import Row
+from lmcache_async.bench.hash import Settings
 from lmcache_async.cli.app import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -58,11 +62,11 @@ def test_the_report_is_a_page_with_plots(tmp_path):
 def test_what_a_report_shows_cannot_be_markup():
     row = {"name": "<b>", "unit": "ms", "better": "less", "limit_name": "&", "ratios": [], "parameters": {}}
     row |= {"value": 1.0, "limit_value": 1.0, "ratio": 1.0, "more": {}}
-    result = {"summary": "<i>", "seconds": 1.0, "rows": [row]}
+    result = {"summary": "<i>", "seconds": 1.0, "rows": [row], "left_out": ["<s>"]}
 
     page = report._page({"machine": {"cpu": "<u>"}, "quick": False, "rounds": 1, "benchmarks": {"x": result}})
 
-    assert not {"<b>", "<i>", "<u>"} & set(re.findall(r"<.>", page))
+    assert not {"<b>", "<i>", "<u>", "<s>"} & set(re.findall(r"<.>", page))
 
 
 @pytest.mark.parametrize(("name", "near"), [("hsh", "hash"), ("Disk", "disk"), ("checksum", "checksums")])
@@ -149,6 +153,63 @@ def test_without_vllm_all_leaves_its_benchmark_out(monkeypatch):
     assert "scheduler" not in [benchmark.name for benchmark in table.find("all")]
 
 
+def test_without_a_gpu_its_benchmark_says_what_it_needs_and_all_leaves_it_out(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    result = invoke("gpu", "--quick")
+
+    assert result.exit_code == 2
+    assert "the benchmark gpu needs a CUDA device" in result.stderr
+    assert "gpu" not in [benchmark.name for benchmark in table.find("all")]
+    assert "left out, for want of a CUDA device: gpu" in table.left_out()
+
+
+def test_with_a_gpu_its_benchmark_runs(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    assert "gpu" in [benchmark.name for benchmark in table.find("all")]
+    assert table.find("gpu")[0].load().QUICK.layers == 2
+
+
+@pytest.mark.parametrize("entry", [invoke, lambda *words: command.main(words)])
+def test_all_says_what_it_leaves_out(entry, monkeypatch, capsys):
+    hash_alone = tuple(benchmark for benchmark in table.BENCHMARKS if benchmark.name == "hash")
+    absent = table.Benchmark("absent", "nothing", "no_such_package")
+    monkeypatch.setattr(table, "BENCHMARKS", (*hash_alone, absent))
+
+    result = entry("all", "--quick", "--rounds", "1")
+
+    told = capsys.readouterr().err if result == 0 else result.stderr
+    assert "left out, for want of no_such_package: absent" in told
+
+
+@pytest.mark.parametrize("rows", [[], [Row.of("it", "ms", [1.0], "limit", [2.0], {"of": 1})]])
+def test_what_a_benchmark_left_out_is_told_with_its_figures(rows, tmp_path):
+    async def measure(settings, frame):
+        for row in rows:
+            yield row
+        frame.leave_out("a large one", "it does not fit")
+
+    module = types.SimpleNamespace(run=measure)
+    chosen = [((table.find("hash")[0], module), Settings())]
+    request = runner.Request("hash", tmp_path / "figures.json", tmp_path / "report", rounds=1)
+
+    [result] = runner._run(request, chosen, lambda *_: None)
+
+    assert runner.lines(result)[-1] == "left out: a large one: it does not fit"
+    written = json.loads((tmp_path / "figures.json").read_text())["benchmarks"]["hash"]
+    assert written["left_out"] == ["a large one: it does not fit"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "left out: a large one: it does not fit" in page
+    assert ("<img" in page) == (tmp_path / "report" / "hash.png").exists() == bool(rows)
+
+
+def test_all_says_what_takes_minutes_and_is_left_out(monkeypatch):
+    monkeypatch.setattr("lmcache_async.cli.bench.run", lambda *_: iter(()))
+
+    assert "left out, since it takes minutes: serve" in invoke("all").stderr
+
+
 def test_python_m_is_the_same(tmp_path, capsys):
     path = tmp_path / "figures.json"
 
@@ -179,7 +240,8 @@ def test_a_command_of_the_page_runs(line, tmp_path, monkeypatch):
     # In small, whatever the page says.
     if words[:2] == ["lmcache-async", "bench"]:
         result = invoke(*words[2:], "--quick", "--rounds", "1")
-        assert result.exit_code == 0, result.output
+        runs = table.find(words[2])[0].available
+        assert result.exit_code == (0 if runs else 2), result.output
     else:
         assert words[:3] == ["python", "-m", "lmcache_async.bench"]
         assert command.main([*words[3:], "--quick", "--rounds", "1"]) == 0
@@ -191,7 +253,8 @@ def test_the_page_names_every_benchmark_and_every_option():
     for benchmark in table.BENCHMARKS:
         assert f"## `{benchmark.name}`" in text
         section = text.partition(f"## `{benchmark.name}`")[2].partition("\n## ")[0]
-        for field in dataclasses.fields(benchmark.load().Settings):
+        module = importlib.import_module(f"lmcache_async.bench.{benchmark.name}")
+        for field in dataclasses.fields(module.Settings):
             if "help" in field.metadata:
                 flag = "--" + field.name.replace("_", "-")
                 assert f"| `{flag}` | {field.default} |".replace("  ", " ") in section, (benchmark.name, flag)

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import ChunkCorruptError
-from lmcache_async.memory import record
+from lmcache_async.memory import header as header_module
+from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
+from lmcache_async.memory.header import peek_sizes, read_header
 from lmcache_async.memory.proof import prove
-from lmcache_async.memory.record import PAGE, RecordFormat, peek_sizes, read_header, seal, verify
+from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.testing.records import chunk_of, key_of, payload_of
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages
 from tests.fuzz.effort import effort, keep_at_it
@@ -146,7 +148,7 @@ def test_any_fields_under_a_right_checksum() -> None:
     def check(fields: bytes, payload_bytes: int, merged: bool) -> None:
         if merged:
             size = int.from_bytes(OURS[14:18], "little")
-            right = msgpack.unpackb(OURS[record._PREFIX.size : record._PREFIX.size + size])
+            right = msgpack.unpackb(OURS[header_module.PREFIX.size : header_module.PREFIX.size + size])
             try:
                 changed = msgpack.unpackb(fields)
             except (ValueError, msgpack.UnpackException):
@@ -155,13 +157,13 @@ def test_any_fields_under_a_right_checksum() -> None:
                 return
             fields = msgpack.packb({**right, **changed})
         data = bytearray(2 * PAGE + 10_000)
-        fields = fields[: 2 * PAGE - record._PREFIX.size]
+        fields = fields[: 2 * PAGE - header_module.PREFIX.size]
         with memoryview(data)[: 2 * PAGE] as header:
-            record._PREFIX.pack_into(
-                header, 0, b"LMCASYNC", record.VERSION, 2 * PAGE, len(fields), payload_bytes, bytes(8)
+            header_module.PREFIX.pack_into(
+                header, 0, b"LMCASYNC", header_module.VERSION, 2 * PAGE, len(fields), payload_bytes, bytes(8)
             )
-            header[record._PREFIX.size : record._PREFIX.size + len(fields)] = fields
-            header[record._CHECKSUM] = record._header_checksum(header)
+            header[header_module.PREFIX.size : header_module.PREFIX.size + len(fields)] = fields
+            header[header_module.CHECKSUM] = header_module.header_checksum(header)
         with bounded_memory(MAX_BYTES):
             check_parsers(bytes(data))
             with pytest.raises(ChunkCorruptError):  # its payload is zeros, and its header is longer than ours

@@ -226,5 +226,5 @@ def test_on_a_gpu_the_kernel_is_taken():
     copier = open_copier(CacheForm().build(4, device="cuda").layout)
 
     assert isinstance(copier, CudaCopier)
-    assert isinstance(copier._mover, TritonMover)
+    assert isinstance(copier.mover, TritonMover)
     copier.close()

@@ -26,7 +26,7 @@ def test_faults_change_no_answer_and_delay_none_beyond_its_deadline(
     )
 
     assert outcome.problems == []
-    assert outcome.counts["requests"] == questions
+    assert outcome.counts["requests"] >= questions
     assert outcome.counts["faults seen"] > 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_async.cli.top_client import StatusClient
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module", params=["auto", "never"], ids=["layerwise", "before"])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = engines.start(connector(**{"vllm.layerwise_load": request.param}))
+    settings = {"vllm.layerwise_load": request.param, "http.listen": "127.0.0.1:0"}
+    engine = engines.start(connector(**settings))
     yield engine
     engine.kill()
 
@@ -165,3 +167,19 @@ def test_a_prompt_larger_than_the_arena_has_what_fits(
 
     assert answer.cached_tokens == 1184
     assert answer.tiers["disk"] >= 1184 - 6 * CHUNK
+
+
+def test_the_status_page_tells_where_prompts_came_from(engine: Engine) -> None:
+    question = Question(tokens("told", 700))
+    engine.ask(question)
+    engine.settle()
+    engine.ask(question)
+    engine.settle()
+    told = StatusClient(engine.call("call", name="status_url")).read()
+    second, first = [one for one in told["recent"] if (one["plan"] or {}).get("prompt_tokens") == 700][:2]
+
+    assert (first["plan"]["decided"], first["plan"]["load_tokens"]) == ("miss", 0)
+    assert (second["plan"]["decided"], second["plan"]["load_tokens"]) == ("load", 672)
+    assert second["loaded"]["by_tier"][0][0] == "cpu"
+    assert second["plan"]["why"]
+    assert told["totals"]["loaded_bytes"] > 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.vllm_answers import Question, assert_same, tokens
-from tests.integration.vllm_driver import Engines, Reference, complaints, connector
+from tests.integration.vllm_driver import Engine, Engines, Reference, complaints, connector
 
 pytestmark = pytest.mark.vllm
 
@@ -21,10 +22,12 @@ def test_hits_across_processes_and_a_kill(engines: Engines, reference: Reference
         engine.settle()
         warm = engine.ask_all(questions)
         engine.settle()
+        metrics = until_told(engine, "retrieve_hit_tokens_total", 480)  # vLLM shares what one has loaded
         engine.kill()
     with engines.started(connector(disk=tmp_path), processes=True) as engine:
         restarted = engine.ask_all(questions)
         engine.settle()
+        sources = cached_by_source(engine)
         log = engine.close()
 
     for question, *answers in zip(questions, cold, warm, restarted, strict=True):
@@ -33,4 +36,44 @@ def test_hits_across_processes_and_a_kill(engines: Engines, reference: Reference
         for answer in answers:
             assert_same(answer, reference(question))
     assert "disk=" in restarted[0].log
+    assert sources["disk"] >= 480
+    assert sources["external_unspecified"] == 0
+    assert metrics["decided_total", "load"] >= 1
+    assert metrics["lookup_hit_tokens_total", "cpu"] >= metrics["load_tokens_total", "cpu"] >= 480
+    assert metrics["retrieve_seconds_count",] >= 1
+    assert metrics["tier_stored_chunks_total", "disk"] > 8
+    assert metrics["arena_bytes",] > 0
     assert complaints(log) == []
+
+
+def until_told(engine: Engine, name: str, least: float) -> dict[tuple[str, ...], float]:
+    """Our series of vLLM's /metrics, by name and our own labels' values, once one of them is so large.
+
+    What the worker counts comes with a step, so others are asked for beside.
+    """
+    for number, _ in enumerate(engine.until(f"does not tell {name} of {least}")):
+        told = {
+            (sample.name.removeprefix("lmcache_async_"), *_own(sample.labels)): sample.value
+            for family in text_string_to_metric_families(engine.call("metrics"))
+            for sample in family.samples
+            if sample.name.startswith("lmcache_async_")
+        }
+        if sum(value for (found, *_), value in told.items() if found == name) >= least:
+            return told
+        engine.ask(Question(tokens(f"beside {number}", 40), max_tokens=1))
+    raise AssertionError
+
+
+def cached_by_source(engine: Engine) -> dict[str, float]:
+    """Where vLLM says that cached prompt tokens came from."""
+    return {
+        sample.labels["source"]: sample.value
+        for family in text_string_to_metric_families(engine.call("metrics"))
+        for sample in family.samples
+        if sample.name == "vllm:prompt_tokens_cached_by_source_total"
+    }
+
+
+def _own(labels: dict[str, str]) -> list[str]:
+    assert {"model_name", "engine"} <= set(labels)
+    return [value for label, value in sorted(labels.items()) if label not in {"model_name", "engine", "le"}]

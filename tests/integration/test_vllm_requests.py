@@ -83,7 +83,7 @@ def test_a_reset_of_the_connector_leaves_no_hit(engine: Engine, reference: Refer
     assert_same(again, reference(question))
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(
+def test_a_producer_stores_and_loads_and_a_consumer_only_loads(
     engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:
     stored, new = Question(tokens("role", 600)), Question(tokens("new", 400))
@@ -95,7 +95,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
         loaded = ask(consumer, stored)
         computed = [ask(consumer, new) for _ in range(2)]
 
-    assert [answer.cached_tokens for answer in produced] == [0, 0]
+    assert [answer.cached_tokens for answer in produced] == [0, 576]
     assert loaded.tiers == {"disk": 576}
     assert [answer.cached_tokens for answer in computed] == [0, 0]
     for answer in (*produced, loaded):

@@ -33,6 +33,7 @@ class Answer:
     Attributes:
         cached_tokens: Prompt tokens that were not computed, by vLLM's count.
         logprobs: For each generated place the best tokens and their log-probabilities.
+        kv_transfer_params: What another vLLM needs to go on from here.
         seconds: From when vLLM was given the request to its end.
         log: What was logged until its end.
     """
@@ -42,6 +43,7 @@ class Answer:
     tokens: list[int]
     logprobs: list[dict[str, float]]
     seconds: float
+    kv_transfer_params: Mapping[str, Any] | None = None
     log: str = ""
 
     @property

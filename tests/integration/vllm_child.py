@@ -89,6 +89,16 @@ class Child:
         metrics = self._llm.get_metrics()
         return {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
 
+    def metrics(self) -> str:
+        """What vLLM's server answers at /metrics, by its own route."""
+        from fastapi import FastAPI
+        from starlette.testclient import TestClient
+        from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+
+        app = FastAPI()
+        attach_router(app)
+        return TestClient(app).get("/metrics").text
+
     def call(self, name: str) -> Any:
         """Run a function of `vllm_worker_calls` in the worker."""
         return self._llm.collective_rpc(getattr(vllm_worker_calls, name))[0]
@@ -126,6 +136,7 @@ def _answer(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
     return {
         "cached_tokens": output.num_cached_tokens or 0,
+        "kv_transfer_params": output.kv_transfer_params,
         "finish_reason": completion.finish_reason,
         "tokens": list(completion.token_ids),
         "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in completion.logprobs or []],

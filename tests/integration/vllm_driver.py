@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests import native
 from tests.integration.vllm_answers import Answer, Question
 from tests.integration.vllm_model import KV_BYTES, make_model
 
@@ -38,12 +39,19 @@ _names = itertools.count(1)
 
 
 def connector(
-    *, disk: Path | None = None, arena_chunks: int = 400, role: str = "kv_both", **extra: Any
+    *,
+    disk: Path | None = None,
+    valkey: str = "",
+    arena_chunks: int = 400,
+    role: str = "kv_both",
+    **extra: Any,
 ) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine, with nothing set that vLLM has a default for."""
     tiers: list[Any] = ["cpu"]
     if disk is not None:
         tiers.append({"name": "disk", "path": str(disk), "max_bytes": "1GiB"})
+    if valkey:
+        tiers.append({"name": "valkey", "url": valkey})
     settings = {
         "chunk_size": CHUNK,
         "arena.max_bytes": arena_chunks * (CHUNK * KV_BYTES + 4096),
@@ -135,7 +143,11 @@ class Engine:
         """Empty vLLM's prefix cache and with it what the connector is configured to."""
         self.settle()
         assert self.call("reset", connector=True)
-        for _ in self.until("does not end its reset"):
+        self.wait_connected()
+
+    def wait_connected(self) -> None:
+        """Until a request finds what there is: the scheduler's half has met the worker's, no reset is under way."""
+        for _ in self.until("does not ask its worker"):
             if self.call("asks"):
                 return
 
@@ -209,7 +221,8 @@ class Engines:
         self._numbers = itertools.count()
         self._started: list[Engine] = []
         command = [sys.executable, "-m", "tests.integration.vllm_child", str(theirs.fileno())]
-        environment = os.environ | _ENVIRONMENT | {"TMPDIR": str(directory)}  # vLLM leaves sockets there
+        environment = native.environment() | _ENVIRONMENT
+        environment["TMPDIR"] = str(directory)  # vLLM leaves sockets there
         with (directory / "nursery.log").open("wb") as log:
             self._nursery = subprocess.Popen(
                 command, env=environment, cwd=_ROOT, pass_fds=[theirs.fileno()], stdout=log, stderr=log
@@ -243,6 +256,8 @@ class Engines:
         if transfer is not None:
             settings["kv_transfer_config"] = transfer
         engine.start(settings | options)
+        if transfer is not None and not processes:
+            engine.wait_connected()
         return engine
 
     @contextlib.contextmanager

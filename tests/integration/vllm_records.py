@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache_async.memory.record import read_header
+from lmcache_async.memory.header import read_header
 
 
 def record_of(disk: Path, prompt: tuple[int, ...], start: int) -> Path:

@@ -22,6 +22,13 @@ def statistics(worker: Any) -> dict[str, Any]:
     }
 
 
+def status_url(worker: Any) -> str | None:
+    """Where the engine's status page is."""
+    del worker
+    url: str | None = _engine().status_url
+    return url
+
+
 def hold_copies(worker: Any) -> None:
     """From now on nothing is copied to or from vLLM's KV cache, until `let_copies_go`."""
     del worker

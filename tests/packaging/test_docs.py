@@ -13,8 +13,16 @@ import pytest
 from lmcache_async.config import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+FENCE = re.compile(
+    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<text>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
 
 # A block may await at its top level, as a reader would write it in a notebook.
 RUNNER = """
@@ -31,9 +39,12 @@ if inspect.iscoroutine(result):
 
 @dataclass(frozen=True, slots=True)
 class Block:
+    """A fenced piece of a page; one with a title is a file, which the page's other pieces may import."""
+
     page: str
     line: int
     text: str
+    title: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -44,7 +55,12 @@ def blocks(language: str) -> list[Block]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         found += [
-            Block(str(page.relative_to(ROOT)), text.count("\n", 0, fence.start()) + 1, fence["text"])
+            Block(
+                str(page.relative_to(ROOT)),
+                text.count("\n", 0, fence.start()) + 1,
+                fence["text"],
+                fence["title"] or "",
+            )
             for fence in FENCE.finditer(text)
             if fence["language"] == language
         ]
@@ -53,6 +69,9 @@ def blocks(language: str) -> list[Block]:
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_a_python_example_runs(block: Block, tmp_path: Path) -> None:
+    for other in blocks("python"):
+        if other.title and other.page == block.page:
+            (tmp_path / other.title).write_text(other.text, encoding="utf-8")
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
     ran = subprocess.run(
         [sys.executable, "-c", RUNNER, "example.py"],

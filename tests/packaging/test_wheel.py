@@ -47,8 +47,16 @@ def test_the_wheel_contains_every_module_of_the_package_its_stages_and_its_plugi
     assert any(name.startswith("lmcache_async/plugins/") for name in packed)
 
 
+def test_the_wheel_has_the_files_of_the_status_page(wheel: zipfile.Path) -> None:
+    packed = {name for name in wheel.root.namelist() if "/web/page/" in name and not name.endswith("/")}
+
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async/web/page").iterdir()}
+    assert packed == expected
+    assert "lmcache_async/web/page/index.html" in packed
+
+
 def test_the_wheel_has_the_compiled_module_for_every_later_python(wheel: zipfile.Path) -> None:
-    assert ("lmcache_async/device/_rows.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
+    assert ("lmcache_async/memory/_rows.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
     tag = "-cp311-abi3-linux_" if HAS_COMPILER else "-py3-none-any"
     assert tag in Path(str(wheel.root.filename)).name
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lmcache_async.errors import ChunkCorruptError, ConfigError, MissingDependencyError
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher, _Key, check_encrypted
-from lmcache_async.memory.record import RecordFormat, peek_sizes, read_header, seal, verify
+from lmcache_async.memory.header import peek_sizes, read_header
+from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.types import Chunk, ChunkKey
 
 FORMAT = RecordFormat("namespace", "layout", "float32", 8, reserved_bytes=ENVELOPE_BYTES)

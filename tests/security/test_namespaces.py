@@ -156,7 +156,7 @@ async def test_a_record_under_a_key_of_another_engine_is_refused(one, other):
         records[wanted] = records[key]
 
     assert await cache.hit(**other) == 0
-    assert cache.corrupt == {"dict.corrupt.key": 1}
+    assert set(cache.corrupt) == {"dict.corrupt.key"}  # the last of the three may be in a batch of its own
 
 
 def sealed(format: RecordFormat, chunk: Chunk, request_namespace: str) -> memoryview:

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from lmcache_async.memory.threads import WorkerPool
-from lmcache_async.pipeline.threads import in_thread
+from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.testing.simulation import Deadlock, Trace, Violation, new_loop
 from lmcache_async.testing.simulation.crash import abandon
 from lmcache_async.testing.simulation.errors import ProcessCrashed

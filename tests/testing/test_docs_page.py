@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
-TESTS = re.findall(r"^```python test\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+TESTS = re.findall(r"^```python title=\"test_[a-z]+\.py\"\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(TESTS)))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing import DictConfig, DictTier, TierMachine
 from lmcache_async.testing.conformance import base
+from lmcache_async.types import ChunkKey
 from tests.testing import broken_tiers
 from tests.testing.broken_tiers import BROKEN
 
 # Generated, not shrunk: that it fails is what we want to know.
 SETTINGS = settings(
-    max_examples=150,  # it ends with the first that fails
+    max_examples=1000,  # it ends with the first that fails, most often within ten
     stateful_step_count=20,
     deadline=None,
     database=None,
@@ -51,3 +57,47 @@ def test_the_machine_fails_a_tier_that(kind: type[DictTier], monkeypatch: pytest
 
 def test_the_machine_passes_an_honest_tier() -> None:
     run_state_machine_as_test(machine_of(DictTier), settings=settings(SETTINGS, max_examples=20))
+
+
+class LateTier(DictTier):
+    """What a cancelled `put` or `remove` has sent is read only after the call behind it, as in a network."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.sent: list[Callable[[], object]] = []
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        content = bytes(buffer.view)
+        await self._send(lambda: self.records.__setitem__(key, content))
+
+    async def remove(self, key: ChunkKey) -> bool:
+        there = key in self.records
+        await self._send(lambda: self.records.pop(key, None))
+        return there
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        for key in list(self.records):
+            yield key
+        for late in self.sent:
+            late()
+        self.sent.clear()
+
+    async def _send(self, effect: Callable[[], object]) -> None:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.sent.append(effect)
+            raise
+        effect()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_late_effects_of_cancelled_calls_are_allowed_where_they_are_told(late: bool) -> None:
+    class Machine(TierMachine):
+        late_effects = late
+
+        def make_tier(self, directory, max_bytes):
+            return LateTier(DictConfig())
+
+    with contextlib.nullcontext() if late else pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=100))

@@ -1,4 +1,4 @@
-"""What the disk tier's tests have in common."""
+"""What tests of tiers have in common."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig
 from lmcache_async.testing.records import SLAB_BYTES
 from lmcache_async.tiers.base import Allocate
+from tests.tiers.mooncake_pool import MooncakePool, running
+from tests.tiers.s3_server import S3Server
 
 
 @pytest.fixture
@@ -33,3 +35,21 @@ def allocate(arena: Arena) -> Allocate:
 @pytest.fixture
 def config(tmp_path: Path) -> DiskConfig:
     return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server, one for all tests; each takes a prefix of its own."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def mooncake_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+    """A real master with memory in another process, one for all tests; each takes a prefix of its own."""
+    with running(tmp_path_factory.mktemp("mooncake")) as pool:
+        yield pool

@@ -81,12 +81,12 @@ class Gate:
         self._open.set()
         real = getattr(os, name)
 
-        def call(*args: object) -> object:
+        def call(*args: object, **options: object) -> object:
             if not self._open.is_set():
                 self.calls += 1
                 self._entered.release()
                 assert self._open.wait(60)
-            return real(*args)
+            return real(*args, **options)
 
         monkeypatch.setattr(disk_io.os, name, call)
 

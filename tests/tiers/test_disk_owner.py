@@ -64,7 +64,7 @@ def test_a_forked_child_cannot_use_the_tier_and_takes_nothing_from_the_parent(
         "stored",
         "TierClosedError",
         "TierClosedError",
-        "TierUnavailableError",
+        "TierInUseError",
         "child 0",
         "stored",
         "hit",

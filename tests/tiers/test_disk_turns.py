@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,8 @@ async def test_a_batch_is_read_before_the_next_one(
     async with DiskTier(config) as tier:
         await put(tier, arena, *range(24))
         monkeypatch.setattr(RecordFiles, "read", read)
-        batches = [[key_of(number) for number in range(start, start + 8)] for start in (0, 8, 16)]
+        edges = [0, 8, 9, 16, 23, 24]
+        batches = [[key_of(number) for number in range(*edge)] for edge in pairwise(edges)]
         for results in await asyncio.gather(*(tier.get_many(batch, allocate) for batch in batches)):
             for result in results:
                 assert isinstance(result, Buffer)

@@ -14,6 +14,7 @@ from lmcache_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierPartUnavailableError,
     TierSuspendedError,
     TierUnavailableError,
 )
@@ -157,6 +158,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
         (ChunkCorruptError("bad", cause="magic"), False),
         (TierClosedError("closed"), False),
         (TierSuspendedError("another breaker's"), False),
+        (TierPartUnavailableError("one node of three"), False),
         (BudgetExceededError("our own memory"), False),
     ],
     ids=lambda value: type(value).__name__,

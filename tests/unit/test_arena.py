@@ -67,7 +67,7 @@ def test_slabs_do_not_overlap_and_fill_the_region() -> None:
 
 
 def test_a_region_without_room_for_one_slab_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"cpu.max_bytes is 4096, but one chunk needs 8192 bytes"):
+    with pytest.raises(ConfigError, match=r"arena.max_bytes is 4096, but one chunk needs 8192 bytes"):
         Arena(PAGE, PAGE + 1)
 
 

@@ -148,7 +148,7 @@ def test_extra_config_takes_lmcaches_keys_with_lmcaches_prefix(load):
     assert warnings == [
         (
             "Of LMCache's settings these have no effect:\n  kv_connector_extra_config: mp.host:"
-            " this version runs inside the serving processes, it has no server of its own"
+            " a pool beside the engines is the tier host with lmcache-async serve; see docs/tiers/host.md"
         )
     ]
 
@@ -190,7 +190,8 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
     assert warnings == [
         (
             "Of LMCache's settings these have no effect:"
-            f"\n  {file}, line 1: enable_p2p: this version has no sharing between peers"
+            f"\n  {file}, line 1: enable_p2p: records of other hosts are in the tier peer, name it under tiers;"
+            " see docs/tiers/peer.md"
             f"\n  {file}, line 2: controller_pull_url: this version has no controller"
             f"\n  {file}, line 3: extra_config.a: it is for LMCache's own backends"
             f"\n  {file}, line 3: extra_config.b: it is for LMCache's own backends"
@@ -229,7 +230,7 @@ def test_it_is_told_when_a_variable_of_lmcache_replaces_the_tiers_of_our_file(tm
     assert f"{ours}, line 1: tiers: LMCACHE_LOCAL_CPU comes before the file" in caplog.text
 
 
-@pytest.mark.parametrize("scheme", ["redis", "s3", "lm", "mooncakestore"])
+@pytest.mark.parametrize("scheme", ["hf3fs", "lm", "nixl"])
 def test_a_remote_without_a_tier_is_named(load, scheme):
     config, (warning,) = load(REMOTE_URL=f"{scheme}://host:1")
 
@@ -238,17 +239,28 @@ def test_a_remote_without_a_tier_is_named(load, scheme):
     assert "none is installed and this version brings none" in warning
 
 
-@pytest.mark.parametrize("name", ["redis", "valkey"])
-def test_a_remote_whose_tier_is_installed_is_a_tier(load, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(("scheme", "name"), [("lm", "lm"), ("mooncakestore", "mooncake")])
+def test_a_remote_whose_tier_is_installed_is_a_tier(load, tmp_path, monkeypatch, scheme, name):
     metadata = tmp_path / "remote_tiers-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-tiers\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(f"[lmcache_async.tiers]\n{name} = remote:Tier\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    config, warnings = load(REMOTE_URL="redis://host:6379", LOCAL_CPU="no")
+    config, warnings = load(REMOTE_URL=f"{scheme}://host:6379", LOCAL_CPU="no")
 
-    assert tiers(config) == [(name, {"url": "redis://host:6379"})]
+    assert tiers(config) == [(name, {"url": f"{scheme}://host:6379"})]
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("redis://host:6379", "redis"), ("rediss://host", "valkey"), ("redis-sentinel://a,b", "valkey")],
+)
+def test_a_redis_is_the_tier_of_its_name(load, url, name):
+    config, warnings = load(REMOTE_URL=url, LOCAL_CPU="no")
+
+    assert tiers(config) == [(name, {"url": url})]
     assert warnings == []
 
 

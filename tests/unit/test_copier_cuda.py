@@ -129,6 +129,24 @@ async def test_side_streams_begin_behind_what_may_still_use_their_memory():
     assert sorted(streams.log) == [("wait", stream) for stream in range(1, 2 * cuda.PARTS + 1)]
 
 
+def test_stores_and_loads_have_a_priority_each():
+    layout, streams = CacheForm().build(4).layout, FakeStreams()
+
+    CudaCopier(layout, store_priority=0, load_priority=-1, streams=streams, mover=TorchMover(layout)).close()
+
+    assert streams.priorities == [0] * cuda.PARTS + [-1] * cuda.PARTS
+
+
+@pytest.mark.parametrize(("staging_bytes", "expected"), [(1, [128] * 24), (1 << 20, [15 * 128, 9 * 128])])
+def test_copies_are_told_before_they_are_made(staging_bytes, expected):
+    copier, _ = fake_copier(CacheForm(layers=3).build(8), staging_bytes=staging_bytes)
+
+    copies = copier.copies([5, 3])
+    copier.close()
+
+    assert copies == expected
+
+
 async def test_a_batch_larger_than_the_ring_goes_through_it_in_parts():
     cache = CacheForm(layers=3).build(8)
     row = max(plane.row_bytes for plane in cache.layout.planes)
@@ -195,7 +213,7 @@ async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more
 async def test_a_launch_that_fails_is_raised_after_all_before_it_has_ended():
     cache = CacheForm(layers=3).build(8)
     copier, streams = fake_copier(cache, staging_bytes=1)
-    copier._mover.fails_at = 2
+    copier.mover.fails_at = 2
     gate = streams.close_gate()
     gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
     await until(lambda: len(streams.events) == 2)

@@ -65,7 +65,7 @@ async def test_a_tier_that_nobody_loads_from_is_measured_beside_a_lookup(engine,
     loop, costs = asyncio.get_running_loop(), engine._costs
     keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
     await engine._parts.stack.tiers[0].tier.clear()
-    costs.note_chunks("dict", 1, 1000.0)
+    costs.note(report(1000.0, dict=8))
     now = loop.time()
 
     await engine.lookup_keys(keys)

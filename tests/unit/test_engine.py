@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmcache_async.device.copier import open_copier
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
@@ -392,3 +393,18 @@ async def test_one_line_a_store_and_a_retrieve(caplog):
 
     assert re.search(r"stored 40 tokens in 5 chunks .* GB/s.*\[r1\]", caplog.text)
     assert re.search(r"retrieved 40/40 tokens \(cpu=40\), .* ms, .* GB/s \[r2\]", caplog.text)
+
+
+async def test_what_is_configured_of_a_gpu_reaches_its_copier(monkeypatch):
+    given = {}
+
+    def note(layout, **options):
+        given.update(options)
+        return open_copier(layout, **options)
+
+    monkeypatch.setattr("lmcache_async.engine.builder.open_copier", note)
+
+    async with Rig().open(**{"gpu.staging_bytes": "1MiB", "gpu.load_priority": "high"}):
+        pass
+
+    assert given == {"threads": 2, "staging_bytes": 1 << 20, "store_priority": 0, "load_priority": -1}

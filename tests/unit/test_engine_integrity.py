@@ -15,7 +15,8 @@ import xxhash
 
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory import proof, record
-from lmcache_async.memory.record import RecordFormat, read_header, seal
+from lmcache_async.memory.header import read_header
+from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.types import Chunk

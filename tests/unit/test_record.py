@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import hypothesis.strategies as st
 import msgpack
@@ -12,8 +13,11 @@ import xxhash
 from hypothesis import given
 
 from lmcache_async.errors import ChunkCorruptError
-from lmcache_async.memory import record
-from lmcache_async.memory.record import PAGE, RecordFormat, peek_sizes, read_header, seal, verify
+from lmcache_async.memory import header as header_module
+from lmcache_async.memory import record as record_module
+from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.header import peek_sizes, read_header
+from lmcache_async.memory.record import RecordFormat, is_sealed, seal, verify
 from lmcache_async.types import Chunk, ChunkKey
 
 CAUSES = {"magic", "version", "length", "header", "key", "namespace", "tokens", "layout", "checksum"}
@@ -44,6 +48,7 @@ def sealed(
 
 def cause_of(data: bytes | bytearray, **changes: object) -> str:
     wanted = {"format": FORMAT, "chunk": CHUNK, "request_namespace": "r"} | changes
+    assert not is_sealed(memoryview(data), shape=(2, 16), **wanted)  # type: ignore[arg-type]
     with pytest.raises(ChunkCorruptError) as caught:
         verify(memoryview(data), **wanted)  # type: ignore[arg-type]
     assert caught.value.cause in CAUSES
@@ -61,6 +66,9 @@ def test_what_was_sealed_is_verified_and_read_back(
     data = sealed(format, chunk, request, payload)
     header = verify(memoryview(data), format=format, chunk=chunk, request_namespace=request)
 
+    wanted: dict[str, Any] = {"format": format, "chunk": chunk, "request_namespace": request}
+    assert is_sealed(memoryview(data), shape=(2, 16), **wanted)
+    assert not is_sealed(memoryview(data), shape=(2, 17), **wanted)
     assert np.array_equal(header.tokens, tokens)
     assert (header.namespace, header.layout, header.dtype) == (namespace, format.layout, "float16")
     assert header.shape == (2, 16)
@@ -87,7 +95,7 @@ def test_any_changed_byte_of_the_fields_is_caught_by_the_header_alone(position: 
 
 def test_nothing_of_the_slabs_last_user_stays_in_the_header() -> None:
     data = sealed()
-    fields_end = record._PREFIX.size + int.from_bytes(data[14:18], "little")
+    fields_end = header_module.PREFIX.size + int.from_bytes(data[14:18], "little")
 
     assert not any(data[fields_end : FORMAT.header_bytes])
 
@@ -133,10 +141,12 @@ def test_forged_fields_under_a_right_checksum_are_corrupt_and_nothing_else(field
     packed_bytes = len(fields) if size > PAGE else size
     data = bytearray(2 * PAGE)
     with memoryview(data)[:PAGE] as header:
-        record._PREFIX.pack_into(header, 0, b"LMCASYNC", record.VERSION, PAGE, packed_bytes, PAGE, bytes(8))
-        fields = fields[: PAGE - record._PREFIX.size]
-        header[record._PREFIX.size : record._PREFIX.size + len(fields)] = fields
-        header[record._CHECKSUM] = record._header_checksum(header)
+        header_module.PREFIX.pack_into(
+            header, 0, b"LMCASYNC", header_module.VERSION, PAGE, packed_bytes, PAGE, bytes(8)
+        )
+        fields = fields[: PAGE - header_module.PREFIX.size]
+        header[header_module.PREFIX.size : header_module.PREFIX.size + len(fields)] = fields
+        header[header_module.CHECKSUM] = header_module.header_checksum(header)
 
     cause_of(data)
 
@@ -162,11 +172,11 @@ def test_a_forged_field_is_named(name: str, value: object) -> None:
     data = sealed()
     with memoryview(data)[: FORMAT.header_bytes] as header:
         size = int.from_bytes(header[14:18], "little")
-        fields = msgpack.unpackb(header[record._PREFIX.size : record._PREFIX.size + size])
+        fields = msgpack.unpackb(header[header_module.PREFIX.size : header_module.PREFIX.size + size])
         packed = msgpack.packb({**fields, name: value})
-        header[record._PREFIX.size : record._PREFIX.size + len(packed)] = packed
+        header[header_module.PREFIX.size : header_module.PREFIX.size + len(packed)] = packed
         header[14:18] = len(packed).to_bytes(4, "little")
-        header[record._CHECKSUM] = record._header_checksum(header)
+        header[header_module.CHECKSUM] = header_module.header_checksum(header)
 
     if name == "more" and isinstance(value, list):
         verify(
@@ -184,7 +194,7 @@ def test_a_forged_field_is_named(name: str, value: object) -> None:
         (10, 4, 2**32 - PAGE),
         (14, 4, 2**32 - 1),  # msgpack bytes
         (18, 8, 2**64 - 1),  # payload bytes
-        (18, 8, record.MAX_PAYLOAD_BYTES + 1),
+        (18, 8, header_module.MAX_PAYLOAD_BYTES + 1),
     ],
 )
 def test_a_size_out_of_bounds_is_refused_before_it_is_used(offset: int, size: int, value: int) -> None:
@@ -236,7 +246,9 @@ def test_long_texts_that_differ_never_pass_for_each_other(ending: str, length: i
 
     verify(memoryview(data), format=FORMAT, chunk=CHUNK, request_namespace=text)
     assert cause_of(data, request_namespace=text + ending + "x") == "namespace"
-    assert cause_of(data, request_namespace=record._bounded(text) + "x" * (length <= 512)) == "namespace"
+    assert (
+        cause_of(data, request_namespace=record_module._bounded(text) + "x" * (length <= 512)) == "namespace"
+    )
 
 
 def test_a_chunk_that_does_not_fit_the_format_is_refused() -> None:

@@ -59,7 +59,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 
 def test_memory_that_the_system_refuses_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"cpu.max_bytes"):
+    with pytest.raises(ConfigError, match=r"arena.max_bytes"):
         Arena(1 << 60, 1 << 50)
 
 

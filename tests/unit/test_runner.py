@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -251,3 +252,26 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_the_resident_one
     assert lengths[0] <= max(size, min(resident, most))
     if resident > size:
         assert lengths[0] == min(resident, most)
+
+
+@pytest.mark.parametrize(
+    ("count", "resident", "size", "lengths"),
+    [
+        (16, 0, 3, [3, 3, 3, 3, 2, 1, 1]),
+        (40, 0, 16, [16, 12, 6, 3, 2, 1]),
+        (40, 2, 16, [16, 12, 6, 3, 2, 1]),
+        (50, 30, 16, [30, 10, 5, 3, 2]),
+        (50, 50, 16, [50]),
+        (3, 0, 16, [2, 1]),
+        (3, 3, 16, [3]),
+    ],
+)
+def test_the_last_batches_of_what_is_read_are_ever_smaller(count, resident, size, lengths):
+    request = request_of(count)
+    planned = PlannedBatch(
+        request=request, chunks=request.chunks, rows=request.rows, tiers=(0,) * count, resident=resident
+    )
+
+    cuts = planned.cuts(size, 64)
+
+    assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths

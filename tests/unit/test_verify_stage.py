@@ -6,9 +6,12 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lmcache_async.hashing import ChunkHasher
-from lmcache_async.memory.record import RecordFormat, read_header, seal
+from lmcache_async.memory.header import read_header
+from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing.rig import Rig
 from tests.made import Made
 
@@ -72,3 +75,25 @@ async def test_a_record_of_another_shape_is_a_miss() -> None:
         assert await hits(rig, engine) == 8
         assert engine.statistics().counts["dict.corrupt.layout"] == 1
         assert set(made.records) == {first.key}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("position", range(6))
+async def test_a_prefix_ends_at_the_first_corrupt_record_whichever_thread_finds_it(
+    monkeypatch: pytest.MonkeyPatch, threads: int, position: int
+) -> None:
+    monkeypatch.setattr(verify_stage, "SHARE_BYTES", 1)  # as of records of many megabytes
+    rig, made, tokens = Rig(), Made(), list(range(100, 148))
+    settings = {"retrieve.batch_bytes": 6 * rig.slab_bytes, "copy_threads": threads}
+    async with rig.open(registry=made.registry, tiers=["dict"], **settings) as engine:
+        rig.write(range(48), rig.content(tokens))
+        await engine.store(tokens, range(48))
+        assert await engine.flush(timeout_s=5)
+        for chunk in ChunkHasher(rig.namespace.root(), chunk_size=8).extend(tokens)[position::2]:
+            made.records[chunk.key] = made.records[chunk.key][:-1] + b"?"
+        rig.wipe()
+
+        mask = await engine.retrieve(tokens, range(48))
+
+        assert mask.sum() == position * 8
+        assert torch.equal(rig.read(range(position * 8)), rig.content(tokens)[:, :, : position * 8])

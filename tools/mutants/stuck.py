@@ -150,6 +150,13 @@ WAITS = (
         TEST_CANCEL,
     ),
     Mutation(
+        "a cancelled call in a thread is abandoned",
+        "lmcache_async/memory/threads.py",
+        "    while not work.done():\n",
+        "    while False:\n",
+        ("tests/unit/test_thread_waits.py",),
+    ),
+    Mutation(
         "the prefix is not cut where a chunk vanished",
         STACK,
         "count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation
 
 RECORD = "lmcache_async/memory/record.py"
+HEADER = "lmcache_async/memory/header.py"
 DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
@@ -54,8 +55,8 @@ RECORDS = (
     ),
     Mutation(
         "the header's checksum is not compared",
-        RECORD,
-        "if _header_checksum(header) != checksum:",
+        HEADER,
+        "if header_checksum(header) != checksum:",
         "if False:",
         TEST_RECORD,
     ),
@@ -103,7 +104,7 @@ RECORDS = (
         TEST_RECORD,
     ),
     Mutation(
-        "versions are not compared", RECORD, "if version & ~ENCRYPTED != VERSION:", "if False:", TEST_RECORD
+        "versions are not compared", HEADER, "if version & ~ENCRYPTED != VERSION:", "if False:", TEST_RECORD
     ),
     Mutation(
         "shapes are not compared",
@@ -128,10 +129,31 @@ RECORDS = (
     ),
     Mutation(
         "a payload size from outside is not bounded",
-        RECORD,
+        HEADER,
         "if payload_bytes > MAX_PAYLOAD_BYTES:",
         "if False:",
         TEST_RECORD,
+    ),
+    Mutation(
+        "a record is taken for what was sealed without a look at its payload",
+        RECORD,
+        "return not payload or xxhash.xxh3_128_digest(view[header_bytes:]) == checksum",
+        "return True",
+        TEST_RECORD,
+    ),
+    Mutation(
+        "a record is taken for what was sealed without a look at its fields",
+        RECORD,
+        "!= start + packed[:-_CHECKSUM_BYTES]:",
+        '== b"":',
+        TEST_RECORD,
+    ),
+    Mutation(
+        "the copy's checksums are used behind a stage that changes payloads",
+        "stages/device_to_host.py",
+        '("device_to_host", "seal") in pairwise(config.store.stages)',
+        "bool(pairwise(config.store.stages))",
+        ("tests/unit/test_seal_stage.py",),
     ),
 )
 
@@ -172,7 +194,7 @@ DISK = (
     Mutation(
         "the start does not list what is there",
         DIRECTORY,
-        "return list(self._scan())",
+        "return list(self.scan())",
         "return []",
         TEST_CRASH,
     ),

@@ -11,6 +11,7 @@ from lmcache_async.integration.vllm.config import (
     engine_config,
     layerwise_tokens,
     namespace_of,
+    roles_of,
     steps_overlap,
 )
 from lmcache_async.integration.vllm.wire import socket_path
@@ -31,7 +32,7 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         ConfigError: A key or value is wrong.
     """
     from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.scheduler import Roles, SchedulerHalf
+    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
 
     transfer = vllm_config.kv_transfer_config
     block_size = block_size_of(kv_cache_config)
@@ -45,7 +46,7 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         hash_key=config.read_hash_key(),
         adapter_algorithm=config.hash_algorithm,
     )
-    roles = Roles(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
+    roles = roles_of(transfer, config)
     return SchedulerHalf(
         config,
         block_size=block_size,
@@ -69,7 +70,9 @@ def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
     config = engine_config(vllm_config, block_size)
     rank = vllm_config.parallel_config.rank
     socket = socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank)
-    return WorkerHalf(config, rank=rank, block_size=block_size, socket=socket)
+    events = vllm_config.kv_events_config
+    kv_events = events is not None and events.enable_kv_cache_events
+    return WorkerHalf(config, rank=rank, block_size=block_size, socket=socket, kv_events=kv_events)
 
 
 def open_worker_half(

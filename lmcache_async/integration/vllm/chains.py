@@ -6,6 +6,7 @@ after what it counts. So the scheduler's thread reads up to it without a lock, a
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -99,8 +100,33 @@ class RequestChain:
         texts = dict(self.texts)  # a copy: the client's thread may be adding
         return {chunk - first: text for chunk, text in texts.items() if first <= chunk < stop}
 
+    @property
+    def told_as(self) -> str | None:
+        """What KV events call the adapter; None where its tokens alone do not say what a chunk is."""
+        if self.cache_salt or self.tags or self.extras:
+            return None
+        return self.adapter.name if self.adapter is not None else ""
+
     def packed_tokens(self, start: int, stop: int) -> bytes:
         return self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
+
+    def keys_at(self, num_tokens: int, chunk_size: int) -> tuple[bytes, ...]:
+        """For each rank the key of the chunk that ends behind so many tokens; empty if there is none yet."""
+        full, rest = divmod(num_tokens, chunk_size)
+        if not 0 < num_tokens <= self.num_hashed:
+            return ()
+        if not rest:
+            return tuple(self.key(rank, full - 1) for rank in range(len(self.keys)))
+        ends = self.tail is not None and self.tail.start + self.tail.num_tokens == num_tokens
+        return self.tail.keys if self.tail is not None and ends else ()
+
+    def marks(self, num_tokens: int, chunk_size: int) -> tuple[str, str] | None:
+        """What tells another process which namespace this is, and which `num_tokens` tokens: two digests.
+
+        None where no chunk ends there, or as long as it is not hashed.
+        """
+        keys = self.keys_at(num_tokens, chunk_size)
+        return (_digest(self._roots), _digest(keys)) if keys else None
 
     # From here on: the lookup client's thread only.
 
@@ -195,3 +221,8 @@ class RequestChain:
             return None
         longest = candidates[0][0]
         return Tail(longest.start, len(longest.tokens), tuple(c[0].key for c in candidates), longest.extra)
+
+
+def _digest(keys: Sequence[bytes]) -> str:
+    """Tells nothing of the keys to who does not have them."""
+    return hashlib.sha256(b"lmcache-async/handover/1:" + b"".join(keys)).hexdigest()[:32]

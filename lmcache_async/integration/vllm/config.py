@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.hashing import FingerprintMode, Namespace, canonical_text, weights_fingerprint
 from lmcache_async.integration.vllm.adapters import local_path
+from lmcache_async.integration.vllm.requests import Roles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -94,6 +95,16 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
         )
     on = wanted == "always" or (wanted == "auto" and vllm_config.device_config.device_type == "cpu")
     return config.vllm.layerwise_max_tokens if on and not overlapping else 0
+
+
+def roles_of(transfer: Any, config: EngineConfig) -> Roles:
+    """What this vLLM does, by its `kv_transfer_config`."""
+    consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
+    return Roles(
+        loads=consumes or config.vllm.producer_loads,
+        stores=produces or config.vllm.consumer_stores,
+        hands_over=not consumes,
+    )
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:

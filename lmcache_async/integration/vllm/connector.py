@@ -14,20 +14,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_async.integration.vllm.build import build_scheduler_half, build_worker_half, open_worker_half
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.hits import hit_sources
+from lmcache_async.integration.vllm.kv_events import kv_events
 from lmcache_async.integration.vllm.metadata import StepMetadata
+from lmcache_async.integration.vllm.stats import PARTS, LMCacheAsyncStats, part_of
+from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from vllm.distributed.kv_events import KVCacheEvent
 
     from lmcache_async.integration.vllm.metadata import WorkerReport
     from lmcache_async.integration.vllm.scheduler import SchedulerHalf
     from lmcache_async.integration.vllm.worker import WorkerHalf
+    from lmcache_async.observability.families import Family
 
 T = TypeVar("T")
 
@@ -48,6 +53,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         elif role == KVConnectorRole.SCHEDULER:
             _recompute_failed_loads(vllm_config.kv_transfer_config)
             self._scheduler = build_scheduler_half(vllm_config, kv_cache_config)
+            if self._scheduler.roles.loads:
+                _defer_frees(vllm_config.kv_transfer_config)
         else:
             self._worker = build_worker_half(vllm_config, kv_cache_config)
 
@@ -86,9 +93,11 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         if (half := self._scheduler) is None:
-            return super().get_external_cache_hit_sources(request, num_external_tokens)
+            return hit_sources({}, num_external_tokens, {})
         nothing: dict[CacheHitSource, int] = {}
-        return self._guard(lambda: hit_sources(half.hit_tiers(request), num_external_tokens), nothing)
+        return self._guard(
+            lambda: hit_sources(half.hit_tiers(request), num_external_tokens, half.tier_kinds), nothing
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if (half := self._scheduler) is None:
@@ -107,9 +116,17 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids  # the block table is read where there is something left to store
+        promise = None
         if (half := self._scheduler) is not None:
-            self._guard(lambda: half.finished(request), None)
-        return False, None  # the blocks that are still read are held by references of our own
+            promise = self._guard(lambda: half.finished(request), None)
+        # Blocks that are still read are held by references of our own, so vLLM may free its own.
+        return False, promise.params() if promise is not None else None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        nothing: list[KVCacheEvent] = []
+        if (half := self._scheduler) is None:
+            return nothing
+        return self._guard(lambda: kv_events(half.take_notices(), half.tier_kinds), nothing)
 
     def has_pending_push_work(self) -> bool:
         half = self._scheduler
@@ -153,6 +170,15 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if (half := self._worker) is not None:
             self._guard_step(half, half.start_stores)
 
+    def clear_connector_metadata(self) -> None:
+        """The end of a step. What is to be stored is under way by now, unless there was no forward.
+
+        vLLM 0.30 calls wait_for_save with a forward alone.
+        """
+        if (half := self._worker) is not None:
+            self._guard_step(half, half.start_stores)
+        super().clear_connector_metadata()
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         del finished_req_ids
         if (half := self._worker) is None:
@@ -168,6 +194,33 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return None if half is None else half.take_report()
 
     # Both sides.
+
+    def get_kv_connector_stats(self) -> LMCacheAsyncStats | None:
+        half: SchedulerHalf | WorkerHalf | None = self._scheduler or self._worker
+        if half is None:
+            return None
+        nothing: list[Family] = []
+        families = self._guard(half.take_stats, nothing)
+        if not families:
+            return None
+        source = f"rank {self._worker.rank}" if self._worker is not None else "scheduler"
+        return LMCacheAsyncStats({PARTS: [part_of(source, families)]})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheAsyncStats:
+        return LMCacheAsyncStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        from lmcache_async.integration.vllm.prom import LMCacheAsyncPromMetrics
+
+        return LMCacheAsyncPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
@@ -209,3 +262,14 @@ def _recompute_failed_loads(kv_transfer_config: Any) -> None:
         logger.log(
             logging.INFO, "policy", "kv_load_failure_policy is set to recompute: a failed load is a miss"
         )
+
+
+def _defer_frees(kv_transfer_config: Any) -> None:
+    """A producer of ours loads too: blocks of a step that still runs must not be given to a load.
+
+    The scheduler frees them later only for what consumes, and reads the role after it has made the
+    connector.
+    """
+    if not kv_transfer_config.is_kv_consumer:
+        kv_transfer_config.kv_role = "kv_both"
+        logger.log(logging.INFO, "role", "a kv_producer loads too, so vLLM is told that it is kv_both")

@@ -11,10 +11,11 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.rates import CostLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lmcache_async.integration.vllm.lookups import Answer, Lookup
     from lmcache_async.integration.vllm.wire import Costs
+    from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
 """So much sooner, as a part, computing must be: it takes the device from others, loading does not."""
@@ -79,6 +80,23 @@ class Hit:
     asked_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided.
+
+    Attributes:
+        tokens: Leading tokens that are worth loading.
+        why: In words.
+    """
+
+    decided: Decided
+    tokens: int
+    why: str
+
+
+NOTHING = "no tier has more of it than vLLM itself"
+
+
 class LoadDecider:
     """Decides for each hit how much of it is loaded, and counts: load, recompute or partial.
 
@@ -101,15 +119,25 @@ class LoadDecider:
         if lookup.worth is None or lookup.worth[0] != local_tokens:
             tokens = answer.hit_tokens(self._chunk_size)
             hit = Hit(answer.costs, tokens, local_tokens, request.num_tokens)
-            lookup.worth = local_tokens, self.decide(request.request_id, hit)
+            promised = lookup.believed
+            lookup.verdict = self.verdict(request.request_id, hit, promised=promised)
+            lookup.worth = local_tokens, lookup.verdict.tokens
         return lookup.worth[1]
 
-    def decide(self, request_id: str, hit: Hit) -> int:
-        """All of the hit's tokens, only those that vLLM has itself, or up to where a tier's run ends."""
+    def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> int:
+        """All of the hit's tokens, only those that vLLM has itself, or up to where a tier's run ends.
+
+        Args:
+            promised: Another vLLM has computed it for this one, which is there to decode: it is loaded.
+        """
+        return self.verdict(request_id, hit, promised=promised).tokens
+
+    def verdict(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
+        """The same, and why."""
         if hit.tokens <= hit.local_tokens:
-            return hit.tokens
-        chosen, times = hit.tokens, {hit.tokens: 0.0}
-        if not self._always and self.prefill.known:
+            return Verdict("local" if hit.tokens else "miss", hit.tokens, NOTHING)
+        chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._unasked(promised)
+        if not (self._always or promised) and self.prefill.known:
             times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}
             best = min(times, key=lambda tokens: (times[tokens], -tokens))
             if times[best] < (1 - MIN_GAIN) * times[hit.tokens]:
@@ -120,7 +148,15 @@ class LoadDecider:
         self.counts[decided] += 1
         if decided != "load":
             self._explain(decided, request_id, hit, chosen, times)
-        return chosen
+        return Verdict(decided, chosen, why or _in_words(decided, hit, chosen, times))
+
+    def _unasked(self, promised: bool) -> str:
+        """Why no times were compared; "" where they were."""
+        if promised:
+            return "another vLLM has computed it for this one"
+        if self._always:
+            return "vllm.load_policy is always"
+        return "" if self.prefill.known else "how fast the model computes is not known yet"
 
     def _candidates(self, hit: Hit) -> list[int]:
         ends = [chunks * self._chunk_size for chunks, _ in hit.costs]
@@ -148,6 +184,17 @@ class LoadDecider:
             times[chosen],
             times[hit.tokens],
         )
+
+
+def _in_words(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:
+    """What was compared."""
+    all_of_it, none = times[hit.tokens], times[hit.local_tokens]
+    first = f"{times[chosen]:.3f} s to the first token"
+    if decided == "load":
+        return f"{first}, {none:.3f} s without loading"
+    if decided == "recompute":
+        return f"{first}, {all_of_it:.3f} s with all {hit.tokens - hit.local_tokens} tokens loaded"
+    return f"{first}, {all_of_it:.3f} s with all of the hit loaded, {none:.3f} s with nothing"
 
 
 def seconds_up_to(costs: Costs, chunks: float) -> float:

@@ -63,6 +63,7 @@ class Loads:
     Args:
         blocks_of: Gives a request's block ids, from its first token on.
         evict: Takes blocks out of vLLM's prefix cache.
+        on_ended: Told of each load that has ended, by its request, and whether it failed.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class Loads:
         block_size: int,
         blocks_of: Callable[[str], Sequence[int]],
         evict: Callable[[set[int]], None],
+        on_ended: Callable[[str, bool], None] = lambda name, failed: None,
     ) -> None:
         self._client = client
         self._chunk_size = chunk_size
         self._block_size = block_size
         self._blocks_of = blocks_of
         self._evict = evict
+        self._on_ended = on_ended
         self._new: list[Job] = []
         self._active: dict[str, ActiveLoad] = {}
         self._layerwise: dict[str, int] = {}  # the first token that vLLM did not have, by request
@@ -112,6 +115,7 @@ class Loads:
         if load.lookup is not None:
             self._client.release(load.lookup)
         self._layerwise.pop(request_id, None)
+        self._on_ended(request_id, load.state.load_failed)
 
     def step_ended(self) -> None:
         """The step's failures have been noted: what else it was to load is there."""
@@ -183,6 +187,8 @@ def load_job(
         texts=tuple(texts.items()),
         block_ids=pack_blocks(rows),
         layerwise=layerwise,
+        parents=chain.packed_keys(first - 1, first) if first else (),
+        told_as=chain.told_as,
     )
 
 

@@ -19,7 +19,7 @@ from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.adapters import AdapterNames
 from lmcache_async.integration.vllm.link import Link
 from lmcache_async.integration.vllm.lookups import MISS, Lookup
-from lmcache_async.integration.vllm.query import query
+from lmcache_async.integration.vllm.waiting import WaitCounts, Waiting
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lmcache_async.integration.vllm.chains import RequestChain
+    from lmcache_async.integration.vllm.handover import Promise
     from lmcache_async.integration.vllm.wire import Identity, Message
     from lmcache_async.types import Chunk
 
@@ -66,6 +67,7 @@ class LookupClient:
         self._timeout_s = lookup_timeout_s
         self._clock = clock
         self._links = [Link(rank, path, self._links_changed) for rank, path in enumerate(paths)]
+        self._waiting = Waiting(self._links, timeout_s=lookup_timeout_s, clock=clock)
         self._adapters = AdapterNames(adapter_algorithm)
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
@@ -99,11 +101,29 @@ class LookupClient:
         """Whether a lookup has any sense: connected, and no reset under way."""
         return self._connected and self._cleared == self.epoch
 
-    def ask(self, chain: RequestChain, num_tokens: int, preemptions: int) -> Lookup:
-        """Hash `num_tokens` of the request and look them up; the answer appears in the result."""
+    @property
+    def waits(self) -> WaitCounts:
+        """What became of promises, so far."""
+        return self._waiting.counts
+
+    def ask(
+        self,
+        chain: RequestChain,
+        num_tokens: int,
+        preemptions: int,
+        promise: Promise | None = None,
+        wait_s: float = 0.0,
+    ) -> Lookup:
+        """Hash `num_tokens` of the request and look them up; the answer appears in the result.
+
+        Args:
+            promise: What a producer has said of it.
+            wait_s: Longest wait until that is there.
+        """
         self._next_lookup += 1
         name = f"{chain.request_id:.64}#{self._next_lookup}"  # who sends a request chooses its id
-        lookup = Lookup(name, num_tokens, self.epoch, self._clock(), preemptions)
+        now, epoch = self._clock(), self.epoch
+        lookup = Lookup(name, num_tokens, epoch, now, preemptions, promise=promise, wait_s=wait_s)
         if not self.ready:
             lookup.answer = MISS
             self.hash(chain, num_tokens)
@@ -192,8 +212,7 @@ class LookupClient:
     async def _answer(self, chain: RequestChain, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> None:
         answer = MISS
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await query(self._links, chain, lookup, ends)
+            answer = await self._waiting.answer(chain, lookup, ends)
         except TimeoutError:
             logger.report("timeout", "a lookup had no answer in %.3f s; it is a miss", self._timeout_s)
             lookup.abandoned = True

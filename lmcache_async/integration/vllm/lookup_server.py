@@ -65,6 +65,7 @@ class LookupServer:
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running: Counter[str] = Counter()  # lookups that may still pin
+        self._closing = False
         self._unwanted: set[str] = set()  # of these, those whose pins nobody wants any more
 
     async def start(self, *, wait_s: float = 5.0) -> None:
@@ -97,6 +98,7 @@ class LookupServer:
         self._path.unlink(
             missing_ok=True
         )  # first: once we do not listen any more, the next one may take the place
+        self._closing = True
         self._server.close()
         self._say_goodbye()
         connections = list(self._connections)  # each is a task of ours, so that it can be cancelled
@@ -106,6 +108,9 @@ class LookupServer:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing:  # the loop had accepted it, and tells us now
+            writer.close()
+            return
         try:
             check_peer(writer)
             if len(self._connections) >= _MAX_CONNECTIONS:
@@ -116,7 +121,7 @@ class LookupServer:
             return
         task = asyncio.ensure_future(self._converse(reader, writer))
         self._connections[task] = writer
-        task.add_done_callback(self._connections.pop)
+        task.add_done_callback(lambda task: self._connections.pop(task).close())
 
     def _say_goodbye(self) -> None:
         """The other ends need not wonder where we went: workers end before the scheduler does."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lmcache_async.integration.vllm.decide import Verdict
+    from lmcache_async.integration.vllm.handover import Promise
     from lmcache_async.integration.vllm.wire import Costs
 
 
@@ -58,6 +60,11 @@ class Lookup:
         released: The scheduler's thread has given it up.
         timed_out: It was once taken for a miss because its answer was late.
         worth: What was decided: for so many tokens that vLLM has itself, so many are to be loaded up to.
+        verdict: The same, and why.
+        promise: What a producer says will be there.
+        wait_s: How long from `asked_at` on it may be waited for.
+        believed: The promise is of this model and this prompt; written before the answer.
+        answered_at: When the ranks were last asked, where that was later than `asked_at`.
     """
 
     lookup_id: str
@@ -70,3 +77,8 @@ class Lookup:
     released: bool = False
     timed_out: bool = False
     worth: tuple[int, int] | None = None
+    verdict: Verdict | None = None
+    promise: Promise | None = None
+    wait_s: float = 0.0
+    believed: bool = False
+    answered_at: float = 0.0

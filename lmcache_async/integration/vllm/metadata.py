@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey
+from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from lmcache_async.integration.vllm.notices import Notice
 
 SKIP = -1
 """A block that is neither read nor written."""
@@ -40,6 +41,9 @@ class Job:
         texts: Extra text of those chunks that have one, by index in the job.
         block_ids: Block ids, int64; SKIP for a block that is not to be touched.
         layerwise: A load that the forward of the same step waits for, layer by layer.
+        hand_over: A store that another vLLM is told of: what the tiers answer is reported.
+        parents: For each rank the key of the chunk before the first one; empty where that is a prompt's first.
+        told_as: In KV events the adapter's name, empty without one; None if nobody is to be told.
     """
 
     job_id: int
@@ -52,6 +56,13 @@ class Job:
     texts: tuple[tuple[int, str], ...]
     block_ids: bytes
     layerwise: bool = False
+    hand_over: bool = False
+    parents: tuple[bytes, ...] = ()
+    told_as: str | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.keys[0]) // KEY_BYTES if self.keys else 0
 
     def rows(self) -> BlockIds:
         return np.frombuffer(self.block_ids, np.int64)
@@ -72,20 +83,41 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler half to every worker half, once a step."""
+    """From the scheduler half to every worker half, once a step.
+
+    Attributes:
+        plans: Of requests admitted by the step, where somebody may look at them.
+    """
 
     loads: tuple[Job, ...] = ()
     stores: tuple[Job, ...] = ()
+    plans: tuple[RequestPlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker halves to the scheduler half: how many ranks no longer read a store's blocks.
+    """From the worker halves to the scheduler half: what became of stores, by job.
 
     A step's reports of all ranks are added up by vLLM; the scheduler half adds over the steps.
+
+    Attributes:
+        copied: How many ranks no longer read the store's blocks.
+        unshared: Of stores to be handed over that tiers have answered, how many chunks did not come as far
+            as a tier that other processes read.
+        notices: Of the first rank: which tier has got or given up which chunk.
     """
 
     copied: Mapping[int, int]
+    unshared: Mapping[int, int] = field(default_factory=dict)
+    notices: tuple[Notice, ...] = ()
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        return WorkerReport(dict(Counter(self.copied) + Counter(other.copied)))
+        return WorkerReport(
+            _added(self.copied, other.copied),
+            _added(self.unshared, other.unshared),
+            self.notices + other.notices,
+        )
+
+
+def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    return {job: one.get(job, 0) + other.get(job, 0) for job in {**one, **other}}

@@ -68,6 +68,17 @@ async def query(
     )
 
 
+async def ends_there(links: Sequence[Link], lookup_id: str, keys: Sequence[bytes]) -> bool:
+    """Whether every rank has its one of these keys; what is in host memory is pinned.
+
+    Raises:
+        ValueError: A rank's answer makes no sense.
+    """
+    messages = [{"op": "first", "lookup_id": lookup_id, "keys": key} for key in keys]
+    replies = await _ask_all(links, messages)
+    return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
+
+
 async def _first_of_all(
     links: Sequence[Link], lookup_id: str, candidates: Sequence[Sequence[Chunk]]
 ) -> list[Message] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.chains import Adapter, RequestChain
+from lmcache_async.integration.vllm.handover import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +22,16 @@ class RequestOptions:
     """What a request's `kv_transfer_params` say. Keys of others are left alone.
 
     LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are understood beside our own names.
+
+    Attributes:
+        hand_over: Another vLLM is to go on from here: it is told what it will find.
+        promise: What a producer has told of this request.
     """
 
     load: bool = True
     store: bool = True
+    hand_over: bool = False
+    promise: Promise | None = None
     tags: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -39,6 +46,8 @@ class RequestOptions:
         return cls(
             load=not _is_set(params, "skip_load"),
             store=not (_is_set(params, "skip_save") or _is_set(params, "force_skip_save")),
+            hand_over=params.get("do_remote_decode") is True,
+            promise=Promise.of(params),
             tags=tuple(sorted(pairs.items())),
         )
 
@@ -63,6 +72,13 @@ class RequestState:
         next_chunk: The first full chunk that is neither known to be there nor on its way.
         tail_pending: The prompt's partial end is still to be stored.
         adopted: `next_chunk` knows the lookup's answer already.
+        hands_over: Another vLLM is told what is stored of it.
+        first_chunks: The first chunk of each of its stores, if it is handed over.
+        lost_chunk: The first chunk that did not reach a shared tier, as far as is known.
+        keys_until: How long, on the monotonic clock, it waits for its keys; None while it need not.
+        promise: What a producer has told of it.
+        wait_until: How long, on the monotonic clock, that is waited for; None before the first lookup.
+        told: Where its prompt comes from was told to who looks.
     """
 
     request: Any
@@ -78,24 +94,44 @@ class RequestState:
     next_chunk: int = 0
     tail_pending: bool = False
     adopted: bool = False
+    hands_over: bool = False
+    first_chunks: dict[int, int] = field(default_factory=dict)
+    lost_chunk: int | None = None
+    keys_until: float | None = None
+    promise: Promise | None = None
+    wait_until: float | None = None
+    told: bool = False
 
 
-def new_state(request: Any, tail_tokens: int, *, loads: bool, stores: bool) -> RequestState:
-    """At first sight of a request.
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What this vLLM does, by its `kv_role` and the configuration.
 
-    Args:
-        loads: Whether this vLLM loads at all.
-        stores: Whether it stores.
+    Attributes:
+        loads: It loads what is there.
+        stores: It stores what it computes.
+        hands_over: Another vLLM goes on with every request.
     """
+
+    loads: bool = True
+    stores: bool = True
+    hands_over: bool = False
+
+
+def new_state(request: Any, tail_tokens: int, roles: Roles) -> RequestState:
+    """At first sight of a request."""
     options = RequestOptions.of(request.kv_transfer_params)
     fits = _usable(request)
+    may_store = fits and roles.stores and options.store
     return RequestState(
         request=request,
         chain=_chain_of(request, options.tags),
-        may_load=fits and loads and options.load,
-        may_store=fits and stores and options.store,
+        may_load=fits and roles.loads and options.load,
+        may_store=may_store,
         tail_tokens=tail_tokens,
         tail_pending=tail_tokens > 0,
+        hands_over=may_store and (roles.hands_over or options.hand_over),
+        promise=options.promise,
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from lmcache_async.integration.vllm.accounts import Accounts
+from lmcache_async.integration.vllm.asking import Asking
 from lmcache_async.integration.vllm.decide import LoadDecider, PrefillClock
+from lmcache_async.integration.vllm.handover import Handover, Promise
 from lmcache_async.integration.vllm.loads import Loads, LoadSpan, load_job, lost_job
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.notices import MAX_NOTICES
 from lmcache_async.integration.vllm.pins import Pins
-from lmcache_async.integration.vllm.requests import RequestState, new_state
+from lmcache_async.integration.vllm.plans import Plans
+from lmcache_async.integration.vllm.requests import RequestState, Roles, new_state
 from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
 
 if TYPE_CHECKING:
@@ -19,21 +24,9 @@ if TYPE_CHECKING:
 
     from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.lookups import Lookup
     from lmcache_async.integration.vllm.metadata import Job
-
-_MISS_AGE_S = 2.0
-"""After so long a request that was not a full hit asks again: another one may have stored its prefix."""
-
-_MAX_REPEATS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """vLLM's `kv_role`: a producer never loads, a consumer never stores."""
-
-    loads: bool = True
-    stores: bool = True
+    from lmcache_async.integration.vllm.notices import Notice
+    from lmcache_async.observability.families import Family
 
 
 class SchedulerHalf:
@@ -44,8 +37,10 @@ class SchedulerHalf:
         overlapped: vLLM plans a step before the one before it has ended.
 
     Attributes:
-        lookup_timeouts: Requests whose lookup was late, since the start.
+        roles: What it does.
+        asking: Counts lookups that were late.
         decider: Counts what was decided: `load`, `recompute` or `partial`.
+        tier_kinds: The tiers' names by their ids.
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class SchedulerHalf:
     ) -> None:
         self._config = config
         self._block_size = block_size
-        self._roles = roles
+        self.roles = roles
         self._client = client
         self._policy = StorePolicy(
             chunk_size=config.chunk_size,
@@ -79,15 +74,20 @@ class SchedulerHalf:
         self._stores = StorePlanner(self._policy, self._pins, client)
         self._requests: dict[str, RequestState] = {}
         self._layerwise_tokens = layerwise_tokens
-        self._repeats_left = _MAX_REPEATS
+        self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self.asking = Asking(client, config, block_size)
+        self._accounts = Accounts(config.chunk_size)
+        self.tier_kinds = {tier.id: tier.name for tier in config.tiers}
+        self._handover = Handover(self._policy, wait_s=config.store.timeout_s)
+        self._plans = Plans(block_size, config.chunk_size, wanted=config.http.listen is not None)
         self._manager: Any = None
-        self.lookup_timeouts = 0
         self.loads = Loads(
             client,
             chunk_size=config.chunk_size,
             block_size=block_size,
             blocks_of=lambda name: [block.block_id for block in self._blocks_of(name)],
             evict=lambda blocks: self._manager.evict_blocks(blocks),
+            on_ended=lambda name, failed: self._accounts.load_ended(name, self.decider, failed=failed),
         )
 
     def bind_cache_manager(self, manager: Any) -> None:
@@ -99,7 +99,7 @@ class SchedulerHalf:
         """First sight of a request: its lookup begins before it is queued."""
         state = self._state(request)
         if state.may_load and not request.skip_reading_prefix_cache:
-            state.lookup = self._client.ask(state.chain, request.num_tokens, request.num_preemptions)
+            self.asking.ask(state)
         elif state.may_store:
             self._client.hash(state.chain, request.num_tokens)
 
@@ -109,19 +109,17 @@ class SchedulerHalf:
         state.local_tokens = local_tokens
         if self.loads.may_be_empty(local_tokens):
             return None, False  # until their step has ended
+        if self.asking.waits_for_keys(state):
+            return None, False
         if not state.may_load or request.skip_reading_prefix_cache:
             return 0, False
         if local_tokens >= (request.num_tokens - 1) // self._block_size * self._block_size:
             return 0, False  # vLLM has all that it can use; there is nothing to wait for
-        lookup = self._current_lookup(state)
+        lookup = self.asking.current(state)
         if state.load_failed or not self._client.ready:
             return 0, False
         if lookup.answer is None:
-            if self._client.now() - lookup.asked_at < self._config.vllm.lookup_timeout_s:
-                return None, False
-            self.lookup_timeouts += not lookup.timed_out
-            lookup.timed_out = True
-            return 0, False
+            return None if self.asking.may_wait(state, lookup) else 0, False
         hit = self.decider.worth(request, lookup, lookup.answer, local_tokens)
         external = max(0, hit - local_tokens)
         fits = hit < request.num_tokens and external <= self._layerwise_tokens  # a token is left to compute
@@ -132,6 +130,8 @@ class SchedulerHalf:
         """For update_state_after_alloc: the request is admitted, and so many tokens are to be loaded."""
         state = self._state(request)
         lookup = state.lookup
+        self._accounts.admitted(state, external_tokens)
+        self._plans.note(state, external_tokens)
         if external_tokens == 0:
             if lookup is not None and not state.loading:
                 self._client.release(lookup)
@@ -168,13 +168,14 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepMetadata:
         """For build_connector_meta, at the end of every scheduling step."""
-        self._repeats_left = _MAX_REPEATS
+        self.asking.new_step()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.may_store:
                 self._plan_stores(state, num_tokens)
         self.decider.prefill.begin(sum(output.num_scheduled_tokens.values()))
-        return StepMetadata(loads=self.take_loads(), stores=self._stores.take(self._client.now()))
+        stores = self._stores.take(self._client.now())
+        return StepMetadata(loads=self.take_loads(), stores=stores, plans=self._plans.take())
 
     def take_loads(self) -> tuple[Job, ...]:
         """Loads planned since the last step. They must reach the workers whatever else fails."""
@@ -188,14 +189,21 @@ class SchedulerHalf:
             self.loads.ended(request_id)
         self.loads.step_ended()
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self._stores.copied(output.kv_connector_worker_meta.copied)
+            report = output.kv_connector_worker_meta
+            self._stores.copied(report.copied)
+            self._handover.written(report.unshared, self._requests.values)
+            self._notices.extend(report.notices)
         self.decider.prefill.end()
 
-    def finished(self, request: Any) -> None:
-        """For request_finished: its blocks are freed right after this, but for those held by us."""
+    def finished(self, request: Any) -> Promise | None:
+        """For request_finished: its blocks are freed right after this, but for those held by us.
+
+        Returns:
+            What another vLLM, which is to go on with it, will find.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         if state.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
             self.loads.ended(request.request_id)  # it has an answer, so its step found nothing missing
         if state.lookup is not None and not state.loading:
@@ -203,6 +211,7 @@ class SchedulerHalf:
         self._adopt(state)
         computed = min(request.num_computed_tokens, request.num_tokens)
         self._stores.finish(state, computed, lambda: self._blocks_of(request.request_id))
+        return self._handover.promise(state)
 
     def reset(self) -> None:
         """For reset_cache. KV computed before it is not stored any more."""
@@ -228,6 +237,18 @@ class SchedulerHalf:
         lookup = state.lookup if state is not None else None
         return lookup.answer.tiers if lookup is not None and lookup.answer is not None else {}
 
+    def take_notices(self) -> list[Notice]:
+        """For take_events: what tiers have got and given up since the last call."""
+        if not self._notices:
+            return []
+        notices = list(self._notices)
+        self._notices.clear()
+        return notices
+
+    def take_stats(self) -> list[Family]:
+        """For get_kv_connector_stats: what was counted since the last call."""
+        return self._accounts.changed(self.decider, self.asking, self.loads, self._client.waits)
+
     def close(self) -> None:
         self._client.close(self._config.shutdown_timeout_s)
 
@@ -235,35 +256,9 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             tail = self._policy.tail_tokens(request.num_prompt_tokens)
-            state = new_state(request, tail, loads=self._roles.loads, stores=self._roles.stores)
+            state = new_state(request, tail, self.roles)
             self._requests[request.request_id] = state
         return state
-
-    def _current_lookup(self, state: RequestState) -> Lookup:
-        """The last lookup, or a new one where that is spent, outdated or of another incarnation."""
-        lookup, request = state.lookup, state.request
-        if lookup is not None:
-            same = lookup.preemptions == request.num_preemptions
-            if same and (state.load_failed or not (lookup.released or self._to_repeat(lookup))):
-                return lookup
-            self._client.release(lookup)
-        state.load_failed = state.adopted = False
-        state.lookup = self._client.ask(state.chain, request.num_tokens, request.num_preemptions)
-        return state.lookup
-
-    def _to_repeat(self, lookup: Lookup) -> bool:
-        """Whether its answer is too old. A step repeats a few only: a long queue ages all at once."""
-        if lookup.epoch != self._client.epoch:
-            return True
-        if lookup.answer is None or not self._repeats_left:
-            return False
-        age = self._client.now() - lookup.asked_at
-        hit = lookup.answer.hit_tokens(self._policy.chunk_size)
-        complete = hit > lookup.num_tokens - self._block_size
-        if age <= (self._config.vllm.lookup_pin_ttl_s / 2 if complete else _MISS_AGE_S):
-            return False
-        self._repeats_left -= 1
-        return True
 
     def _start_load(self, state: RequestState, job: Job) -> None:
         self._adopt(state)
@@ -282,8 +277,8 @@ class SchedulerHalf:
         if state.adopted or lookup is None or lookup.answer is None or lookup.epoch != self._client.epoch:
             return
         state.adopted = True
-        if state.load_failed:
-            return
+        if state.load_failed or state.hands_over:
+            return  # what is to be handed over is offered to every tier that lacks it
         answer, size = lookup.answer, self._policy.chunk_size
         chunks = answer.chunks if lookup.worth is None else min(answer.chunks, lookup.worth[1] // size)
         state.next_chunk = max(state.next_chunk, chunks)

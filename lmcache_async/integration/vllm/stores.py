@@ -53,6 +53,7 @@ class Planned:
     is_tail: bool
     block_ids: bytes
     deadline: float
+    hand_over: bool
 
     def needs(self, policy: StorePolicy) -> int:
         """Tokens that must be hashed."""
@@ -191,8 +192,12 @@ class StorePlanner:
         self._pins.hold(job_id, held)
         deadline = self._client.now() + _HASH_WAIT_S
         ids = pack_blocks([block.block_id for block in held])
-        planned = Planned(job_id, state.chain, self._client.epoch, first, stop, is_tail, ids, deadline)
-        self._planned.append(planned)
+        epoch, hand_over = self._client.epoch, state.hands_over
+        self._planned.append(
+            Planned(job_id, state.chain, epoch, first, stop, is_tail, ids, deadline, hand_over)
+        )
+        if hand_over:
+            state.first_chunks[job_id] = first
         self.counts.planned_chunks += stop - first
         if not is_tail and state.chain.num_hashed >= stop * self._policy.chunk_size:
             self._remember(job_id, tuple(state.chain.key(0, chunk) for chunk in range(first, stop)))
@@ -217,6 +222,11 @@ class StorePlanner:
             keys=keys,
             texts=tuple(texts.items()),
             block_ids=planned.block_ids,
+            hand_over=planned.hand_over,
+            parents=chain.packed_keys(planned.first - 1, planned.first)
+            if start and not planned.is_tail
+            else (),
+            told_as=None if planned.is_tail else chain.told_as,
         )
 
     def _remember(self, job_id: int, keys: tuple[bytes, ...]) -> None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from lmcache_async.device.copier import Copier, Fence
     from lmcache_async.device.progress import LoadProgress
     from lmcache_async.integration.vllm.metadata import Job
-    from lmcache_async.types import RetrieveReport, StoreReport
+    from lmcache_async.integration.vllm.notices import Notices
+    from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -36,6 +37,8 @@ class Engine(Protocol):
 
     async def clear(self, *, memory_only: bool = False) -> int: ...
 
+    def planned(self, plan: RequestPlan) -> None: ...
+
 
 class Loop(Protocol):
     """What runs coroutines for another thread."""
@@ -49,16 +52,27 @@ class Transfers:
     `load`, `store` and the `take_*` methods are the model thread's and wait for nothing.
     """
 
-    def __init__(self, engine: Engine, loop: Loop, *, rank: int, chunk_size: int, block_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loop: Loop,
+        *,
+        rank: int,
+        chunk_size: int,
+        block_size: int,
+        notices: Notices | None = None,
+    ) -> None:
         self._engine = engine
         self._loop = loop
         self._rank = rank
+        self._notices = notices
         self._sizes = (chunk_size, block_size)
         self._epoch = 0
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._copied: dict[int, int] = {}
+        self._unshared: dict[int, int] = {}
         self._awaited: set[int] = set()  # layer-wise loads whose end is not known
 
     def load(self, jobs: Sequence[Job], progress: Mapping[int, LoadProgress] | None = None) -> None:
@@ -87,6 +101,15 @@ class Transfers:
         except Exception as error:  # a border: these stores are dropped
             logger.log(logging.ERROR, repr(error), "stores could not be started: %r", error, exc_info=True)
             self.drop_stores(jobs)
+
+    def tell(self, plans: Sequence[RequestPlan]) -> None:
+        """Where requests that were admitted get their prompts from, for who looks at the engine."""
+        if not plans:
+            return
+        try:
+            self._loop.submit(self._tell(plans))
+        except Exception as error:  # a border: what nobody sees harms nobody
+            logger.log(logging.ERROR, repr(error), "plans could not be told: %r", error, exc_info=True)
 
     def lose_loads(self, jobs: Iterable[Job]) -> None:
         """Report loads that were not started as ended with every block failed."""
@@ -123,10 +146,20 @@ class Transfers:
             copied, self._copied = self._copied, {}
         return copied
 
+    def take_unshared(self) -> dict[int, int]:
+        """Stores to be handed over that tiers have answered, with how many chunks no shared tier has taken."""
+        with self._lock:
+            unshared, self._unshared = self._unshared, {}
+        return unshared
+
     async def clear(self, epoch: int, memory_only: bool) -> int:
         """Forget what is cached; stores planned before `epoch` that come later are dropped."""
         self._epoch = max(self._epoch, epoch)
         return await self._engine.clear(memory_only=memory_only)
+
+    async def _tell(self, plans: Sequence[RequestPlan]) -> None:
+        for plan in plans:
+            self._engine.planned(plan)
 
     async def _load_all(
         self, jobs: Sequence[Job], fence: Fence | None, progress: Mapping[int, LoadProgress]
@@ -145,7 +178,7 @@ class Transfers:
         try:
             if not job.keys:
                 return
-            parts = list(job.chunks(self._rank, *self._sizes))
+            parts = self._parts(job)
             report = await self._engine.retrieve_chunks(
                 RetrieveRequest(
                     request_id=job.request_id,
@@ -169,11 +202,12 @@ class Transfers:
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
         copied = _Once(lambda: self._copy_ended(job))
+        unshared: int | None = job.num_chunks
         try:
             if job.epoch < self._epoch:
                 return
-            parts = list(job.chunks(self._rank, *self._sizes))
-            await self._engine.store_chunks(
+            parts = self._parts(job)
+            report = await self._engine.store_chunks(
                 StoreRequest(
                     request_id=job.request_id,
                     chunks=tuple(chunk for chunk, _ in parts),
@@ -183,12 +217,24 @@ class Transfers:
                     on_copied=copied,
                 )
             )
+            unshared = len(parts) - report.present - report.shared
+            if not unshared and not report.shared:
+                unshared = None  # written before; that tells nothing of how the tiers are now
         except Exception as error:  # a border: the store is dropped
             logger.log(
                 logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True
             )
         finally:
             copied()
+            if job.hand_over and unshared is not None:
+                with self._lock:
+                    self._unshared[job.job_id] = unshared
+
+    def _parts(self, job: Job) -> list[tuple[Chunk, BlockIds]]:
+        parts = list(job.chunks(self._rank, *self._sizes))
+        if self._notices is not None:
+            self._notices.know(job, [chunk for chunk, _ in parts], self._rank)
+        return parts
 
     def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
         with self._lock:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import hash_key_id
+from lmcache_async.integration.vllm.feed import StatsFeed
 from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.notices import Notices
 from lmcache_async.integration.vllm.transfers import Transfers
 from lmcache_async.integration.vllm.wire import PROTOCOL, Identity
 from lmcache_async.observability.logging import LimitedLogger
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.hashing import Namespace
     from lmcache_async.integration.vllm.metadata import Job
+    from lmcache_async.observability.families import Family
+    from lmcache_async.tiers.layers.notice import Watcher
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
 
 class OpenEngine(Protocol):
     def __call__(
-        self, config: EngineConfig, *, layout: KVLayout, namespace: Namespace
+        self, config: EngineConfig, *, layout: KVLayout, namespace: Namespace, watcher: Watcher | None = None
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
@@ -41,11 +45,13 @@ class WorkerHalf:
 
     Attributes:
         config: The engine's.
+        rank: Of this worker in the engine.
 
     Args:
         rank: Of this worker in the engine; says which keys of a job are its own.
         socket: Where lookups are answered.
         open_engine: Makes the engine.
+        kv_events: VLLM publishes KV events; the first rank tells of its tiers.
     """
 
     def __init__(
@@ -56,9 +62,10 @@ class WorkerHalf:
         block_size: int,
         socket: Path,
         open_engine: OpenEngine = CacheEngine.open,
+        kv_events: bool = False,
     ) -> None:
         self.config = config
-        self._rank = rank
+        self.rank = rank
         self._block_size = block_size
         self._socket = socket
         self._open_engine = open_engine
@@ -67,6 +74,8 @@ class WorkerHalf:
         self._stop = asyncio.Event()
         self._transfers: Transfers | None = None
         self._layerwise: LayerwiseLoads | None = None
+        self._feed: StatsFeed | None = None
+        self._notices = Notices(config.chunk_size) if kv_events and rank == 0 else None
         self._loads_early = False
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
@@ -93,6 +102,7 @@ class WorkerHalf:
     def begin_step(self, metadata: StepMetadata) -> bool:
         """For bind_connector_metadata; True like all parts of a step: it was done."""
         self._loads, self._stores = metadata.loads, metadata.stores
+        self._running.tell(metadata.plans)
         return self.start_loads() if self._loads_early else True
 
     def start_loads(self) -> bool:
@@ -127,8 +137,13 @@ class WorkerHalf:
         return self._running.take_failed_blocks()
 
     def take_report(self) -> WorkerReport | None:
-        copied = self._running.take_copied()
-        return WorkerReport(copied) if copied else None
+        copied, unshared = self._running.take_copied(), self._running.take_unshared()
+        notices = self._notices.take() if self._notices is not None else ()
+        return WorkerReport(copied, unshared, notices) if copied or unshared or notices else None
+
+    def take_stats(self) -> list[Family]:
+        """For get_kv_connector_stats: what is new of the engine's metrics."""
+        return self._feed.take() if self._feed is not None else []
 
     def close(self) -> None:
         """Close the engine and the loop; waits at most the configured time and a little more."""
@@ -160,20 +175,26 @@ class WorkerHalf:
     ) -> None:
         """Hold engine and server open until told to stop, in one task from the first to the last."""
         try:
-            async with self._open_engine(self.config, layout=layout, namespace=namespace) as engine:
+            watched = {} if self._notices is None else {"watcher": self._notices}
+            opening = self._open_engine(self.config, layout=layout, namespace=namespace, **watched)
+            async with opening as engine:
                 transfers = Transfers(
                     engine,
                     self._loop_thread,
-                    rank=self._rank,
+                    rank=self.rank,
                     chunk_size=self.config.chunk_size,
                     block_size=self._block_size,
+                    notices=self._notices,
                 )
                 server = LookupServer(engine, self._identity(namespace), self._socket, clear=transfers.clear)
                 await server.start()
                 try:
+                    self._feed = StatsFeed(engine)
                     opened.set_result(transfers)
                     await self._stop.wait()
                 finally:
+                    if self._feed is not None:
+                        self._feed.close()
                     await server.aclose()
         except BaseException as error:
             if opened.done():

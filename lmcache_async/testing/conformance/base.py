@@ -151,6 +151,11 @@ def chunks_in_arena(tier: Tier) -> int:
     return tier.statistics().chunks if tier.capabilities.in_arena else 0
 
 
+def leases_content(tier: Tier) -> bool:
+    """Whether `get` gives leases of what the tier keeps, and asks `allocate` for nothing."""
+    return tier.capabilities.in_arena or tier.capabilities.own_memory
+
+
 def scribble(arena: Arena) -> None:
     """Write over all memory that is free: whoever still reads there without a lease reads nonsense."""
     statistics = arena.statistics()

@@ -22,12 +22,14 @@ class TierModel:
         maybe: What may be there; nothing else is.
         sure: What must be there, less what the tier counts as evicted.
         damaged: What somebody damaged behind the tier's back: found out, or a miss.
+        late: What a call that was cut off may still put or remove, at any time from then on.
     """
 
     def __init__(self, lengths: Sequence[int], *, reliable: bool) -> None:
         self.maybe: set[int] = set()
         self.sure: set[int] = set()
         self.damaged: set[int] = set()
+        self.late: set[int] = set()
         self._lengths = lengths
         self._reliable = reliable
         self._evictions = 0
@@ -38,7 +40,7 @@ class TierModel:
     def put(self, numbers: Sequence[int], answers: Sequence[TierError | None]) -> None:
         self.maybe.update(numbers)
         for number, answer in zip(numbers, answers, strict=True):
-            if answer is None and self._reliable and number not in self.damaged:
+            if answer is None and self._reliable and number not in self.damaged | self.late:
                 self.sure.add(number)
             else:
                 self.sure.discard(number)
@@ -47,6 +49,12 @@ class TierModel:
         """Calls on these numbers overlap or are cut off; of them `maybe` may be there afterwards."""
         self.sure.difference_update(numbers)
         self.maybe.update(maybe)
+
+    def cut_off(self, numbers: Sequence[int], *, maybe: Iterable[int], late: bool) -> None:
+        """A call that puts or removes these was cut off; `late`: its words may still be on their way."""
+        self.unsure(numbers, maybe=maybe)
+        if late:
+            self.late.update(numbers)
 
     def removed(self, number: int, was_there: bool) -> None:
         if self._reliable:
@@ -112,9 +120,10 @@ class TierModel:
             assert len(lost) <= evicted, f"chunks {lost} are lost, {evicted} were evicted"
             for number in self.maybe - held:
                 self._gone(number)
-            self.sure = held - self.damaged
+            self.sure = held - self.damaged - self.late
 
     def _gone(self, number: int) -> None:
-        self.maybe.discard(number)
+        if number not in self.late:
+            self.maybe.discard(number)
         self.sure.discard(number)
         self.damaged.discard(number)

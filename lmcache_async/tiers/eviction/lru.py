@@ -61,6 +61,8 @@ class LRUPolicy(EvictionPolicy):
                 queue.move_to_end(key)
             elif key in sizes:
                 queue[key] = None
+        if len(keys) < 2:
+            return
         seen: set[ChunkKey] | None = None
         for parent, child in pairwise(keys):
             held = child in sizes
@@ -122,6 +124,23 @@ class LRUPolicy(EvictionPolicy):
         for key in victims:
             self._total -= self._sizes.pop(key)
         return victims
+
+    def oldest(self, evictable: Callable[[ChunkKey], bool]) -> ChunkKey | None:
+        """The chunk to give up first of those that `evictable` allows; it stays held.
+
+        What is not evictable keeps its age, so each call passes over it again.
+        """
+        parked: list[ChunkKey] = []
+        found = None
+        for key in self._queue:
+            if key in self._continuations:
+                parked.append(key)
+            elif evictable(key):
+                found = key
+                break
+        for key in parked:
+            del self._queue[key]
+        return found
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -18,6 +18,7 @@ from lmcache_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierPartUnavailableError,
     TierSuspendedError,
 )
 from lmcache_async.tiers.base import Tier
@@ -95,7 +96,7 @@ class BreakerLayer(AroundLayer):
 
     Lookups, reads and writes are told apart: a disk that is full, or read-only, still reads. A batch is
     one call; it has failed when the share of its chunks that failed reaches `failure_rate`. A miss, a full
-    tier and a corrupt record are answers, no failures. A call that its caller gives up decides nothing,
+    tier and a corrupt record are answers, no failures; a part of the tier that is away is that part's. A call that its caller gives up decides nothing,
     unless it was overdue by then; one that never ends counts from the moment that it is overdue.
     """
 
@@ -192,6 +193,7 @@ class BreakerLayer(AroundLayer):
 
 def _is_failure(error: Exception) -> bool | None:
     """Whether the backend failed; None where the error says nothing of it."""
-    if memory_was_short(error) or isinstance(error, TierClosedError | TierSuspendedError):
+    nothing = TierClosedError | TierSuspendedError | TierPartUnavailableError
+    if memory_was_short(error) or isinstance(error, nothing):
         return None
     return not isinstance(error, TierFullError | ChunkCorruptError)

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, model_validator
 
 from lmcache_async.config.explain import disagree
-from lmcache_async.config.values import OptionalSize, parse_count, parse_name, unless_none
+from lmcache_async.config.values import NameText, OptionalSize, parse_count, parse_name, unless_none
 from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
@@ -45,7 +45,7 @@ class LimitConfig(LayerConfig):
 
     max_calls: Annotated[int | None, BeforeValidator(_parse_optional_count)] = None
     max_bytes: OptionalSize = None
-    share: Annotated[str, BeforeValidator(_parse_share)] = ""
+    share: Annotated[str, BeforeValidator(_parse_share, json_schema_input_type=NameText | Literal[""])] = ""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

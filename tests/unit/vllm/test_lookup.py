@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.engine.results import FirstPresent, LookupResult
@@ -21,6 +24,7 @@ from lmcache_async.integration.vllm.lookup_client import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, socket_path
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.testing.steps import turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -442,3 +446,24 @@ def test_growing_requests_are_hashed_on(ranks: Ranks, until):
     until(lambda: chain.num_hashed == 40)
 
     assert chain.key(1, 4) == ChunkHasher(ranks.roots[1], chunk_size=CHUNK).extend_keys(tokens)[4]
+
+
+@pytest.mark.parametrize("turns_before", range(6))
+def test_a_connection_accepted_while_the_server_closes_is_ended(socket_dir: Path, turns_before: int):
+    async def close_soon_after_a_connection() -> None:
+        path = socket_path(socket_dir, "engine", 0)
+        identity = Identity(PROTOCOL, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
+        engine = KeySet()
+        server = LookupServer(engine, identity, path, clear=engine.clear)
+        await server.start()
+        client = socket.socket(socket.AF_UNIX)
+        client.settimeout(20)
+        client.connect(str(path))
+        await turns(turns_before)
+        await server.aclose()
+        with client, contextlib.suppress(ConnectionResetError):
+            while await asyncio.to_thread(client.recv, 1024):  # it says goodbye
+                pass
+
+    # The engine's loop. asyncio's own, of Python 3.11, forgets what it accepted of a server that is closed.
+    uvloop.run(close_soon_after_a_connection())

@@ -16,9 +16,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.chains import RequestChain
+from lmcache_async.integration.vllm.handover import Promise
 from lmcache_async.integration.vllm.lookups import MISS, Answer, Lookup
 from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.scheduler import Roles, SchedulerHalf
+from lmcache_async.integration.vllm.requests import Roles
+from lmcache_async.integration.vllm.scheduler import SchedulerHalf
 from lmcache_async.integration.vllm.stores import MAX_JOB_CHUNKS
 from lmcache_async.integration.vllm.wire import Identity
 
@@ -40,8 +42,16 @@ class Client:
     def now(self) -> float:
         return self.time
 
-    def ask(self, chain: RequestChain, num_tokens: int, preemptions: int) -> Lookup:
-        lookup = Lookup(f"{len(self.asked)}", num_tokens, self.epoch, self.time, preemptions)
+    def ask(
+        self,
+        chain: RequestChain,
+        num_tokens: int,
+        preemptions: int,
+        promise: Promise | None = None,
+        wait_s: float = 0.0,
+    ) -> Lookup:
+        name = f"{len(self.asked)}"
+        lookup = Lookup(name, num_tokens, self.epoch, self.time, preemptions, promise=promise, wait_s=wait_s)
         if not self.ready:
             lookup.answer = MISS
         self.asked.append(lookup)
@@ -191,7 +201,7 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     bench.client.time = 0.2
 
     assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
-    assert bench.half.lookup_timeouts == 1
+    assert bench.half.asking.timeouts == 1
 
 
 def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():

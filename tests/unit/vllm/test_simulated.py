@@ -331,7 +331,7 @@ def test_a_lookup_that_is_late_is_a_miss_and_never_a_delay(simulators: Simulator
         simulators.settle(sim)
 
     assert sim.outputs["warm"] == expected(tokens, 4)
-    assert scheduler_half(sim).lookup_timeouts + sim.cached_tokens["warm"][1] > 0
+    assert scheduler_half(sim).asking.timeouts + sim.cached_tokens["warm"][1] > 0
     assert_nothing_is_held(sim)
 
 
@@ -362,17 +362,30 @@ def test_after_reset_cache_nothing_is_found_and_then_it_works_again(simulators: 
     assert sim.cached_tokens["warm"] == (0, 288)
 
 
-@pytest.mark.parametrize(("role", "hits"), [("kv_producer", 0), ("kv_consumer", 0), ("kv_both", 288)])
-def test_a_producer_never_loads_and_a_consumer_never_stores(simulators: Simulators, role: str, hits: int):
-    sim = simulators(kv_role=role)
+@pytest.mark.parametrize(
+    ("role", "option", "stores", "loads"),
+    [
+        ("kv_producer", {}, True, True),
+        ("kv_producer", {"vllm.producer_loads": False}, True, False),
+        ("kv_consumer", {}, False, False),
+        ("kv_consumer", {"vllm.consumer_stores": True}, True, True),
+        ("kv_both", {}, True, True),
+    ],
+)
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_what_each_role_stores_and_loads(
+    simulators: Simulators, role: str, option: dict[str, Any], stores: bool, loads: bool, overlapped: bool
+):
+    sim = simulators(option, kv_role=role, overlapped=overlapped)
     tokens = prompt(300)
     for name in ("cold", "warm"):
         sim.add(name, tokens)
         simulators.settle(sim)
 
-    assert sim.cached_tokens["warm"] == (0, hits)
-    stored = engine_of(sim.ranks[0]).statistics().tiers["cpu"].chunks
-    assert (stored > 0) == (role != "kv_consumer")
+    assert sim.cached_tokens["warm"] == (0, 288 if loads else 0)
+    assert bool(engine_of(sim.ranks[0]).statistics().tiers["cpu"].chunks) == stores
+    # By this vLLM decides that a load must not be given blocks that a step still writes.
+    assert sim.config.kv_transfer_config.is_kv_consumer == (loads or role != "kv_producer")
     assert_nothing_is_held(sim)
 
 

@@ -22,6 +22,7 @@ from lmcache_async.integration.vllm import layerwise
 from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata
 from lmcache_async.integration.vllm.wire import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.observability.totals import Totals
 from lmcache_async.types import RetrieveReport, StoreReport
 
 CHUNK, BLOCK = 4, 2
@@ -33,11 +34,13 @@ class Engine:
     def __init__(self) -> None:
         self.copier = self
         self.fences = 0
+        self.totals = Totals()
         self.retrieved: list[Any] = []
         self.stored: list[Any] = []
         self.cleared: list[bool] = []
         self.hit_chunks = 99
         self.error: Exception | None = None
+        self.store_report = StoreReport()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -58,7 +61,7 @@ class Engine:
         if self.error:
             raise self.error
         request.on_copied()
-        return StoreReport()
+        return self.store_report
 
     async def clear(self, *, memory_only: bool = False) -> int:
         self.cleared.append(memory_only)
@@ -193,6 +196,39 @@ def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Un
     assert copied(worker, until) == {7: 1}
     assert worker.engine.stored[0].fence == 1
     assert worker.take_report() is None
+
+
+@pytest.mark.parametrize(
+    ("report", "unshared"),
+    [
+        (StoreReport(stored=3, shared=3), 0),
+        (StoreReport(stored=2, shared=1, present=1), 1),
+        (StoreReport(stored=3), 3),
+        (StoreReport(present=3), None),
+        (None, 3),
+    ],
+    ids=["all", "not all", "none", "written before", "it failed"],
+)
+def test_of_a_store_to_be_handed_over_the_tiers_answer_is_told(
+    worker: Worker, until: Until, report: StoreReport | None, unshared: int | None
+):
+    if report is None:
+        worker.engine.error = RuntimeError("a bug")
+    else:
+        worker.engine.store_report = report
+    worker.begin_step(StepMetadata(stores=(replace(job(7), hand_over=True), job(8))))
+    worker.start_stores()
+    told: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def both_have_ended() -> bool:
+        if (found := worker.take_report()) is not None:
+            told.update(found.unshared)
+            seen.update(found.copied)
+        return seen == {7, 8} and (unshared is None or 7 in told)
+
+    until(both_have_ended)
+    assert told == ({} if unshared is None else {7: unshared})
 
 
 def test_a_store_that_fails_gives_its_blocks_back(worker: Worker, until: Until):

@@ -1,0 +1,103 @@
+"""What the examples have in common: a request to `vllm serve`, timed to its first token, and long texts."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai import OpenAI
+
+SUBJECTS = (
+    "The pump",
+    "The valve",
+    "The lamp",
+    "The north gate",
+    "The ledger",
+    "The old boiler",
+    "The crane",
+)
+DEEDS = ("is checked", "is closed", "is cleaned", "is counted", "is painted", "is left alone")
+TIMES = ("every morning", "before a storm", "in spring", "once a year", "when nobody is near")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        ttft_s: Seconds until the first token.
+        cached: Tokens of the prompt that were not computed; with --enable-prompt-tokens-details.
+    """
+
+    text: str
+    ttft_s: float
+    prompt: int
+    cached: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cached:5} of {self.prompt:5} tokens from a cache, first token after {self.ttft_s:.3f} s"
+        )
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="of the server's API")
+    parser.add_argument("--model", help="its name there; the first one served by default")
+    parser.add_argument("--seed", type=int, default=1, help="another one makes other texts, not cached yet")
+    return parser.parse_args()
+
+
+class Asker:
+    """Asks one server."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._client = OpenAI(base_url=options.url, api_key="none", timeout=300)
+        self._model = options.model or self._client.models.list().data[0].id
+
+    def complete(self, prompt: str, max_tokens: int = 16) -> Answer:
+        return self._timed(
+            self._client.completions.create, lambda choice: choice.text, max_tokens=max_tokens, prompt=prompt
+        )
+
+    def chat(self, messages: Sequence[dict[str, str]], max_tokens: int = 16) -> Answer:
+        return self._timed(
+            self._client.chat.completions.create,
+            lambda choice: choice.delta.content or "",
+            max_tokens=max_tokens,
+            messages=list(messages),
+        )
+
+    def _timed(self, create: Any, text_of: Any, **request: Any) -> Answer:
+        start = time.perf_counter()
+        first: float | None = None
+        texts: list[str] = []
+        usage: Any = None
+        for event in create(
+            model=self._model,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            **request,
+        ):
+            if event.choices:
+                first = first or time.perf_counter() - start
+                texts.append(text_of(event.choices[0]))
+            usage = event.usage or usage
+        details = usage.prompt_tokens_details
+        return Answer(
+            "".join(texts), first or 0.0, usage.prompt_tokens, (details and details.cached_tokens) or 0
+        )
+
+
+def long_text(title: str, seed: int, sentences: int = 60) -> str:
+    """A text that is the same for the same arguments."""
+    choose = random.Random(f"{title} {seed}")
+    lines = (
+        f"{choose.choice(SUBJECTS)} {choose.choice(DEEDS)} {choose.choice(TIMES)}." for _ in range(sentences)
+    )
+    return f"{title}, edition {seed}.\n" + " ".join(lines)

@@ -1,0 +1,47 @@
+"""vLLM as a library: the second prompt that begins like the first one is loaded, not computed."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+WORDS = ("tide", "rope", "gull", "lamp", "fog", "net", "oar", "salt", "wind", "reef", "pier", "bell")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a name or a folder")
+    parser.add_argument("--enforce-eager", action="store_true", help="start sooner, without compiling")
+    options = parser.parse_args()
+    llm = LLM(
+        options.model,
+        enforce_eager=options.enforce_eager,
+        max_model_len=4096,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="LMCacheAsyncConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"arena.max_bytes": "512MiB"},
+        ),
+    )
+    choose = random.Random(1)
+    document = " ".join(choose.choice(WORDS) for _ in range(1200))
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    for question in ("What is it about?", "Who wrote it?"):
+        start = time.perf_counter()
+        [output] = llm.generate([f"{document}\n\n{question}"], sampling, use_tqdm=False)
+        print(
+            f"{question:18} {output.num_cached_tokens or 0:5} of {len(output.prompt_token_ids):5} tokens from a cache,"
+            f" {time.perf_counter() - start:.3f} s",
+            flush=True,
+        )
+        # vLLM's own cache in device memory is emptied: what the next prompt finds is in lmcache-async.
+        while not llm.reset_prefix_cache():
+            llm.generate(["."], SamplingParams(max_tokens=1), use_tqdm=False)  # a step, for stores to end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What the GPU benchmark asks of a GPU. A fake answers in tests; here is CUDA by torch."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_async.device.cuda import Streams, TorchStreams
+from lmcache_async.device.movers import Mover, open_mover
+from lmcache_async.errors import ConfigError
+from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.region import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmcache_async.device.layout import KVLayout
+
+HostBytes: TypeAlias = npt.NDArray[np.uint8]
+
+_PIN_S = 120.0
+
+
+class Running(Protocol):
+    """Products that the device was asked for."""
+
+    def ended(self) -> bool:
+        """Whether the last one has been computed; does not wait."""
+
+    def milliseconds(self) -> float:
+        """What one of them took on the device; waits for the last one."""
+
+
+class Products(Protocol):
+    """A load: matrix products in bfloat16, on the stream that a model would use."""
+
+    def ask(self, count: int) -> Running:
+        """Ask for so many, one after the other; does not wait."""
+
+
+class Gpu(Protocol):
+    """A device and its host memory.
+
+    Attributes:
+        name: Of the device.
+        device: Its tensors' device.
+    """
+
+    name: str
+    device: torch.device
+
+    def streams(self) -> Streams:
+        """What a copier asks of it."""
+
+    def mover(self, layout: KVLayout) -> Mover:
+        """What moves rows within its memory."""
+
+    def free_bytes(self) -> int:
+        """Device memory that is not in use."""
+
+    def host_bytes(self) -> int:
+        """Host memory that is not in use."""
+
+    def pin(self, nbytes: int) -> contextlib.AbstractContextManager[HostBytes]:
+        """Pinned host memory in one piece; no copy may be under way when it is left.
+
+        Raises:
+            ConfigError: It is not to be had.
+        """
+
+    def products(self, size: int) -> Products:
+        """Products of two matrices of `size` rows and columns."""
+
+    def trim(self) -> None:
+        """Give memory that no tensor uses back to the device."""
+
+
+class CudaGpu:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        index = torch.cuda.current_device()
+        self.name = torch.cuda.get_device_name(index)
+        self.device = torch.device("cuda", index)
+
+    def streams(self) -> Streams:
+        return TorchStreams(self.device)
+
+    def mover(self, layout: KVLayout) -> Mover:
+        return open_mover(layout)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free)
+
+    def host_bytes(self) -> int:
+        return available_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
+
+    @contextlib.contextmanager
+    def pin(self, nbytes: int) -> Iterator[HostBytes]:
+        whole = -(-nbytes // PAGE) * PAGE
+        # One grain, so that it is pinned in one piece: CUDA refuses a copy that lies in two.
+        region = Region(
+            whole,
+            grain_bytes=whole,
+            pin=True,
+            pin_device=self.device.index,
+            huge_pages=True,
+            prefault=True,
+        )
+        try:
+            if not region.wait_prepared(_PIN_S) or region.pinned_bytes < nbytes:
+                raise ConfigError(
+                    f"{nbytes >> 20} MiB of host memory could not be pinned: raise the limit on locked memory "
+                    "(ulimit -l), or say --host-gib with less"
+                )
+            yield np.frombuffer(region.view, np.uint8)
+        finally:
+            region.close()
+
+    def products(self, size: int) -> Products:
+        return _CudaProducts(size, self.device)
+
+    def trim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+class _CudaProducts:
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._left, self._right, self._product = (
+            torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(3)
+        )
+
+    def ask(self, count: int) -> Running:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(count):
+            torch.mm(self._left, self._right, out=self._product)
+        end.record()
+        return _CudaRunning(start, end, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaRunning:
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    count: int
+
+    def ended(self) -> bool:
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def milliseconds(self) -> float:
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end)) / self.count
+
+
+def available_bytes(meminfo: str) -> int:
+    """Host memory that is not in use, by the text of /proc/meminfo."""
+    for line in meminfo.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    return 0

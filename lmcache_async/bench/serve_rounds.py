@@ -1,0 +1,180 @@
+"""One round of requests that are alone: new ones, hits in memory and on disk, after a restart, in a slow tier."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lmcache_async.bench import serve_files
+from lmcache_async.bench.serve_figures import OWN_HIT, RAW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from lmcache_async.bench.serve_answers import Answer
+    from lmcache_async.bench.serve_contest import Contest
+    from lmcache_async.bench.serve_engine import Engine
+
+REPEATS = 5  # of what takes milliseconds; a round keeps their median
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A prompt that is on disk, and what the answers to it must be.
+
+    Attributes:
+        files: The disk tier's, of this prompt alone.
+        cold: Of a vLLM without connector that computed it.
+        hit: Of the same from its own prefix cache, which rounds in another way.
+    """
+
+    prompt: list[int]
+    files: tuple[Path, ...]
+    cold: Answer
+    hit: Answer
+
+
+@dataclass(slots=True)
+class Asked:
+    """What one of them answered in its turn of a round.
+
+    Attributes:
+        cold: To the prompt when it was new.
+        hits: From the connector, vLLM's own prefix cache being empty.
+        own: From vLLM's own prefix cache.
+        stored: What it was asked for, if that is not the round's prompt.
+    """
+
+    engine: Engine
+    cold: Answer | None = None
+    hits: list[Answer] = field(default_factory=list)
+    own: list[Answer] = field(default_factory=list)
+    stored: Stored | None = None
+
+
+def alone(
+    contest: Contest,
+    disk: tuple[Engine, Stored] | None = None,
+    slow: tuple[Engine, Stored] | None = None,
+) -> None:
+    """One round: a new prompt and then the same again, of each in a turn of its own; of `disk` what is stored there."""
+    prompt = contest.new_prompt()
+    turns: list[Callable[[], Asked | None]] = [
+        functools.partial(_new_and_known, contest, engine, prompt)
+        for engine in (contest.plain, *contest.main)
+    ]
+    if disk is not None:
+        turns.append(functools.partial(_from_disk, contest, *disk))
+    if slow is not None:
+        turns.append(functools.partial(_from_slow_tier, contest, *slow))
+    asked = [turn() for turn in contest.chosen.sample(turns, len(turns))]
+    results = {each.engine: each for each in asked if each is not None}
+    reference = results[contest.plain]
+    for engine, each in results.items():
+        with contest.excused(engine):
+            _judge(contest, each, reference)
+
+
+def store(contest: Contest, engine: Engine, directory: Path) -> Stored:
+    """A new prompt, put on disk by `engine`, beside computing it without a connector."""
+    before = serve_files.sizes(directory)
+    prompt = contest.new_prompt()
+    answers: dict[Engine, Answer] = {}
+    own: list[Answer] = []
+    for each in contest.in_turn([contest.plain, engine]):
+        contest.turn(each)
+        answers[each] = each.ask(prompt)
+        contest.figures.note("cold, stored on disk", each.name, answers[each].ttft_ms)
+        if each is contest.plain:
+            own.append(own_hit(contest, prompt))
+    contest.check_miss("a new prompt", engine, answers[engine])
+    contest.check("a new prompt", engine, answers[engine], answers[contest.plain])
+    serve_files.wait_still(directory)
+    files = tuple(sorted(serve_files.sizes(directory).keys() - before.keys()))
+    return Stored(prompt, files, answers[contest.plain], own[0])
+
+
+def own_hit(contest: Contest, prompt: list[int]) -> Answer:
+    """Of the vLLM without connector, which must have the prompt in its own prefix cache."""
+    answer = contest.plain.ask(prompt)
+    contest.check_hit("its own hit", contest.plain, answer, len(prompt))
+    return answer
+
+
+def restarted(contest: Contest, engine: Engine, stored: Stored) -> None:
+    """The first request for a prompt in a new process, beside computing it and vLLM's own hit."""
+    plain, figures = contest.plain, contest.figures
+    contest.turn(plain)
+    plain.reset()
+    figures.note("cold beside restart", plain.name, plain.ask(stored.prompt).ttft_ms)
+    own = [own_hit(contest, stored.prompt).ttft_ms for _ in range(REPEATS)]
+    figures.note("own hit beside restart", plain.name, *own)
+    contest.turn(engine)
+    serve_files.drop(stored.files)
+    answer = engine.ask(stored.prompt)
+    contest.check_hit("after the restart", engine, answer, len(stored.prompt))
+    contest.check("after the restart", engine, answer, stored.hit)
+    figures.note("restart", engine.name, answer.ttft_ms)
+
+
+def known_to_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> Answer:
+    """A prompt that only a tier slower than computing has. Which of the two was done is the engine's choice."""
+    engine.reset()
+    answer = engine.ask(stored.prompt)
+    reference = stored.hit if answer.cached_tokens else stored.cold
+    contest.check("a prompt that a slow tier has", engine, answer, reference)
+    return answer
+
+
+def _new_and_known(contest: Contest, engine: Engine, prompt: list[int]) -> Asked | None:
+    asked = Asked(engine)
+    with contest.excused(engine):
+        contest.turn(engine)
+        asked.cold = engine.ask(prompt)
+        for _ in range(REPEATS):
+            if engine is not contest.plain:
+                engine.reset()
+                asked.hits.append(engine.ask(prompt))
+            asked.own.append(engine.ask(prompt))
+    return asked if contest.takes_part(engine.name) else None
+
+
+def _from_disk(contest: Contest, engine: Engine, stored: Stored) -> Asked:
+    """Hits on disk, out of the page cache, and as many times those files read with nothing around it."""
+    asked, raw = Asked(engine, stored=stored), []
+    contest.turn(engine)
+    with serve_files.RawReads(stored.files) as reads:
+        for _ in range(REPEATS):
+            raw.append(reads.milliseconds())
+            serve_files.drop(stored.files)
+            engine.reset()
+            asked.hits.append(engine.ask(stored.prompt))
+            asked.own.append(engine.ask(stored.prompt))
+    contest.figures.note(RAW, engine.name, *raw)
+    return asked
+
+
+def _from_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> None:
+    contest.turn(engine)
+    answer = known_to_slow_tier(contest, engine, stored)
+    contest.figures.note("known to slow tier", engine.name, answer.ttft_ms)
+    contest.figures.note("loaded from slow tier", engine.name, answer.cached_tokens)
+
+
+def _judge(contest: Contest, asked: Asked, reference: Asked) -> None:
+    """All its answers are right, and go into the figures."""
+    engine, figures, stored = asked.engine, contest.figures, asked.stored
+    if asked.cold is not None and reference.cold is not None:
+        contest.check_miss("a new prompt", engine, asked.cold)
+        contest.check("a new prompt", engine, asked.cold, reference.cold)
+    known = stored.hit if stored is not None else reference.own[0]
+    for answer in (*asked.hits, *asked.own):
+        contest.check_hit("a known prompt", engine, answer, contest.tokens)
+        contest.check("a known prompt", engine, answer, known)
+    if asked.cold is not None:
+        figures.note("cold", engine.name, asked.cold.ttft_ms)
+    if asked.hits:
+        figures.note("hit", engine.name, *(answer.ttft_ms for answer in asked.hits))
+    figures.note(OWN_HIT, engine.name, *(answer.ttft_ms for answer in asked.own))

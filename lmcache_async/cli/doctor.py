@@ -1,0 +1,129 @@
+"""`lmcache-async doctor`: what there is, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_async.cli.checks import machine, versions
+from lmcache_async.cli.checks.check import Check, Outcome, fail, guarded, ok
+from lmcache_async.cli.checks.daemon import check_daemon
+from lmcache_async.cli.checks.disk import check_folder, folder_of
+from lmcache_async.cli.checks.probe import check_tier, probe_timeout_s
+from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
+from lmcache_async.config import EngineConfig, load_config, parse_size, read_config
+from lmcache_async.engine.check import make_tier, problems
+from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.registry import Registry
+
+LOCAL_S = 30.0  # for what asks this machine alone
+DISK_S = 90.0
+
+Group = tuple[str, float, Callable[[], Iterable[Check]]]
+
+
+def doctor_command(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The engine's YAML file; by default the one that the environment names.", dir_okay=False
+        ),
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Measure disks by writing and reading a sample.")
+    ] = True,
+    sample: Annotated[str, typer.Option(help="Size of that sample.")] = "256MiB",
+    as_json: JSONFlag = False,
+) -> None:
+    """Look at the environment, the machine, the config and each of its tiers, and say what to do.
+
+    Ends with 1 if something cannot work; warnings are no failure. Nothing that is stored is changed, but one
+    small record is put into each remote tier and removed again.
+    """
+    try:
+        sample_bytes = parse_size(sample) if speed else None
+    except ValueError as error:
+        refuse(f"--sample is {sample!r}: {error}")
+    logging.getLogger("lmcache_async").addHandler(logging.NullHandler())  # the checks say it
+    checks: list[Check] = []
+    hung = False
+    for name, seconds, work in groups(config, sample_bytes):
+        found, late = guarded(name, seconds, work)
+        hung |= late
+        checks += found
+        if not as_json:
+            for check in found:
+                _print(check)
+    failed = any(check.outcome is Outcome.FAIL for check in checks)
+    if as_json:
+        print_json({"checks": [check.as_dict() for check in checks], "ok": not failed})
+    else:
+        counts = {outcome: sum(check.outcome is outcome for check in checks) for outcome in Outcome}
+        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    if hung:  # a thread of a check still waits, and would be waited for
+        sys.stdout.flush()
+        os._exit(PROBLEM)
+    if failed:
+        raise typer.Exit(PROBLEM)
+
+
+def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
+    """The checks in the order in which they are made, each with its deadline."""
+    yield "versions", LOCAL_S, versions.check_versions
+    yield "vllm plug-in", versions.VLLM_TIMEOUT_S + 5, versions.check_plugin
+    yield "compiled module", LOCAL_S, versions.check_compiled
+    registry = Registry()
+    config, wrong = _config(file, registry)
+    yield "config", LOCAL_S, lambda: wrong
+    yield "cores", LOCAL_S, partial(machine.check_cores, config)
+    yield "memory", LOCAL_S, partial(machine.check_memory, config)
+    yield "pinned memory", LOCAL_S, partial(_check_pinning, config)
+    yield "huge pages", LOCAL_S, partial(machine.check_huge_pages, config)
+    yield "shared memory", LOCAL_S, machine.check_shared_memory
+    yield "open files", LOCAL_S, machine.check_open_files
+    yield "daemon", LOCAL_S, partial(check_daemon, config)
+    yield from _tier_groups(config, registry, sample_bytes)
+
+
+def _tier_groups(config: EngineConfig, registry: Registry, sample_bytes: int | None) -> Iterator[Group]:
+    for spec in config.tiers:
+        try:
+            tier = make_tier(spec, registry, third_party=config.plugins.third_party)
+        except Exception:  # noqa: BLE001, S112 - told by the check of the config already
+            continue
+        folder = folder_of(spec.id, tier)
+        if folder is not None:
+            yield f"disk ({spec.id})", DISK_S, partial(check_folder, folder, sample_bytes=sample_bytes)
+        elif not tier.capabilities.in_arena:
+            yield f"tier ({spec.id})", probe_timeout_s(spec), partial(check_tier, spec, tier)
+
+
+def _config(file: Path | None, registry: Registry) -> tuple[EngineConfig, list[Check]]:
+    """The config, or the default one where it cannot be read, and what is wrong with it."""
+    todo = "see docs/config.md, or lmcache-async tiers for the options of each tier"
+    try:
+        loaded = read_config(file)
+    except LMCacheAsyncError as error:
+        return load_config(env={}), [fail("config", line, todo) for line in str(error).split("\n")]
+    wrong = [fail("config", line, todo) for line in problems(loaded.config, registry)]
+    source = file or next((origin.name for origin in loaded.origins.values()), "all defaults")
+    return loaded.config, wrong or [ok("config", f"nothing is wrong ({source})")]
+
+
+def _check_pinning(config: EngineConfig) -> Iterator[Check]:
+    import torch
+
+    yield from machine.check_pinning(config, has_cuda=torch.cuda.is_available())
+
+
+def _print(check: Check) -> None:
+    typer.echo(f"{check.outcome:<4}  {check.name}: {check.found}")
+    if check.todo:
+        typer.echo(f"      {check.todo}")

@@ -1,0 +1,148 @@
+"""`lmcache-async inspect`: what a directory or a tier holds, from the records' headers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmcache_async.cli import records as shared
+from lmcache_async.errors import ConfigError, TierError
+from lmcache_async.records.flight import Meter
+from lmcache_async.records.inspecting import Inspection, describe, inspect
+from lmcache_async.records.opening import TargetSpec, open_target
+from lmcache_async.records.target import Target
+from lmcache_async.tiers.rest import Kept
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+_WIDTH = 160  # where it is no terminal that could say
+
+
+def inspect_command(
+    target: Annotated[
+        str | None, typer.Argument(help="A directory of the disk tier; or none, with --tier.")
+    ] = None,
+    key: Annotated[str | None, typer.Argument(help="One record, by its key in hex.")] = None,
+    config: shared.Config = None,
+    tier: shared.Tier = None,
+    rank: shared.Rank = None,
+    namespace: shared.Namespaces = None,
+    in_flight: shared.Concurrency = 8,
+    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    as_json: shared.AsJson = False,
+) -> None:
+    """Tell what is there by namespace, or one record's header in full. Nothing is changed.
+
+    Of a directory no more than headers are read, also beside a running engine; of other tiers whole records.
+    """
+    if tier is not None and key is None:
+        target, key = None, target
+    path = None if target is None else Path(target)
+    spec = shared.spec_of(path, config, tier, rank, in_flight, max_record_bytes)
+    selection = shared.selection_of(namespace)
+    if key is not None:
+        wanted = _key_of(key)
+        told = shared.run(lambda _: _one(spec, wanted))
+        shared.say_json(told) if as_json else _print_record(told)
+        raise typer.Exit(shared.WRONG if told["unreadable"] else shared.RIGHT)
+
+    async def work(meter: Meter) -> Inspection:
+        async with open_target(spec, change=False) as opened:
+            return await inspect(opened, selection, meter)
+
+    found = shared.run(work)
+    shared.say_json(found.as_dict()) if as_json else _print(found)
+    raise typer.Exit(shared.WRONG if found.unreadable or found.errors else shared.RIGHT)
+
+
+def _key_of(text: str) -> ChunkKey:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise typer.BadParameter(f"{text}: expected a key of {2 * KEY_BYTES} hex digits")
+    return ChunkKey(key)
+
+
+async def _one(spec: TargetSpec, key: ChunkKey) -> dict[str, Any]:
+    async with open_target(spec, change=False) as target:
+        looked = await target.head(await _kept(target, key))
+        if looked is None:
+            raise TierError(f"{target.name} has no record {key.hex()}")
+        return describe(looked, time.time_ns())
+
+
+async def _kept(target: Target, key: ChunkKey) -> Kept:
+    """With its size and age where the target knows them."""
+    try:
+        return next((one for one in await target.list() if one.key == key), Kept(key))
+    except ConfigError:  # it does not list, but may have it
+        return Kept(key)
+
+
+def _print(found: Inspection) -> None:
+    told = found.as_dict()
+    shared.say(
+        f"{told['target']}: {told['records']} records, {shared.human(told['bytes'])}, {told['tokens']} tokens"
+        + (f"; in use by process {found.holder}" if found.holder else "")
+    )
+    if told["namespaces"]:
+        width = None if sys.stdout.isatty() else _WIDTH
+        Console(highlight=False, width=width).print(_table(told["namespaces"]))
+    for group in told["namespaces"]:
+        for shape in group["shapes"]:
+            shared.say(f"{group['id']}: {shape['records']} records of {shape['dtype']}, {shape['layout']}")
+    if found.unreadable:
+        shared.say(
+            f"unreadable: {shared.counted(told['unreadable'])}, {shared.human(found.unreadable_bytes)}"
+        )
+    if found.errors or found.gone:
+        shared.say(f"could not be read: {found.errors}; went meanwhile: {found.gone}")
+
+
+def _table(groups: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("namespace", overflow="fold")
+    for name in ("records", "bytes", "tokens", "chunk", "requests", "oldest", "newest"):
+        table.add_column(name, justify="right")
+    for group in groups:
+        table.add_row(
+            group["id"],
+            group["title"],
+            str(group["records"]),
+            shared.human(group["bytes"]),
+            str(group["tokens"] or "-"),
+            _tokens(group["chunk_tokens"]),
+            str(group["request_namespaces"] or "-"),
+            _ago(group["oldest_ns"]),
+            _ago(group["newest_ns"]),
+        )
+    return table
+
+
+def _tokens(counts: dict[str, int]) -> str:
+    sizes = [int(count) for count in counts]
+    return "-" if not sizes else str(sizes[0]) if len(sizes) == 1 else f"{min(sizes)}-{max(sizes)}"
+
+
+def _ago(stamp: int | None) -> str:
+    if stamp is None:
+        return "-"
+    seconds = max(0.0, (time.time_ns() - stamp) / 1e9)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _print_record(told: dict[str, Any]) -> None:
+    for name, value in told.items():
+        if value is not None:
+            shared.say(f"{name}: {value}")

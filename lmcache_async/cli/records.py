@@ -1,0 +1,192 @@
+"""What the commands on records share: how a target is named, how it runs, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, NoReturn, Self, TypeVar
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from lmcache_async.config import format_size, parse_size
+from lmcache_async.errors import LMCacheAsyncError, TierInUseError
+from lmcache_async.records.flight import Meter
+from lmcache_async.records.namespaces import Selection
+from lmcache_async.records.opening import MAX_RECORD_BYTES, TargetSpec
+
+T = TypeVar("T")
+
+RIGHT, WRONG, REFUSED, IN_USE, STOPPED = 0, 1, 2, 3, 130
+"""Exit codes: all is well; something is wrong with records; it cannot be done; another process has it; ctrl-C."""
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+Config = Annotated[
+    Path | None, typer.Option("--config", help="The engine's config file.", dir_okay=False, exists=True)
+]
+Tier = Annotated[
+    str | None, typer.Option("--tier", help="The id of one of its tiers, or a tier of its own as JSON.")
+]
+Rank = Annotated[int | None, typer.Option("--rank", min=0, help="Which rank's directory, of several.")]
+Namespaces = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--namespace",
+        help="Only this one: the start of its id, FIELD=VALUE, or `encrypted`. May be repeated.",
+    ),
+]
+Concurrency = Annotated[int, typer.Option("--in-flight", min=1, max=64, help="Records at the same time.")]
+RecordSize = Annotated[
+    str, typer.Option("--max-record-bytes", help="Memory for one record, where it is held as a whole.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write the result to stdout as JSON.")]
+RateOption = Annotated[
+    str | None, typer.Option("--limit-rate", metavar="SIZE", help="Most bytes a second, such as 100MB.")
+]
+DEFAULT_RECORD_SIZE = format_size(MAX_RECORD_BYTES)
+
+
+def spec_of(
+    path: Path | None,
+    config: Path | None,
+    tier: str | None,
+    rank: int | None,
+    in_flight: int,
+    max_record_bytes: str,
+    max_bytes: str | None = None,
+) -> TargetSpec:
+    return TargetSpec(
+        path=path,
+        config=config,
+        tier=tier,
+        rank=rank,
+        in_flight=in_flight,
+        max_record_bytes=size_of(max_record_bytes, "--max-record-bytes") or MAX_RECORD_BYTES,
+        max_bytes=size_of(max_bytes, "--max-bytes"),
+    )
+
+
+def selection_of(patterns: list[str] | None) -> Selection:
+    try:
+        return Selection(tuple(patterns or ()))
+    except LMCacheAsyncError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def size_of(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text}: {error}") from None
+
+
+def seconds_of(text: str | None, option: str) -> float | None:
+    """A time as people write it: 90s, 30m, 12h, 7d, 2w."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
+    if match is None:
+        raise typer.BadParameter(
+            f"{option} {text}: expected a number with s, m, h, d or w behind it, such as 7d"
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+class Bar(Meter):
+    """How far it is, on stderr; nothing of it stays."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._in_bytes = False
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str, *, records: int | None = None, nbytes: int | None = None) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._in_bytes = nbytes is not None or records is None
+        bar = (TextColumn("{task.description}"), BarColumn())
+        self._progress.columns = (
+            (*bar, DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+            if self._in_bytes
+            else (*bar, MofNCompleteColumn(), TimeRemainingColumn())
+        )
+        self._task = self._progress.add_task(what, total=nbytes if self._in_bytes else records)
+
+    def advance(self, records: int, nbytes: int) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, advance=nbytes if self._in_bytes else records)
+
+
+def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
+    """What the work comes to; an error that a person can mend ends the command with its message."""
+    try:
+        with Bar() as meter, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work(meter))
+    except KeyboardInterrupt:
+        end(STOPPED, "stopped; what was done stays, and the same command goes on or begins anew")
+    except TierInUseError as error:
+        end(IN_USE, f"{error}; to look and to copy it need not be stopped, to change it must be")
+    except LMCacheAsyncError as error:
+        end(REFUSED, str(error))
+    except OSError as error:  # of a state file or an archive that is not to be opened
+        end(REFUSED, str(error))
+
+
+def end(code: int, message: str) -> NoReturn:
+    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def say(line: str, *, to_stderr: bool = False) -> None:
+    Console(stderr=to_stderr, highlight=False).print(line, markup=False, soft_wrap=True)
+
+
+def say_json(value: Any, *, to_stderr: bool = False) -> None:
+    typer.echo(json.dumps(value, indent=2), err=to_stderr)
+
+
+def human(nbytes: int) -> str:
+    """A size as people say it; --json has it to the byte."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -1,0 +1,175 @@
+"""`lmcache-async warm`: prefixes of prompts into faster tiers, or into the memory of a running vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmcache_async.cli import records as shared
+from lmcache_async.config import EngineConfig
+from lmcache_async.errors import ConfigError
+from lmcache_async.records.asking import Asked, ask
+from lmcache_async.records.flight import Meter
+from lmcache_async.records.opening import TargetSpec, open_keys, open_target, reachable_tiers
+from lmcache_async.records.prompts import Prompt, read_prompts, tokenizer_of
+from lmcache_async.records.warming import Warming, WarmOptions, warm
+
+
+def warm_command(
+    config: shared.Config = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="Lines of JSON: token ids or text.", dir_okay=False, exists=True),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            help="A log of requests with prompts in it; most used first.",
+            dir_okay=False,
+            exists=True,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="tokenizer.json, its folder, or a model's name; for text."),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="The id of the tier to copy from; the slowest by default.")
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to", help="The id of a tier to copy to; all faster ones by default. May be repeated."
+        ),
+    ] = None,
+    rank: shared.Rank = None,
+    namespace: shared.Namespaces = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Copy no more than that.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Ask this vLLM server for one token of each prompt instead.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Which model of the server; its first one.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one answer of it.")] = 600,
+    in_flight: shared.Concurrency = 4,
+    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    as_json: shared.AsJson = False,
+) -> None:
+    """Copy what a slower tier has of these prompts into the faster ones of the config.
+
+    The engine's own memory (the tier cpu) is reached by the engine alone: for that there is --url, which makes it
+    load the prompts, and compute what no tier has. Ends with 1 when a record was refused or a request failed.
+    """
+    file = _one_of(prompts, trace)
+    if url is not None:
+        if config is not None or source is not None or to:
+            raise typer.BadParameter("--url asks a server, and knows nothing of --config, --from and --to")
+        asked = shared.run(lambda meter: _ask(url, file, trace is not None, meter, model, in_flight, timeout))
+        shared.say_json(asked.as_dict()) if as_json else _print_asked(asked)
+        raise typer.Exit(shared.WRONG if asked.refused else shared.RIGHT)
+    spec = shared.spec_of(None, config, None, rank, in_flight, max_record_bytes)
+    selection, most = shared.selection_of(namespace), shared.size_of(max_bytes, "--max-bytes")
+
+    async def work(meter: Meter) -> Warming:
+        loaded = spec.read_config()
+        if loaded is None:
+            raise ConfigError("name the engine's config file with --config, or a server with --url")
+        cipher, hash_key = open_keys(loaded)
+        options = WarmOptions(
+            selection=selection,
+            by_use=trace is not None,
+            max_bytes=most,
+            encode=None if tokenizer is None else tokenizer_of(tokenizer),
+            hash_key=hash_key,
+            cipher=cipher,
+        )
+        read = read_prompts(file, by_use=trace is not None)
+        return await _warm(spec, loaded, source, to or [], read, options, meter)
+
+    done = shared.run(work)
+    shared.say_json(done.as_dict()) if as_json else _print(done)
+    raise typer.Exit(shared.WRONG if done.refused else shared.RIGHT)
+
+
+def _one_of(prompts: Path | None, trace: Path | None) -> Path:
+    file = prompts or trace
+    if file is None or (prompts is not None and trace is not None):
+        raise typer.BadParameter("name one of --prompts and --trace")
+    return file
+
+
+async def _ask(
+    url: str, file: Path, by_use: bool, meter: Meter, model: str | None, in_flight: int, timeout_s: float
+) -> Asked:
+    prompts = read_prompts(file, by_use=by_use)
+    return await ask(url, prompts, meter, model=model, in_flight=in_flight, timeout_s=timeout_s)
+
+
+async def _warm(
+    spec: TargetSpec,
+    config: EngineConfig,
+    source: str | None,
+    to: list[str],
+    prompts: list[Prompt],
+    options: WarmOptions,
+    meter: Meter,
+) -> Warming:
+    slow, fast = _choose(reachable_tiers(config), source, to)
+    async with contextlib.AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(open_target(spec.of_tier(slow), change=False))
+        targets = [
+            await stack.enter_async_context(open_target(spec.of_tier(one), change=True)) for one in fast
+        ]
+        return await warm(opened, targets, prompts, options, meter)
+
+
+def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, list[str]]:
+    """Where to copy from and to, of the tiers that can be reached from outside, fastest first.
+
+    Raises:
+        ConfigError: There are no two.
+    """
+    for name in (*([source] if source is not None else []), *to):
+        if name not in tiers:
+            raise ConfigError(
+                f"tier {name} cannot be reached from outside of the engine; of the config can: {tiers}"
+            )
+    slow = source or (tiers[-1] if tiers else "")
+    fast = to or (tiers[: tiers.index(slow)] if slow in tiers else [])
+    if not fast or slow in fast:
+        raise ConfigError(
+            f"there is nothing to copy between: of the config's tiers {tiers or 'none'} can be reached from outside of"
+            " the engine, and the memory of a running vLLM is warmed with --url"
+        )
+    return slow, fast
+
+
+def _print(done: Warming) -> None:
+    told = done.as_dict()
+    shared.say(
+        f"{done.prompts} prompts, {done.tokens} tokens; {done.source} has {done.found_tokens} of them as prefixes"
+    )
+    shared.say(
+        f"copied: {shared.counted(told['copied'])} ({shared.human(done.bytes)});"
+        f" there already: {shared.counted(told['there'])}"
+    )
+    if done.skipped:
+        shared.say(f"left for --max-bytes: {done.skipped} records")
+    if done.refused:
+        shared.say(f"refused: {shared.counted(told['refused'])}")
+
+
+def _print_asked(asked: Asked) -> None:
+    cached = (
+        "it does not say how many it had" if asked.cached_tokens is None else f"it had {asked.cached_tokens}"
+    )
+    shared.say(f"{asked.url} ({asked.model}): {asked.prompts} prompts, {asked.tokens} tokens; {cached}")
+    if asked.refused:
+        shared.say(f"{asked.refused} requests failed, the first with {asked.first_refusal}")

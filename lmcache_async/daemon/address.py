@@ -1,0 +1,68 @@
+"""Where the daemon listens: a socket in a directory that belongs to one user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from lmcache_async.errors import ConfigError
+
+NAME = "host.sock"
+MAX_PATH_BYTES = 100  # sockaddr_un takes 107
+_PEER = struct.Struct("iII")  # struct ucred: process, user, group
+
+
+def default_socket() -> Path:
+    """The place for daemons and clients of this user: in $XDG_RUNTIME_DIR, /run/user or /tmp.
+
+    Daemon and clients have to see the same environment and file system; else name the socket.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    base = Path(runtime)
+    if _is_own_directory(base) and os.access(base, os.W_OK | os.X_OK):
+        return base / "lmcache-async" / NAME
+    return Path("/tmp") / f"lmcache-async-{os.getuid()}" / NAME
+
+
+def check_directory(socket_path: Path, *, make: bool) -> None:
+    """The directory of the default socket is ours alone; that of another one is for who named it.
+
+    Args:
+        socket_path: The socket.
+        make: Make the directory where it is missing, with mode 0700.
+
+    Raises:
+        ConfigError: It is not, or cannot be made, or the path is too long for a socket.
+    """
+    if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"socket: {socket_path} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have"
+        )
+    directory = socket_path.parent
+    if make:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"socket: cannot make {directory}: {error.strerror}") from error
+    if socket_path == default_socket() and directory.exists() and not _is_own_directory(directory):
+        raise ConfigError(
+            f"socket: {directory} must be a directory of user {os.getuid()} that others cannot write to;"
+            " remove it, or name another socket"
+        )
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end; process 0 is one of another PID namespace."""
+    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return process, user
+
+
+def _is_own_directory(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

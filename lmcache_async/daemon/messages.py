@@ -1,0 +1,277 @@
+"""The messages between the daemon and its clients: frames of a bounded length, keys of a fixed one. No state.
+
+A frame is a 4-byte little-endian length, one byte that says what it is, and so many bytes of body. The
+client asks, and is answered in the order it asked, by frames of the same kind. An answer's body begins
+with the tenant's figures. `RELEASE` has no answer. The first message and its answer, `Hello` and `Welcome`,
+have a fixed length and no frame; with `Welcome` comes the descriptor of the memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+PROTOCOL = 1
+MAGIC = b"lmca-hst"
+MAX_ITEMS = 16384
+"""Of one message: a prompt of four million tokens."""
+MAX_TENANT_BYTES = 64
+ID_BYTES = 16
+
+_HEAD = struct.Struct("<IB")
+_HELLO = struct.Struct(f"<8sIQ{MAX_TENANT_BYTES}s")  # magic, protocol, most bytes of leases, tenant
+_WELCOME = struct.Struct(f"<8sIB{ID_BYTES}sQQ")  # magic, protocol, refusal, daemon, bytes, most of leases
+_FIGURES = struct.Struct("<QQQQ")
+_WISH = struct.Struct(f"<{KEY_BYTES}sQ")  # key, bytes
+_GRANT = struct.Struct("<QQQ")  # lease or 0, offset or why not, bytes
+_COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")  # lease, key
+_NUMBER = struct.Struct("<Q")
+
+HELLO_BYTES = _HELLO.size
+WELCOME_BYTES = _WELCOME.size
+MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(_WISH.size, _GRANT.size, _COMMIT.size)
+
+
+class ProtocolError(Exception):
+    """What came is no message of this protocol."""
+
+
+class Op(IntEnum):
+    """What a frame asks or answers."""
+
+    CONTAINS = 1
+    LEASE = 2
+    RESERVE = 3
+    COMMIT = 4
+    RELEASE = 5
+    REMOVE = 6
+    KEYS = 7
+    CLEAR = 8
+
+
+class Refusal(IntEnum):
+    """Why there is no lease or no connection, or what became of a commit."""
+
+    NONE = 0
+    MISSING = 1
+    """Nothing of that key is there; of a commit, that it is no record."""
+    PRESENT = 2
+    """It is there already, so no memory is needed for it."""
+    FULL = 3
+    """No memory is to be had."""
+    TOO_MUCH = 4
+    """This client would hold more than it may; of a connection, that there are too many."""
+    PROTOCOL = 5
+
+
+class Hello(NamedTuple):
+    """The client's first message."""
+
+    protocol: int
+    tenant: str
+    max_lease_bytes: int
+
+
+class Welcome(NamedTuple):
+    """The daemon's answer.
+
+    Attributes:
+        protocol: The daemon's.
+        refusal: NONE where the memory's descriptor comes with it.
+        daemon: Whose memory it is; another one after a restart.
+        nbytes: Of the memory.
+        max_lease_bytes: What this client may have leases of.
+    """
+
+    protocol: int
+    refusal: Refusal
+    daemon: bytes
+    nbytes: int
+    max_lease_bytes: int
+
+
+class Figures(NamedTuple):
+    """What the tenant holds at the moment of an answer; see `TenantStatistics`."""
+
+    chunks: int = 0
+    record_bytes: int = 0
+    max_bytes: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease of a record's memory, or why there is none.
+
+    Attributes:
+        lease: Its number on this connection; 0 where there is none.
+        offset: In the memory.
+        nbytes: Of the record.
+        refusal: NONE where there is a lease.
+    """
+
+    lease: int
+    offset: int = 0
+    nbytes: int = 0
+    refusal: Refusal = Refusal.NONE
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return _HELLO.pack(MAGIC, hello.protocol, hello.max_lease_bytes, hello.tenant.encode())
+
+
+def unpack_hello(message: bytes) -> Hello:
+    magic, protocol, max_lease_bytes, tenant = _HELLO.unpack(message)
+    if magic != MAGIC:
+        raise ProtocolError("a client's first bytes are no greeting")
+    return Hello(protocol, _text(tenant.rstrip(b"\0")), max_lease_bytes)
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    return _WELCOME.pack(MAGIC, *welcome)
+
+
+def unpack_welcome(message: bytes) -> Welcome:
+    magic, protocol, refusal, daemon, nbytes, max_lease_bytes = _WELCOME.unpack(message)
+    if magic != MAGIC:
+        raise ProtocolError("who listens there is no daemon of ours")
+    return Welcome(protocol, _refusal(refusal), daemon, nbytes, max_lease_bytes)
+
+
+def frame(op: Op, *parts: bytes) -> bytes:
+    """The frame with these bytes as its body."""
+    return b"".join((_HEAD.pack(sum(map(len, parts)), op), *parts))
+
+
+class Frames:
+    """Bytes as they come, taken apart."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._bytes += data
+
+    def take(self) -> tuple[Op, bytes] | None:
+        """The next frame; None until all of it has come.
+
+        Raises:
+            ProtocolError: It is none of ours.
+        """
+        if len(self._bytes) < _HEAD.size:
+            return None
+        length, kind = _HEAD.unpack_from(self._bytes)
+        if length > MAX_BODY_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes is above the {MAX_BODY_BYTES} there may be")
+        stop = _HEAD.size + length
+        if len(self._bytes) < stop:
+            return None
+        body = bytes(self._bytes[_HEAD.size : stop])
+        del self._bytes[:stop]
+        try:
+            return Op(kind), body
+        except ValueError:
+            raise ProtocolError(f"there is no message of kind {kind}") from None
+
+
+def pack_figures(figures: Figures) -> bytes:
+    return _FIGURES.pack(*figures)
+
+
+def unpack_figures(body: bytes) -> tuple[Figures, bytes]:
+    """The figures, and the answer itself."""
+    if len(body) < _FIGURES.size:
+        raise ProtocolError(f"an answer of {len(body)} bytes is too short")
+    return Figures(*_FIGURES.unpack_from(body)), body[_FIGURES.size :]
+
+
+def pack_keys(keys: Sequence[ChunkKey]) -> bytes:
+    return b"".join(keys)
+
+
+def unpack_keys(body: bytes) -> list[ChunkKey]:
+    _check_items(body, KEY_BYTES)
+    return [ChunkKey(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
+
+
+def pack_wishes(wishes: Iterable[tuple[ChunkKey, int]]) -> bytes:
+    """Of a reservation: keys, and how many bytes each record has."""
+    return b"".join(_WISH.pack(key, nbytes) for key, nbytes in wishes)
+
+
+def unpack_wishes(body: bytes) -> list[tuple[ChunkKey, int]]:
+    _check_items(body, _WISH.size)
+    return [(ChunkKey(key), nbytes) for key, nbytes in _WISH.iter_unpack(body)]
+
+
+def pack_grants(grants: Iterable[Grant]) -> bytes:
+    return b"".join(
+        _GRANT.pack(grant.lease, grant.offset if grant.lease else grant.refusal, grant.nbytes)
+        for grant in grants
+    )
+
+
+def unpack_grants(body: bytes, count: int, memory_bytes: int) -> list[Grant]:
+    """As many grants as were asked for, each within the memory."""
+    _check_count(body, _GRANT.size, count)
+    grants = [
+        Grant(lease, offset, nbytes) if lease else Grant(0, refusal=_refusal(offset))
+        for lease, offset, nbytes in _GRANT.iter_unpack(body)
+    ]
+    if any(grant.offset + grant.nbytes > memory_bytes for grant in grants):
+        raise ProtocolError(f"a lease is not within the {memory_bytes} bytes of the memory")
+    return grants
+
+
+def pack_commits(commits: Iterable[tuple[int, ChunkKey]]) -> bytes:
+    """Leases of reservations, and what each holds now."""
+    return b"".join(_COMMIT.pack(lease, key) for lease, key in commits)
+
+
+def unpack_commits(body: bytes) -> list[tuple[int, ChunkKey]]:
+    _check_items(body, _COMMIT.size)
+    return [(lease, ChunkKey(key)) for lease, key in _COMMIT.iter_unpack(body)]
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack_numbers(body: bytes) -> list[int]:
+    _check_items(body, _NUMBER.size)
+    return [number for (number,) in _NUMBER.iter_unpack(body)]
+
+
+def unpack_flags(body: bytes, count: int) -> list[int]:
+    """One byte for each thing that was asked."""
+    _check_count(body, 1, count)
+    return list(body)
+
+
+def _check_items(body: bytes, size: int) -> None:
+    if len(body) % size or len(body) > MAX_ITEMS * size:
+        raise ProtocolError(f"{len(body)} bytes are not up to {MAX_ITEMS} items of {size} bytes")
+
+
+def _check_count(body: bytes, size: int, count: int) -> None:
+    if len(body) != count * size:
+        raise ProtocolError(f"{len(body)} bytes do not answer {count} questions")
+
+
+def _refusal(number: int) -> Refusal:
+    try:
+        return Refusal(number)
+    except ValueError:
+        raise ProtocolError(f"{number} is no refusal") from None
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("a tenant's name is no UTF-8") from None

@@ -1,0 +1,254 @@
+"""The daemon: it owns the memory and the pool, and serves whoever may connect to its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Self
+
+from lmcache_async.daemon.address import check_directory, default_socket, peer_of
+from lmcache_async.daemon.memory import SharedMemory
+from lmcache_async.daemon.messages import (
+    HELLO_BYTES,
+    ID_BYTES,
+    PROTOCOL,
+    Hello,
+    ProtocolError,
+    Refusal,
+    Welcome,
+    pack_welcome,
+    unpack_hello,
+)
+from lmcache_async.daemon.peers import PeerServer
+from lmcache_async.daemon.pool import Pool
+from lmcache_async.daemon.session import Session
+from lmcache_async.daemon.status import DaemonSource
+from lmcache_async.errors import ConfigError
+from lmcache_async.memory.buffer import PAGE
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.web.opening import status_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from lmcache_async.daemon.config import DaemonConfig
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+_BACKLOG = 128
+_RETRY_S = 0.1
+_MAX_GREETINGS = 64
+"""Connections that have not said who they are yet."""
+_CLOSE_S = 5.0
+
+
+class Daemon:
+    """One pool on a unix socket. Used on one loop; open it as an async context.
+
+    Attributes:
+        path: Of the socket.
+        id: 16 random bytes: another daemon's memory is another one.
+        pool: The records, once it is open.
+        peers: What serves them to other hosts, where the config says so.
+        status_url: Where the status page is, where the config says so.
+    """
+
+    pool: Pool
+    peers: PeerServer | None = None
+    status_url: str | None = None
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.path: Path = config.socket or default_socket()
+        self.id = os.urandom(ID_BYTES)
+        self._config = config
+        self._memory: SharedMemory
+        self._sessions: set[Session] = set()
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._exit = contextlib.AsyncExitStack()
+
+    @property
+    def clients(self) -> int:
+        """Connections that are served now."""
+        return len(self._sessions)
+
+    async def __aenter__(self) -> Self:
+        """Take the memory and listen.
+
+        Raises:
+            ConfigError: Another daemon listens there, it is no place for a socket, or there is no memory.
+            MissingDependencyError: The config asks for a status page, and aiohttp is not installed.
+        """
+        config = self._config
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(_held(self.path))
+            nbytes = config.max_bytes // PAGE * PAGE
+            self._memory = SharedMemory(nbytes, huge_pages=config.huge_pages, prefault=config.prefault)
+            stack.callback(self._memory.close)
+            self.pool = Pool(
+                self._memory.view,
+                quotas={name: options.quota for name, options in config.tenants.items()},
+                other_quota=config.other_tenants.quota,
+                segment_bytes=config.segment_bytes,
+            )
+            if config.peer is not None:
+                server = PeerServer(self.pool, config.peer, max_record_bytes=config.client_bytes)
+                self.peers = await stack.enter_async_context(server)
+            if config.http.listen is not None:
+                page = status_server(DaemonSource(self), config.http)
+                self.status_url = (await stack.enter_async_context(page)).url
+            stack.push_async_callback(self._end_sessions)
+            listener = stack.enter_context(_listener(self.path, for_all=bool(config.allow_uids)))
+            accepting = asyncio.create_task(self._accept(listener))
+            stack.push_async_callback(self._stop, accepting)
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Listen no more and end all connections. Memory that clients still map is theirs from now on."""
+        await self._exit.aclose()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptors left; it may pass
+                logger.report("accept", "no connection can be accepted: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if len(self._greetings) >= _MAX_GREETINGS:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._greet(connection))
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Make a session of a connection, or end it."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            try:
+                async with asyncio.timeout(self._config.greeting_timeout_s):
+                    process = self._check_peer(connection)
+                    hello = unpack_hello(await _receive(connection, HELLO_BYTES))
+                    welcome = self._answer(hello)
+                    _welcome(connection, welcome, self._memory.fd)
+                    if welcome.refusal is Refusal.NONE:
+                        undo.pop_all()
+                        await self._begin(hello.tenant, welcome.max_lease_bytes, connection, process)
+            except TimeoutError:
+                logger.report("late", "a connection was refused: it did not say who it is")
+            except (OSError, EOFError, ProtocolError) as error:
+                logger.report(type(error).__name__, "a connection was refused: %s", error)
+
+    def _check_peer(self, connection: socket.socket) -> int:
+        process, user = peer_of(connection)
+        if user not in {os.geteuid(), *self._config.allow_uids}:
+            raise PermissionError(f"process {process} is of user {user}")
+        return process
+
+    def _answer(self, hello: Hello) -> Welcome:
+        refusal = Refusal.NONE
+        if hello.protocol != PROTOCOL:
+            refusal = Refusal.PROTOCOL
+        elif len(self._sessions) >= self._config.max_clients:
+            refusal = Refusal.TOO_MUCH
+        most = min(self._config.client_bytes, hello.max_lease_bytes or self._config.client_bytes)
+        return Welcome(PROTOCOL, refusal, self.id, self._memory.nbytes, most)
+
+    async def _begin(
+        self, tenant: str, max_lease_bytes: int, connection: socket.socket, process: int
+    ) -> None:
+        session = Session(self.pool, tenant, max_lease_bytes, self._session_ended)
+        self._sessions.add(session)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: session, connection)
+        except BaseException:
+            self._session_ended(session)
+            connection.close()
+            raise
+        session.watch(process)
+
+    def _session_ended(self, session: Session) -> None:
+        self._sessions.discard(session)
+        if not self._sessions:
+            self._empty.set()
+
+    async def _stop(self, accepting: asyncio.Task[None]) -> None:
+        tasks = [accepting, *self._greetings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _end_sessions(self) -> None:
+        if not self._sessions:
+            return
+        self._empty.clear()
+        for session in tuple(self._sessions):
+            session.close()
+        async with asyncio.timeout(_CLOSE_S):
+            await self._empty.wait()
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """The right to listen at `path`, for as long as this process lives: beside the socket, so that it is ours to remove."""
+    check_directory(path, make=True)
+    lock = path.with_name(path.name + ".lock")
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"socket: cannot make {lock}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"socket: another daemon listens at {path} already") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with listener:
+        try:
+            path.unlink(missing_ok=True)  # left by a daemon that was killed
+            listener.bind(os.fspath(path))
+            path.chmod(0o666 if for_all else 0o600)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"socket: cannot listen at {path}: {error.strerror}") from error
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    connection.setblocking(False)
+    loop = asyncio.get_running_loop()
+    received = b""
+    while len(received) < nbytes:
+        piece = await loop.sock_recv(connection, nbytes - len(received))
+        if not piece:
+            raise EOFError("the client closed before it said who it is")
+        received += piece
+    return received
+
+
+def _welcome(connection: socket.socket, welcome: Welcome, fd: int) -> None:
+    """In one piece: the socket is empty, so it never takes a part of that."""
+    descriptors = [fd] if welcome.refusal is Refusal.NONE else []
+    socket.send_fds(connection, [pack_welcome(welcome)], descriptors)

@@ -1,0 +1,248 @@
+"""One client of the daemon: its messages, its leases, and what becomes of them when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING, cast
+
+from lmcache_async.daemon import messages
+from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
+from lmcache_async.daemon.records import is_record
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lmcache_async.daemon.pool import Pool, Slot
+    from lmcache_async.types import ChunkKey
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+
+class Session(asyncio.Protocol):
+    """Serves one connection. Every lease and reservation it has given ends with it.
+
+    A client that sends nonsense is answered no more, and told so by the end of the stream. But what it
+    holds is held until it has closed its own end: it may be writing there. A client that does not read
+    its answers is not read from.
+
+    Args:
+        pool: The records.
+        tenant: Whose records this client sees.
+        max_lease_bytes: The most it may have leases and reservations of.
+        ended: Called once, when all is given back.
+    """
+
+    def __init__(
+        self, pool: Pool, tenant: str, max_lease_bytes: int, ended: Callable[[Session], None]
+    ) -> None:
+        self.tenant = tenant
+        self.max_lease_bytes = max_lease_bytes
+        self._pool = pool
+        self._ended = ended
+        self._frames = Frames()
+        self._transport: asyncio.Transport | None = None
+        self._process: int | None = None  # descriptor of the client's
+        self._paused = False
+        self._condemned = False
+        self._leases: dict[int, Slot] = {}
+        self._lease_bytes = 0
+        self._next_lease = 1
+        self._listing: list[ChunkKey] = []
+        self._verbs: dict[Op, Callable[[bytes], bytes]] = {
+            Op.CONTAINS: self._contains,
+            Op.LEASE: self._lease,
+            Op.RESERVE: self._reserve,
+            Op.COMMIT: self._commit,
+            Op.REMOVE: self._remove,
+            Op.KEYS: self._keys,
+            Op.CLEAR: self._clear,
+        }
+
+    @property
+    def lease_bytes(self) -> int:
+        """What the client has leases and reservations of."""
+        return self._lease_bytes
+
+    def watch(self, process: int) -> None:
+        """End with that process: its children may have inherited the connection, but not the memory."""
+        if not process or self._condemned:  # of another PID namespace, or gone already
+            return
+        try:
+            self._process = os.pidfd_open(process)
+        except ProcessLookupError:
+            self.close()
+        except OSError as error:  # such as a sandbox without that call
+            logger.report(
+                "pidfd", "the end of process %d will be noticed by its connection alone: %s", process, error
+            )
+        else:
+            asyncio.get_running_loop().add_reader(self._process, self.close)
+
+    def close(self) -> None:
+        """End the connection, at once; for the daemon's own end, or when the client's process is gone."""
+        self._unwatch()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _unwatch(self) -> None:
+        if self._process is not None:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
+
+    # What the loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._condemned:
+            return
+        self._frames.feed(data)
+        self._serve()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        assert self._transport is not None
+        self._transport.resume_reading()
+        self._serve()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        del error
+        self._condemned = True
+        self._unwatch()
+        leases, self._leases = self._leases, {}
+        for slot in leases.values():
+            self._pool.release(slot)
+        self._lease_bytes = 0
+        self._ended(self)
+
+    # Messages.
+
+    def _serve(self) -> None:
+        """Answer what has come, as long as the answers are read."""
+        transport = self._transport
+        assert transport is not None
+        try:
+            while not (self._paused or self._condemned) and (message := self._frames.take()) is not None:
+                op, body = message
+                if op is Op.RELEASE:
+                    self._release(body)
+                else:
+                    answer = self._verbs[op](body)
+                    transport.write(frame(op, self._figures(), answer))
+        except ProtocolError as error:
+            self._condemn(str(error))
+        except Exception as error:  # noqa: BLE001 - a border: what a client sends ends that client alone
+            self._condemn(f"{error!r:.200}")
+
+    def _condemn(self, why: str) -> None:
+        logger.report("protocol", "client of tenant %r: connection ended: %s", self.tenant, why)
+        self._condemned = True
+        self._frames = Frames()
+        assert self._transport is not None
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _figures(self) -> bytes:
+        held = self._pool.tenant_statistics(self.tenant)
+        return messages.pack_figures(Figures(held.chunks, held.record_bytes, held.max_bytes, held.evictions))
+
+    def _contains(self, body: bytes) -> bytes:
+        return bytes(self._pool.contains(self.tenant, messages.unpack_keys(body)))
+
+    def _lease(self, body: bytes) -> bytes:
+        keys = messages.unpack_keys(body)
+        grants: list[Grant] = []
+        for key in keys:
+            slot = self._pool.lease(self.tenant, key)
+            grants.append(Grant(0, refusal=Refusal.MISSING) if slot is None else self._grant(slot))
+        self._pool.contains(
+            self.tenant, keys
+        )  # used together: the beginning of a prompt is to be its newest part
+        return messages.pack_grants(grants)
+
+    def _reserve(self, body: bytes) -> bytes:
+        grants: list[Grant] = []
+        for key, nbytes in messages.unpack_wishes(body):
+            if self._pool.contains(self.tenant, [key])[0]:
+                grants.append(Grant(0, refusal=Refusal.PRESENT))
+            elif self._lease_bytes + nbytes > self.max_lease_bytes:
+                grants.append(Grant(0, refusal=Refusal.TOO_MUCH))
+            else:
+                slot = self._pool.reserve(self.tenant, nbytes, key=key)
+                grants.append(Grant(0, refusal=Refusal.FULL) if slot is None else self._grant(slot))
+        return messages.pack_grants(grants)
+
+    def _grant(self, slot: Slot) -> Grant:
+        if self._lease_bytes + slot.nbytes > self.max_lease_bytes:
+            self._pool.release(slot)
+            return Grant(0, refusal=Refusal.TOO_MUCH)
+        lease = self._next_lease
+        self._next_lease += 1
+        self._leases[lease] = slot
+        self._lease_bytes += slot.nbytes
+        return Grant(lease, slot.offset, slot.nbytes)
+
+    def _commit(self, body: bytes) -> bytes:
+        commits = messages.unpack_commits(body)
+        for lease, _ in commits:
+            self._check(lease, writes=True)
+        if len({lease for lease, _ in commits}) < len(commits):
+            raise ProtocolError("a lease is committed twice")
+        outcomes: list[Refusal] = []
+        for lease, key in reversed(commits):  # as for leases
+            slot = self._take(lease)
+            if is_record(slot):
+                self._pool.commit(self.tenant, key, slot)
+                outcomes.append(Refusal.NONE)
+            else:
+                self._pool.release(slot)
+                outcomes.append(Refusal.MISSING)
+        return bytes(reversed(outcomes))
+
+    def _release(self, body: bytes) -> None:
+        for lease in messages.unpack_numbers(body):
+            self._check(lease)
+            self._pool.release(self._take(lease))
+
+    def _check(self, lease: int, *, writes: bool = False) -> None:
+        slot = self._leases.get(lease)
+        if slot is None or (writes and not slot.writes):
+            raise ProtocolError(f"this client has no {'reservation' if writes else 'lease'} {lease}")
+
+    def _take(self, lease: int) -> Slot:
+        slot = self._leases.pop(lease)
+        self._lease_bytes -= slot.nbytes
+        return slot
+
+    def _remove(self, body: bytes) -> bytes:
+        return bytes(self._pool.remove(self.tenant, key) for key in messages.unpack_keys(body))
+
+    def _keys(self, body: bytes) -> bytes:
+        """From the position asked for on; position 0 makes the list, which is then given in pieces."""
+        [start] = _one_number(body)
+        if start == 0:
+            self._listing = self._pool.keys(self.tenant)
+        piece = self._listing[start : start + messages.MAX_ITEMS]
+        return messages.pack_keys(piece)
+
+    def _clear(self, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"clear says nothing, but has {len(body)} bytes")
+        return messages.pack_numbers([self._pool.clear(self.tenant)])
+
+
+def _one_number(body: bytes) -> list[int]:
+    numbers = messages.unpack_numbers(body)
+    if len(numbers) != 1:
+        raise ProtocolError(f"{len(numbers)} numbers where one is expected")
+    return numbers

@@ -1,0 +1,117 @@
+"""What the endpoint shows of a daemon."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from lmcache_async.daemon.metrics import daemon_families
+from lmcache_async.observability.families import exposition
+from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version, rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.daemon.peers import PeerStatistics
+    from lmcache_async.daemon.server import Daemon
+
+MAX_TENANTS = 8
+"""In samples and charts: the largest. More cannot be told apart, and there may be a thousand. The table has all."""
+
+
+class DaemonSource:
+    """A daemon, as page, `top` and Prometheus see it."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._opened = time.time()
+
+    def sample(self) -> Sample:
+        pool, peers = self._daemon.pool.statistics(), self._peers()
+        largest = heapq.nlargest(MAX_TENANTS, pool.tenants.items(), key=lambda item: item[1].bytes)
+        gauges: dict[str, float] = {f"tenant.{name}": tenant.bytes for name, tenant in largest}
+        gauges["readers"] = sum(tenant.readers for tenant in pool.tenants.values())
+        gauges["writers"] = sum(tenant.writers for tenant in pool.tenants.values())
+        counts: dict[str, float] = {}
+        if peers is not None:
+            counts = {"sent": peers.counts.sent_bytes, "received": peers.counts.received_bytes}
+        return Sample(time.monotonic(), counts, gauges)
+
+    def charts(self, samples: Sequence[Sample]) -> list[Chart]:
+        held = {name: value for name, value in samples[-1].gauges.items() if name.startswith("tenant.")}
+        largest = sorted(held, key=lambda name: (-held[name], name))
+        charts = [
+            Chart(
+                "Memory by tenant",
+                "bytes",
+                [Series(name.removeprefix("tenant."), gauge_values(samples, name)) for name in largest],
+                stacked=True,
+                note="what each holds" if len(held) < MAX_TENANTS else "the largest",
+            ),
+            Chart(
+                "Leases",
+                "count",
+                [Series(name, gauge_values(samples, name)) for name in ("readers", "writers")],
+                note="records that somebody reads or writes now",
+            ),
+        ]
+        if self._peers() is not None:
+            moved = [Series(name, rates(samples, name)) for name in ("sent", "received")]
+            charts.append(Chart("Bytes to and from peers", "bytes/s", moved, note="other hosts"))
+        return charts
+
+    def status(self) -> dict[str, Any]:
+        daemon, pool, peers = self._daemon, self._daemon.pool.statistics(), self._peers()
+        return {
+            "kind": "daemon",
+            "title": "host pool",
+            "facts": [
+                ["socket", str(daemon.path)],
+                ["host", socket.gethostname()],
+                ["process", str(os.getpid())],
+                ["lmcache-async", package_version()],
+            ],
+            "time": round(time.time(), 3),
+            "uptime_s": round(time.time() - self._opened, 3),
+            "pool": {
+                "bytes": sum(tenant.bytes for tenant in pool.tenants.values()),
+                "max_bytes": pool.max_bytes,
+                "unused_bytes": pool.unused_bytes,
+                "segments": pool.segments,
+                "clients": daemon.clients,
+            },
+            "tenants": [
+                {
+                    "id": name,
+                    "chunks": tenant.chunks,
+                    "bytes": tenant.bytes,
+                    "max_bytes": tenant.max_bytes,
+                    "evictions": tenant.evictions,
+                    "readers": tenant.readers,
+                    "writers": tenant.writers,
+                }
+                for name, tenant in sorted(pool.tenants.items())
+            ],
+            "peers": peers
+            and {
+                "connections": peers.connections,
+                "max_connections": peers.max_connections,
+                "sent_records": peers.counts.sent_records,
+                "sent_bytes": peers.counts.sent_bytes,
+                "received_records": peers.counts.received_records,
+                "received_bytes": peers.counts.received_bytes,
+                "misses": peers.counts.misses,
+                "refused": peers.counts.refused,
+                "failed_logins": peers.counts.failed_logins,
+                "ended": dict(peers.counts.ended),
+            },
+        }
+
+    def metrics(self) -> bytes:
+        return exposition(daemon_families(self._daemon.pool.statistics(), self._peers()))
+
+    def _peers(self) -> PeerStatistics | None:
+        return None if self._daemon.peers is None else self._daemon.peers.statistics()

@@ -1,0 +1,18 @@
+# The compiled module, from _rows.c, which says what its functions do.
+
+from _typeshed import ReadableBuffer, WriteableBuffer
+
+INTERFACE: int
+
+def copy(
+    memory: WriteableBuffer,
+    starts: ReadableBuffer,
+    payload: WriteableBuffer,
+    row_bytes: int,
+    to_payload: bool,
+    stream: bool,
+    digest: bytearray | None = None,
+    /,
+) -> None: ...
+def start_digest(num_bytes: int, /) -> bytearray: ...
+def finish_digest(digest: bytearray, /) -> bytes: ...

@@ -1,0 +1,148 @@
+"""Prompts out of a file: token ids or text, a line each; or a trace of requests that has them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmcache_async.errors import ConfigError, MissingDependencyError
+from lmcache_async.hashing import as_tokens
+from lmcache_async.types import Tokens
+
+_IDS = ("prompt_token_ids", "token_ids", "tokens", "prompt")
+_TEXTS = ("prompt", "text")
+_HASHES = ("hash_ids", "block_hashes")
+MAX_BYTES = 4 << 30
+"""Of a file, unpacked; what is longer is no list of prompts."""
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, as it came: one of the two is there.
+
+    Attributes:
+        times: How often it is in the file.
+    """
+
+    tokens: Tokens | None
+    text: str
+    times: int = 1
+
+
+def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
+    """The different prompts of the file, in its order; or those that come most often first.
+
+    Lines of JSON: a list of token ids, a text, or a mapping with either, as request logs have it. A document with
+    `requests`, which may nest, is a trace of sessions. Names that end in .gz are unpacked.
+
+    Raises:
+        ConfigError: There is a line that is no prompt; it is named.
+    """
+    counts: Counter[tuple[bytes | None, str]] = Counter()
+    for where, row in _rows(path):
+        tokens, text = _prompt_of(row, where)
+        counts[None if tokens is None else tokens.tobytes(), text] += 1
+    found = counts.most_common() if by_use else counts.items()
+    if not counts:
+        raise ConfigError(f"{path} has no prompts")
+    return [
+        Prompt(None if ids is None else np.frombuffer(ids, dtype=np.int32), text, times)
+        for (ids, text), times in found
+    ]
+
+
+def tokenizer_of(name: str) -> Encode:
+    """What makes token ids of a text: of a file `tokenizer.json`, its folder, or a model's name.
+
+    Raises:
+        ConfigError: There is none of that name.
+        MissingDependencyError: The package tokenizers is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--tokenizer needs the package tokenizers, which comes with vLLM"
+        ) from error
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(name)
+    except Exception as error:  # the package raises Exception itself
+        raise ConfigError(f"--tokenizer {name}: {error}") from error
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: split it")
+    if (document := _whole(data)) is not None:
+        yield from _nested(document, str(path))
+        return
+    for number, line in enumerate(data.splitlines(), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{where}: no JSON: {error}") from None
+
+
+def _whole(data: bytes) -> Any | None:
+    """The file as one document, where it is one with requests in it; None where it is lines."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) and isinstance(document.get("requests"), list) else None
+
+
+def _nested(document: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for number, request in enumerate(document["requests"], 1):
+        place = f"{where}, request {number}"
+        if isinstance(request, dict) and isinstance(request.get("requests"), list):
+            yield from _nested(request, place)
+        else:
+            yield place, request
+
+
+def _prompt_of(row: Any, where: str) -> tuple[Tokens | None, str]:
+    if isinstance(row, str):
+        return None, row
+    if isinstance(row, dict):
+        for name in _IDS:
+            if isinstance(row.get(name), list):
+                return _ids(row[name], f"{where}: {name}"), ""
+        for name in _TEXTS:
+            if isinstance(row.get(name), str):
+                return None, row[name]
+        if any(name in row for name in _HASHES):
+            raise ConfigError(
+                f"{where}: a trace of block hashes has no tokens, and its hashes are not the keys of records: nothing"
+                " can be found by it; a trace with prompt_token_ids or prompt in each request is needed"
+            )
+        raise ConfigError(
+            f"{where}: expected one of {', '.join(dict.fromkeys((*_IDS, *_TEXTS)))}; found {sorted(row)}"
+        )
+    return _ids(row, where), ""
+
+
+def _ids(value: Any, where: str) -> Tokens:
+    whole = isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    if not whole or not value:
+        raise ConfigError(f"{where}: expected token ids, such as [1, 15043, 29892]")
+    return as_tokens(value)

@@ -1,0 +1,175 @@
+"""One server: a line for lookups, shared by all, and a few connections for records, one at a time each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.resp.connection import Connection, deadline
+
+if TYPE_CHECKING:
+    from lmcache_async.config.endpoint import Endpoint
+    from lmcache_async.resp.dialer import Dialer
+    from lmcache_async.resp.wire import Reply
+
+
+class Node:
+    """Connections to one server, made when they are needed and kept.
+
+    Args:
+        endpoint: The server.
+        dialer: Makes connections.
+        connections: How many records are on their way at the same time at most.
+        lookup_timeout_s: Longest time of a `call`, in seconds.
+        transfer_timeout_s: Longest wait for a connection, in seconds.
+        pause_s: After it failed, for so long it is not tried again.
+        on_trouble: Told when it could not be reached, or did not answer.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dialer: Dialer,
+        *,
+        connections: int,
+        lookup_timeout_s: float,
+        transfer_timeout_s: float,
+        pause_s: float = 0.0,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.where = f"{dialer.kind} at {endpoint}"
+        self._dialer = dialer
+        self._lookup_timeout_s = lookup_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._pause_s = pause_s
+        self._on_trouble = on_trouble
+        self._line: Connection | None = None
+        self._dialing = asyncio.Lock()
+        self._turns = asyncio.Semaphore(connections)
+        self._free: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._ended: TierError | None = None  # why there are no new connections
+        self._trouble: tuple[float, str] | None = None  # when, and what
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether it failed a moment ago, and is left alone."""
+        return self._trouble is not None and self._now() < self._trouble[0] + self._pause_s
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed, and was not connected to since."""
+        return self._trouble is not None
+
+    async def call(self, message: bytes, count: int) -> list[Reply]:
+        """Send commands on the shared line; all their replies.
+
+        Raises:
+            TierUnavailableError: They did not come in time. The line is given up.
+        """
+        line: Connection | None = None
+        try:
+            async with deadline(self._lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):
+                line = await self._shared_line()
+                return await line.call(message, count)
+        except TierUnavailableError as error:
+            if line is not None:
+                line.abort(error)
+            self._note(error)
+            raise
+        finally:
+            if line is not None and self._ended is not None and line.idle:
+                line.abort()
+
+    @property
+    def unused(self) -> bool:
+        """Whether it has no open connection."""
+        return all(connection.closed for connection in self._all)
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """One for a record, the caller's alone meanwhile; one that is then out of step is closed."""
+        async with deadline(self._transfer_timeout_s, self.where, "free connection", "transfer_timeout_s"):
+            await self._turns.acquire()
+        connection: Connection | None = None
+        try:
+            connection = self._take_free() or await self._dial()
+            yield connection
+        except TierUnavailableError as error:
+            self._note(error)
+            raise
+        finally:
+            self._turns.release()
+            if connection is not None:
+                self._give_back(connection)
+
+    def close(self) -> None:
+        """Connections in use are aborted, too, with TierClosedError for who uses them."""
+        self._end(TierClosedError(f"{self.where}: the tier was closed"))
+        for connection in tuple(self._all):
+            connection.abort(TierClosedError(f"{self.where}: the tier was closed"))
+
+    def retire(self) -> None:
+        """No new connections; those in use are closed after their use."""
+        self._end(TierUnavailableError(f"{self.where}: it is no master any more"))
+
+    def _end(self, why: TierError) -> None:
+        self._ended = why
+        for connection in [*self._free, *([self._line] if self._line and self._line.idle else [])]:
+            connection.abort()
+        self._free.clear()
+
+    async def wait_closed(self) -> None:
+        """Wait until the sockets are closed, after `close`."""
+        for connection in tuple(self._all):
+            await connection.wait_closed()
+
+    async def _shared_line(self) -> Connection:
+        async with self._dialing:
+            if self._line is None or not self._line.usable:
+                self._line = await self._dial()
+            return self._line
+
+    def _take_free(self) -> Connection | None:
+        while self._free:
+            connection = self._free.pop()
+            if connection.idle:
+                return connection
+            connection.abort()
+        return None
+
+    def _give_back(self, connection: Connection) -> None:
+        if connection.idle and self._ended is None:
+            self._free.append(connection)
+        else:
+            connection.abort()
+
+    async def _dial(self) -> Connection:
+        if self.in_trouble and self._trouble is not None:
+            raise TierUnavailableError(f"{self._trouble[1]}; it is not tried again for a moment")
+        self._check_open()
+        connection = await self._dialer.dial(self.endpoint, self._all)
+        self._trouble = None
+        try:
+            self._check_open()
+        except TierError:
+            connection.abort()
+            raise
+        return connection
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended))
+
+    def _note(self, error: TierError) -> None:
+        if not self.in_trouble:
+            self._trouble = (self._now(), str(error))
+        self._on_trouble()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,198 @@
+"""What comes from a server, sorted to those who wait for it. No I/O: bytes are put into buffers it names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from lmcache_async.resp.wire import (
+    MAX_BULK,
+    ErrorReply,
+    ProtocolError,
+    Reply,
+    parse_record_header,
+    parse_reply,
+)
+
+SMALL_BYTES = 16 << 10
+"""Of the buffer that headers and short replies come into; at most so much of a record is copied out of it."""
+_MAX_SMALL_BYTES = 2 * MAX_BULK
+
+Length: TypeAlias = "int | ErrorReply | None"
+"""Of a record that comes; None for a miss, or why there is none."""
+
+MakeError: TypeAlias = Callable[[], Exception]
+"""An error for each waiter: one for all would collect the frames of all."""
+
+
+class Replies:
+    """The next `count` replies, all of them short."""
+
+    __slots__ = ("count", "done", "got")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.got: list[Reply] = []
+        self.done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+
+    def fail(self, make_error: MakeError) -> None:
+        _fail(self.done, make_error)
+
+
+class Record:
+    """A reply that is one record: first its length, then, into memory that the waiter names, its bytes."""
+
+    __slots__ = ("done", "length")
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.length: asyncio.Future[Length] = loop.create_future()
+        self.done: asyncio.Future[None] = loop.create_future()
+
+    def fail(self, make_error: MakeError) -> None:
+        _fail(self.length, make_error)
+        _fail(self.done, make_error)
+
+
+class Reader:
+    """Buffers for what comes next, and who it is for.
+
+    A record goes straight into the memory given for it. While that is not known yet, and `paused` says
+    so, no more is to be read.
+    """
+
+    def __init__(self) -> None:
+        self._expected: deque[Replies | Record] = deque()
+        self._small = bytearray(SMALL_BYTES)
+        self._start = 0  # what is in `_small` and not taken yet
+        self._stop = 0
+        self._body: memoryview | None = None  # where the record goes
+        self._filled = 0
+        self._ends = False  # the record is there, the end of its line is not
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is expected and nothing is left over: a new command may be sent."""
+        return not self._expected and self._start == self._stop
+
+    @property
+    def paused(self) -> bool:
+        """Whether the next thing is a record whose memory is not known yet."""
+        head = self._expected[0] if self._expected else None
+        return isinstance(head, Record) and head.length.done() and self._body is None and not self._ends
+
+    def expect(self, what: Replies | Record) -> None:
+        self._expected.append(what)
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._body is not None:
+            return self._body[self._filled :]
+        return memoryview(self._small)[self._stop :]
+
+    def received(self, nbytes: int) -> None:
+        """So many bytes are in the buffer given last.
+
+        Raises:
+            ProtocolError: They are no answer to what was asked.
+        """
+        if self._body is not None:
+            self._filled += nbytes
+            self._check_filled()
+            return
+        self._stop += nbytes
+        self._take()
+
+    def take_record(self, memory: memoryview) -> None:
+        """The record whose length was told goes there; `paused` is over.
+
+        Raises:
+            ProtocolError: As for `received`.
+        """
+        self._body = memory
+        self._filled = min(len(memory), self._stop - self._start)
+        memory[: self._filled] = memoryview(self._small)[self._start : self._start + self._filled]
+        self._start += self._filled
+        self._check_filled()
+        self._take()
+
+    def fail(self, make_error: MakeError) -> None:
+        """Everything that is expected fails; no memory of anybody's is touched any more."""
+        self._body = None
+        expected, self._expected = self._expected, deque()
+        for one in expected:
+            one.fail(make_error)
+
+    def _check_filled(self) -> None:
+        if self._body is not None and self._filled == len(self._body):
+            self._body = None
+            self._ends = True
+
+    def _take(self) -> None:
+        """All that is whole in the small buffer, to those who wait for it."""
+        while self._start < self._stop and self._body is None and not self.paused:
+            if not self._expected:
+                text = bytes(self._small[self._start : min(self._stop, self._start + 200)])
+                raise ProtocolError(f"nothing was asked, and {text!r} came")
+            head = self._expected[0]
+            if not (self._take_reply(head) if isinstance(head, Replies) else self._take_record(head)):
+                break
+        self._make_room()
+
+    def _take_reply(self, head: Replies) -> bool:
+        found = parse_reply(self._small, self._start, self._stop)
+        if found is None:
+            return False
+        reply, self._start = found
+        head.got.append(reply)
+        if len(head.got) == head.count:
+            self._expected.popleft()
+            if not head.done.done():
+                head.done.set_result(head.got)
+        return True
+
+    def _take_record(self, head: Record) -> bool:
+        if self._ends:
+            return self._take_end(head)
+        found = parse_record_header(self._small, self._start, self._stop)
+        if found is None:
+            return False
+        length, self._start = found
+        if not isinstance(length, int):
+            self._expected.popleft()
+        if not head.length.done():
+            head.length.set_result(length)
+        return True
+
+    def _take_end(self, head: Record) -> bool:
+        if self._stop - self._start < 2:
+            return False
+        if self._small[self._start : self._start + 2] != b"\r\n":
+            raise ProtocolError("a record does not end where it should")
+        self._start += 2
+        self._ends = False
+        self._expected.popleft()
+        if not head.done.done():
+            head.done.set_result(None)
+        return True
+
+    def _make_room(self) -> None:
+        if self._start == self._stop:
+            self._start = self._stop = 0
+            if len(self._small) > SMALL_BYTES:
+                self._small = bytearray(SMALL_BYTES)
+        elif self._stop == len(self._small):
+            left = self._small[self._start : self._stop]
+            if len(left) > _MAX_SMALL_BYTES:
+                raise ProtocolError(f"a reply of more than {_MAX_SMALL_BYTES} bytes")
+            # Another object: who filled the old one may still hold a view of it.
+            self._small = left + bytearray(max(SMALL_BYTES, len(left)))
+            self._start, self._stop = 0, len(left)
+
+
+def _fail(future: asyncio.Future[Any], make_error: MakeError) -> None:
+    if not future.done():
+        future.set_exception(make_error())
+        future.exception()  # looked at: its waiter may have been cancelled

@@ -1,0 +1,53 @@
+// Draws status.json every two seconds. What comes from there is text, never markup.
+
+import { at, node, place } from "./dom.js";
+import { showCharts } from "./plot.js";
+import { requestTable } from "./requests.js";
+import { tenantTable, tierTable } from "./tables.js";
+import { daemonTiles, engineTiles } from "./tiles.js";
+import { seconds } from "./words.js";
+
+const REFRESH_MS = 2000;
+const TIMEOUT_MS = 5000;
+
+function show(told) {
+  const owners = told.tiers || told.tenants || [];
+  place(owners.map((owner) => owner.id));
+  document.title = `${told.title || "lmcache-async"} · ${told.kind}`;
+  at("title").textContent = told.title || told.kind;
+  const facts = [...told.facts, ["up", seconds(told.uptime_s)]];
+  at("facts").replaceChildren(...facts.map(([name, value]) => node("div", {}, node("dt", {}, name), node("dd", {}, value))));
+  const tiles = told.kind === "daemon" ? daemonTiles(told) : engineTiles(told);
+  at("tiles").replaceChildren(...tiles.filter(Boolean));
+  showCharts(told.charts);
+  const tables = told.kind === "daemon" ? [tenantTable(told.tenants)] : [tierTable(told.tiers), requestTable(told.recent, told.time, told.totals.decided)];
+  at("tables").replaceChildren(...tables);
+}
+
+function state(text, cls, notice = "") {
+  at("state").textContent = text;
+  at("state").className = `state ${cls}`;
+  at("notice").textContent = notice;
+  at("notice").hidden = !notice;
+}
+
+async function refresh() {
+  try {
+    const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (!answer.ok) throw new Error(`the answer was ${answer.status} ${answer.statusText}`);
+    show(await answer.json());
+    state("live", "live");
+  } catch (error) {
+    state("no answer", "lost", `There is no answer (${error.message}). What is shown may be old; it is asked for again every two seconds.`);
+  }
+}
+
+async function run() {
+  for (;;) {
+    if (!document.hidden) await refresh();
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+  }
+}
+
+document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
+run();

@@ -1,0 +1,140 @@
+"""Threads that read several files read them together: pieces of the first, by all of them, then the next. Blocking.
+
+A disk is as fast with a few pieces under way as with as many whole records, often faster; but whole records, read
+side by side, share it and end together, and nothing can be proven and copied while they are read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from lmcache_async.memory.buffer import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PIECE_BYTES = 2 << 20
+"""Large enough for the disk's full speed, small enough for a record of 8 MiB to occupy four threads."""
+
+
+def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
+    """Fill `view` from the file's `offset` on; fewer bytes where the file ends.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+        if done % PAGE:  # the end of a file that was cut
+            break
+    return done
+
+
+class SharedReads:
+    """Reads of files, shared out in pieces among the threads that wait for them, in the order they came."""
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
+        self._numbers = itertools.count()
+        self._waiting: list[_Read] = []  # a heap: those with pieces that no thread has begun
+        self._changed = threading.Condition()
+
+    def place(self) -> int:
+        """A place in the order, for a read whose file is still to be opened."""
+        return next(self._numbers)
+
+    def read(self, place: int, descriptor: int, view: memoryview) -> int:
+        """Fill `view` from the file's start; how many bytes there were, up to the first that is missing.
+
+        The calling thread reads pieces, its own or an earlier call's, until its own are all there. When it
+        returns no thread reads from the file or into `view` any more, nor holds either.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        mine = _Read(place, descriptor, view, self._piece_bytes)
+        with self._changed:
+            heapq.heappush(self._waiting, mine)
+            self._changed.notify_all()  # those that only wait can help
+        while (turn := self._next(mine)) is not None:
+            read, start = turn
+            error: OSError | None = None
+            count = 0
+            try:
+                with read.piece(start) as piece:
+                    count = read_all(read.descriptor, piece, start)
+            except OSError as failure:
+                error = failure.with_traceback(None)  # its frames hold the piece
+            with self._changed:
+                if read.end(start, count, error):
+                    self._changed.notify_all()
+            del read, turn
+        return mine.result()
+
+    def _next(self, mine: _Read) -> tuple[_Read, int] | None:
+        """The first piece that nobody has begun; None once all of `mine` are there."""
+        with self._changed:
+            while not mine.ended:
+                while self._waiting:
+                    read = self._waiting[0]
+                    start = read.begin()
+                    if start is not None:
+                        return read, start
+                    heapq.heappop(self._waiting)
+                self._changed.wait()
+            return None
+
+
+class _Read:
+    """One file's read: which pieces are left, and what became of those that were begun."""
+
+    def __init__(self, place: int, descriptor: int, view: memoryview, piece_bytes: int) -> None:
+        self.place = place
+        self.descriptor = descriptor
+        self.piece_bytes = piece_bytes
+        self.view: memoryview | None = view
+        self._starts: Iterator[int] = iter(range(0, len(view), piece_bytes))
+        self._nbytes = len(view)
+        self._whole = len(view)  # bytes from the start on without a gap
+        self._left = -(-len(view) // piece_bytes)
+        self._error: OSError | None = None
+
+    def __lt__(self, other: _Read) -> bool:
+        return self.place < other.place
+
+    @property
+    def ended(self) -> bool:
+        return self._left == 0
+
+    def begin(self) -> int | None:
+        """Where the next piece begins; None if there is none to be begun."""
+        return next(self._starts, None)
+
+    def piece(self, start: int) -> memoryview:
+        """The piece's memory; to be released before its end is told."""
+        assert self.view is not None  # until its last piece has ended
+        return self.view[start : start + self.piece_bytes]
+
+    def end(self, start: int, count: int, error: OSError | None) -> bool:
+        """A piece has ended; whether it was the last one."""
+        self._left -= 1
+        if count < min(self.piece_bytes, self._nbytes - start):
+            self._whole = min(self._whole, start + count)
+        if error is not None:
+            self._error = self._error or error
+        if self.ended:
+            self.view = None  # a thread that waits to read may know this read by its place in the heap
+        return self.ended
+
+    def result(self) -> int:
+        if self._error is not None:
+            raise self._error
+        return self._whole

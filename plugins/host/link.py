@@ -1,0 +1,118 @@
+"""The connection to whichever daemon is there: lost, it is made again in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from lmcache_async.daemon.messages import Figures
+    from lmcache_async.plugins.host.connection import Connection
+    from lmcache_async.plugins.host.dialer import Dialer
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+
+
+class Link:
+    """Keeps one connection while it is open.
+
+    Attributes:
+        connected: Set while there is a connection.
+    """
+
+    def __init__(self, dialer: Dialer) -> None:
+        self.connected = asyncio.Event()
+        self._dialer = dialer
+        self._connection: Connection | None = None
+        self._lost = asyncio.Event()
+        self._reason: TierError = TierUnavailableError(f"{dialer.where}: not connected")
+        self._task: asyncio.Task[None] | None = None
+        self._evictions = 0  # of connections that have ended
+        self._first = 0  # of the one that is there, when it was made
+
+    @property
+    def connection(self) -> Connection:
+        """The connection.
+
+        Raises:
+            TierUnavailableError: There is none now.
+        """
+        connection = self._connection
+        if connection is None or not connection.usable:
+            raise self._reason.with_traceback(None)
+        return connection
+
+    @property
+    def figures(self) -> Figures | None:
+        """What the daemon told last; None while there is no connection."""
+        return None if self._connection is None else self._connection.figures
+
+    @property
+    def evictions(self) -> int:
+        """Of the tenant, as far as we were there."""
+        figures = self.figures
+        return self._evictions + (0 if figures is None else figures.evictions - self._first)
+
+    async def open(self) -> None:
+        """Connect; a daemon that is not there is waited for in the background."""
+        try:
+            await self._dial()
+        except TierUnavailableError as error:
+            logger.report("open", "the host tier begins without its daemon: %s", error)
+            self._lost.set()
+        self._task = asyncio.create_task(self._keep())
+
+    def close(self) -> None:
+        """End the connection and make no more; calls under way end with TierClosedError."""
+        self._reason = TierClosedError("the host tier is closed")
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.close(self._reason)
+
+    async def wait_closed(self) -> None:
+        """Until nothing of it runs any more."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.wait_closed()
+
+    async def _keep(self) -> None:
+        while True:
+            await self._lost.wait()
+            pause = FIRST_PAUSE_S
+            while self._connection is None:
+                with contextlib.suppress(TierUnavailableError):
+                    await self._dial()
+                    break
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_S)
+
+    async def _dial(self) -> None:
+        connection = await self._dialer.dial(self._ended)
+        if not connection.usable:
+            raise TierUnavailableError(f"{self._dialer.where}: the connection was lost at once")
+        self._lost.clear()
+        self._connection = connection
+        self._first = connection.figures.evictions
+        self.connected.set()
+
+    def _ended(self, connection: Connection) -> None:
+        if connection is not self._connection:
+            return  # it was never taken
+        self._evictions += connection.figures.evictions - self._first
+        self._connection = None
+        self.connected.clear()
+        self._lost.set()
+        if not isinstance(self._reason, TierClosedError):
+            logger.report(
+                "lost", "%s: the connection was lost; until it is back all is a miss", connection.where
+            )

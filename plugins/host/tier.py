@@ -1,0 +1,272 @@
+"""Chunks in the pool of a daemon, read and written in place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from lmcache_async.daemon.address import default_socket
+from lmcache_async.daemon.messages import (
+    MAX_ITEMS,
+    PROTOCOL,
+    Grant,
+    Hello,
+    Op,
+    ProtocolError,
+    Refusal,
+    pack_commits,
+    pack_keys,
+    pack_numbers,
+    pack_wishes,
+    unpack_flags,
+    unpack_keys,
+    unpack_numbers,
+)
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.host.answers import TOO_MUCH, leases_of, outcome_of, parsed, parts
+from lmcache_async.plugins.host.config import HostConfig
+from lmcache_async.plugins.host.copying import Copier
+from lmcache_async.plugins.host.dialer import Dialer
+from lmcache_async.plugins.host.link import Link
+from lmcache_async.tiers.answers import reads
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.calls import Calls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from types import TracebackType
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.plugins.host.connection import Connection
+    from lmcache_async.types import ChunkKey
+
+
+class HostTier(Tier):
+    """Reads and writes the records of its tenant in memory that a daemon shares with all engines of the host.
+
+    A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. A
+    daemon that is away when the tier is opened, or goes away, is connected to when it is there; until
+    then every call is TierUnavailableError. Leases outlive the daemon.
+
+    A put that is cancelled while it is committed may still be stored.
+    """
+
+    config_type = HostConfig
+
+    def __init__(self, config: HostConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._pin = False
+        self._pin_device: int | None = None
+        self._link: Link | None = None
+        self._copier: Copier | None = None
+        self._last_max_bytes: int | None = None
+        self._calls = Calls()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(own_memory=True, persistent=True, removes=True, lists=True)
+
+    def bind(self, arena: Arena) -> None:
+        """The pool is pinned where the arena is, for the same device."""
+        self._pin = arena.pin and self._config.pin
+        self._pin_device = arena.pin_device
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return (await self.contains_many([key]))[0]
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """In one message. It counts as a use of what is there."""
+        return [bool(flag) for flag in await self._flags(Op.CONTAINS, keys)]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        there = await self.contains_many(keys)
+        return there.index(False) if False in there else len(there)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        """A lease of the record in the daemon's memory; `allocate` is not asked.
+
+        Raises:
+            TierUnavailableError: There is no daemon now, or it does not answer.
+            BudgetExceededError: This engine has as many leases as it may have.
+        """
+        del allocate
+        with self._call() as connection:
+            [grant] = await self._lease(connection, [key])
+            if grant.lease:
+                return connection.mapping.lend(grant)
+        if grant.refusal is Refusal.TOO_MUCH:
+            raise BudgetExceededError(TOO_MUCH)
+        return None
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        """The same, in one message."""
+        del allocate
+        with self._call() as connection, reads(0) as results:
+            for part in parts(keys):
+                for grant in await self._lease(connection, part):
+                    if grant.lease:
+                        results.append(connection.mapping.lend(grant))
+                    else:
+                        refused = grant.refusal is Refusal.TOO_MUCH
+                        results.append(TierError(TOO_MUCH) if refused else None)
+        return results
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        [error] = await self.put_many([(key, buffer)])
+        if error is not None:
+            raise error
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        """One message to reserve, the copies, one message to commit.
+
+        What is there already is not copied again. Cancelled, it waits until no copy runs.
+        """
+        results: list[TierError | None] = []
+        with self._call() as connection:
+            for part in parts(items):
+                results += await self._put(connection, part)
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        [flag] = await self._flags(Op.REMOVE, [key])
+        return bool(flag)
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        """All of the tenant's."""
+        start = 0
+        while True:
+            with self._call() as connection:
+                answer = await self._ask(connection, Op.KEYS, pack_numbers([start]))
+                found = parsed(connection, partial(unpack_keys, answer))
+            for key in found:
+                yield key
+            if len(found) < MAX_ITEMS:
+                return
+            start += len(found)
+
+    async def clear(self) -> int:
+        """Remove all of the tenant's, whichever engine has put them."""
+        with self._call() as connection:
+            answer = await self._ask(connection, Op.CLEAR)
+            [count] = parsed(connection, partial(unpack_numbers, answer))
+        return count
+
+    def statistics(self) -> TierStatistics:
+        """What the tenant holds, as the daemon told with its last answer; nothing while it is away."""
+        figures = None if self._link is None else self._link.figures
+        evictions = 0 if self._link is None else self._link.evictions
+        if figures is None:
+            return TierStatistics(max_bytes=self._last_max_bytes, evictions=evictions)
+        self._last_max_bytes = figures.max_bytes
+        return TierStatistics(
+            chunks=figures.chunks,
+            bytes=figures.record_bytes,
+            max_bytes=figures.max_bytes,
+            evictions=evictions,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Open. A daemon that is not there now is connected to later."""
+        config = self._config
+        users = {os.geteuid(), 0} if config.daemon_uid is None else {config.daemon_uid}
+        dialer = Dialer(
+            path=config.socket or default_socket(),
+            hello=Hello(PROTOCOL, config.tenant, config.max_lease_bytes or 0),
+            users=frozenset(users),
+            timeout_s=config.connect_timeout_s,
+            pin=self._pin,
+            pin_device=self._pin_device,
+            prefault=config.prefault,
+        )
+        link = Link(dialer)
+        await link.open()
+        self._copier = Copier(config.copy_threads)
+        self._link = link
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close. Calls under way end with TierClosedError, copies are waited for; leases stay good."""
+        link, copier = self._link, self._copier
+        if link is None or copier is None:
+            raise TierClosedError("the host tier is not open")
+        self._link = self._copier = None
+        link.close()
+        await self._calls.wait_ended()
+        await link.wait_closed()
+        copier.close()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Connection]:
+        if self._link is None:
+            raise TierClosedError("the host tier is not open")
+        connection = self._link.connection
+        with self._calls.one():
+            yield connection
+
+    async def _ask(self, connection: Connection, op: Op, *parts: bytes) -> bytes:
+        return await connection.ask(op, *parts, timeout_s=self._config.lookup_timeout_s)
+
+    async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[int]:
+        flags: list[int] = []
+        with self._call() as connection:
+            for part in parts(keys):
+                answer = await self._ask(connection, op, pack_keys(part))
+                flags += parsed(connection, partial(unpack_flags, answer, len(part)))
+        return flags
+
+    async def _lease(self, connection: Connection, keys: Sequence[ChunkKey]) -> list[Grant]:
+        return await self._granted(connection, Op.LEASE, pack_keys(keys), len(keys))
+
+    async def _granted(self, connection: Connection, op: Op, body: bytes, count: int) -> list[Grant]:
+        """Leases or reservations; those that come when nobody waits any more go back at once."""
+
+        def unwanted(answer: bytes) -> None:
+            with contextlib.suppress(TierError):
+                connection.give_back(leases_of(connection.unpack(answer, count)))
+
+        connection.mapping.flush()  # what is over does not count against what this engine may have
+        answer = await connection.ask(op, body, timeout_s=self._config.transfer_timeout_s, unwanted=unwanted)
+        connection.check()  # lost since the answer came, it has taken the leases with it
+        return connection.unpack(answer, count)
+
+    async def _put(
+        self, connection: Connection, items: Sequence[tuple[ChunkKey, Buffer]]
+    ) -> list[TierError | None]:
+        wishes = pack_wishes((key, buffer.nbytes) for key, buffer in items)
+        grants = await self._granted(connection, Op.RESERVE, wishes, len(items))
+        results: list[TierError | None] = [outcome_of(grant) for grant in grants]
+        given = [position for position, grant in enumerate(grants) if grant.lease]
+        if any(grants[position].nbytes != items[position][1].nbytes for position in given):
+            raise connection.fail(ProtocolError("a reservation is not of the length that was asked for"))
+        if not given:
+            return results
+        try:
+            await self._copy(connection, [(grants[position], items[position][1]) for position in given])
+        except BaseException:
+            connection.give_back(leases_of(grants))
+            raise
+        commits = pack_commits((grants[position].lease, items[position][0]) for position in given)
+        answer = await connection.ask(Op.COMMIT, commits, timeout_s=self._config.transfer_timeout_s)
+        flags = parsed(connection, partial(unpack_flags, answer, len(given)))
+        for position, flag in zip(given, flags, strict=True):
+            if flag != Refusal.NONE:
+                results[position] = TierError("the daemon took the bytes for no record")
+        return results
+
+    async def _copy(self, connection: Connection, items: Sequence[tuple[Grant, Buffer]]) -> None:
+        copier = self._copier
+        connection.check()
+        if copier is None:
+            raise TierClosedError("the host tier was closed")
+        mapping = connection.mapping
+        mapping.begin_copy()  # the connection, and with it the reservation, holds until its end
+        try:
+            await copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
+        finally:
+            mapping.end_copy()

@@ -1,0 +1,169 @@
+"""The pool from the event loop: joined in the background where its master does not answer yet."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.mooncake.calls import Calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.plugins.mooncake.pool import Pool
+    from lmcache_async.types import ChunkKey
+
+_FIRST_S = 30.0
+"""How long the start waits for the engine, which takes 20 s to say that it cannot use its options."""
+_PAUSE_S = 1.0
+"""Between two tries to join."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Client:
+    """Calls of the pool's, in threads; neither do writes hold up reads, nor both of them questions to the master.
+
+    Every call raises TierUnavailableError until the pool is joined. Cancelled, a call ends when its thread
+    has ended with it.
+
+    Args:
+        pool: Not joined yet.
+        arena: Memory to move records from and into.
+        threads: Calls that read at the same time, and as many that write.
+    """
+
+    def __init__(self, pool: Pool, arena: Arena, threads: int) -> None:
+        self.pool = pool
+        self._arena = arena
+        self._reads = Calls(threads)
+        self._writes = Calls(threads)
+        self._questions = Calls(1)
+        self._joining: asyncio.Task[None] | None = None
+        self._moving: collections.Counter[ChunkKey] = collections.Counter()
+        self._removing: set[ChunkKey] = set()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._logger = LimitedLogger(logging.getLogger(__name__))
+
+    async def open(self) -> None:
+        """Join the pool, or keep trying in the background where its master does not answer.
+
+        Raises:
+            TierError: The engine refuses the options or the memory.
+        """
+        first = asyncio.ensure_future(self._join())
+        try:
+            await asyncio.wait({first}, timeout=_FIRST_S)
+        except asyncio.CancelledError:
+            await _ended(first)
+            raise
+        if not first.done():
+            self._begins_without(f"the master of {self.pool.url} gave no answer in {_FIRST_S:.0f} s")
+        elif (error := first.exception()) is None:
+            return
+        elif isinstance(error, TierUnavailableError):
+            self._begins_without(error)
+        else:
+            raise error
+        self._joining = asyncio.create_task(self._keep_joining(first))
+
+    async def aclose(self) -> None:
+        """Leave the pool. No call is under way; a try to join is waited for."""
+        if self._joining is not None:
+            await _ended(self._joining)
+        await self._questions.run(self.pool.close)
+        self._questions.close()
+        self._reads.close()
+        self._writes.close()
+
+    async def there(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._call(self._questions, self.pool.there, keys)
+
+    async def get(
+        self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return await self._move(self._reads, self.pool.get, keys, addresses, sizes)
+
+    async def put(
+        self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return await self._move(self._writes, self.pool.put, keys, addresses, sizes)
+
+    async def _move(
+        self,
+        calls: Calls,
+        call: Callable[[Sequence[ChunkKey], Sequence[int], Sequence[int]], list[int]],
+        keys: Sequence[ChunkKey],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:
+        """After removals of these records: the place of one that is being removed may be another's already."""
+        await self._until(lambda: self._removing.isdisjoint(keys))
+        self._moving.update(keys)
+        try:
+            return await self._call(calls, call, keys, addresses, sizes)
+        finally:
+            self._moving -= collections.Counter(keys)
+            self._wake()
+
+    async def remove(self, key: ChunkKey) -> bool:
+        """After our own reads and writes of the record; others find out by its header and checksum."""
+        await self._until(lambda: key not in self._moving and key not in self._removing)
+        self._removing.add(key)
+        try:
+            return await self._call(self._questions, self.pool.remove, key)
+        finally:
+            self._removing.discard(key)
+            self._wake()
+
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _call(self, calls: Calls, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self.pool.is_joined:
+            raise TierUnavailableError(f"{self.pool.url} has not been joined yet: its master does not answer")
+        return await calls.run(call, *args, **kwargs)
+
+    def _begins_without(self, cause: object) -> None:
+        self._logger.report("open", "%s; the tier is opened all the same, until then all is a miss", cause)
+
+    async def _join(self) -> None:
+        await self._questions.run(self.pool.join, self._arena.address, len(self._arena.region))
+
+    async def _keep_joining(self, attempt: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                await attempt
+            except TierError as error:
+                self._logger.report("join", "still not joined: %s", error)
+            else:
+                self._logger.log(logging.INFO, "joined", "%s is joined", self.pool.url)
+                return
+            await asyncio.sleep(_PAUSE_S)
+            attempt = asyncio.ensure_future(self._join())
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    """Cancel it and wait for its end."""
+    task.cancel()
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # nobody else looks at it

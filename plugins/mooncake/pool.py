@@ -1,0 +1,189 @@
+"""The engine's client: one call for a batch of records, its codes in our words. Blocking; run in threads."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from lmcache_async.errors import MissingDependencyError, TierError, TierFullError, TierUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mooncake.store import MooncakeDistributedStore
+
+    from lmcache_async.plugins.mooncake.config import MooncakeConfig
+    from lmcache_async.types import ChunkKey
+
+_CONNECT_S = 5.0
+_LEAST_BYTES = 16 << 20
+NOT_THERE = -704
+NOT_YET = -703  # it is being put, and not visible
+TOO_LONG = -600  # the object is longer than the memory for it
+_FULL = frozenset({-200})
+_PACKAGES = {
+    "libibverbs": "libibverbs1",
+    "libnl": "libibverbs1",
+    "libnuma": "libnuma1",
+    "libcurl": "libcurl4",
+}
+_MEANINGS = {
+    -1: "an error inside the engine",
+    -10: "the engine has no memory",
+    -200: "the pool has no room: give it more segments, or let the master evict sooner",
+    -600: "a parameter is wrong",
+    NOT_YET: "the record is being written by another",
+    -706: "somebody reads the record",
+    -707: "the read took longer than the master's lease: raise default_kv_lease_ttl",
+    -800: "the transfer failed",
+    -900: "the master does not answer",
+    -901: "the master did not answer in time",
+}
+
+
+class Pool:
+    """A client of one master. Every method blocks; calls may overlap.
+
+    Args:
+        config: The options.
+        store: A client that is set up already, and stays so; one of its own if not given.
+    """
+
+    def __init__(self, config: MooncakeConfig, store: MooncakeDistributedStore | None = None) -> None:
+        self._config = config
+        self._is_own = store is None
+        engine = _engine()
+        self._new_store = engine.MooncakeDistributedStore
+        self._store = self._new_store() if store is None else store
+        self._replication = engine.ReplicateConfig()
+        self._replication.replica_num = config.replicas
+        self._address: int | None = None
+
+    @property
+    def url(self) -> str:
+        return self._config.url
+
+    @property
+    def is_joined(self) -> bool:
+        return self._address is not None
+
+    def join(self, address: int, nbytes: int) -> None:
+        """Join the pool, and register the memory that records are put from and got into.
+
+        Raises:
+            TierUnavailableError: The master does not answer.
+            TierError: The engine refuses the options or the memory.
+        """
+        if self._is_own:
+            self._set_up()
+        if code := self._store.register_buffer(address, nbytes):
+            self._leave()
+            raise TierError(
+                f"the engine cannot register the arena's {nbytes} bytes for {self._config.protocol}: {meaning(code)};"
+                " with rdma, see whether ulimit -l allows it"
+            )
+        self._address = address
+
+    def close(self) -> None:
+        """Leave the pool, if it was joined."""
+        if self._address is not None:
+            self._store.unregister_buffer(self._address)
+            self._address = None
+            self._leave()
+
+    def there(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        codes = self._store.batch_is_exist(self._names(keys))
+        if failed := next((code for code in codes if code < 0 and code not in {NOT_THERE, NOT_YET}), 0):
+            raise self.error("look for", keys[0], failed)
+        return [code == 1 for code in codes]
+
+    def get(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Read each record to its address; its length, or the engine's code."""
+        answers = self._store.batch_get_into(self._names(keys), list(addresses), list(sizes))
+        return [int(answer) for answer in answers]
+
+    def put(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Write each record from its address; 0, or the engine's code."""
+        names = self._names(keys)
+        codes = self._store.batch_put_from(names, list(addresses), list(sizes), self._replication)
+        return [int(code) for code in codes]
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Remove it, also while others read it: they find out by the checksum."""
+        code = self._store.remove(self._names([key])[0], force=True)
+        if code not in {0, NOT_THERE, NOT_YET}:
+            raise self.error("remove", key, code)
+        return bool(code == 0)
+
+    def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
+        """What to raise for a code."""
+        text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {meaning(code)}"
+        return TierFullError(text) if code in _FULL else TierUnavailableError(text)
+
+    def _set_up(self) -> None:
+        config = self._config
+        host, _, port = config.master.rpartition(":")
+        try:  # the engine would try for minutes, and cannot be told to stop
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        except OSError as error:
+            raise TierUnavailableError(
+                f"the master of {config.url} does not answer: {error}; see whether it runs there and url is right"
+            ) from error
+        options = {
+            "local_hostname": config.hostname,
+            "metadata_server": config.metadata,
+            "global_segment_size": str(config.segment_bytes),
+            "local_buffer_size": str(_LEAST_BYTES),  # for calls that copy, of which we make none
+            "protocol": config.protocol,
+            "rdma_devices": config.devices,
+            "master_server_addr": config.master,
+        }
+        if code := self._store.setup(options):
+            self._store = self._new_store()  # for another try
+            raise TierError(
+                f"cannot join the pool of {config.url} as {config.hostname} by {config.protocol}:"
+                f" {meaning(code)}; see whether the master runs there and url, hostname and protocol are right"
+            )
+
+    def _leave(self) -> None:
+        if self._is_own:
+            self._store.close()
+
+    def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
+        return [self._config.prefix + key.hex() for key in keys]
+
+
+def _engine() -> Any:
+    """The engine's module, which is loaded late: it wants libraries of the system's that may not be there.
+
+    Raises:
+        MissingDependencyError: It cannot be loaded; the message says what to install.
+    """
+    try:
+        from mooncake import store
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the tier mooncake needs the package {error.name}, which is not installed:"
+            " pip install 'lmcache-async[mooncake]' (without CUDA: mooncake-transfer-engine-non-cuda)"
+        ) from error
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the tier mooncake needs a library that is not there: {error}: {_advice(str(error))}"
+        ) from error
+    return store
+
+
+def _advice(failure: str) -> str:
+    """What to do when the loader says this."""
+    if "libcu" in failure or "libnv" in failure:
+        return (
+            "without CUDA, install the package mooncake-transfer-engine-non-cuda instead of"
+            " mooncake-transfer-engine"
+        )
+    needed = [package for library, package in _PACKAGES.items() if library in failure]
+    return f"install {' '.join(needed or dict.fromkeys(_PACKAGES.values()))} (so named in Debian and Ubuntu)"
+
+
+def meaning(code: int) -> str:
+    """A code of the engine in words."""
+    return f"{_MEANINGS.get(code, 'the engine says no')} (code {code})"

@@ -1,0 +1,260 @@
+"""Chunks in a pool of memory that many machines share."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.mooncake.client import Client
+from lmcache_async.plugins.mooncake.config import MooncakeConfig
+from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
+from lmcache_async.tiers.answers import no_memory, reads
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from types import TracebackType
+
+    from mooncake.store import MooncakeDistributedStore
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.types import ChunkKey
+
+
+class MooncakeTier(Tier):
+    """Mooncake Store moves records between the arena, which it has registered, and its segments.
+
+    A batch is a few calls of the engine's, each in a thread, and no copy of ours. What the pool holds,
+    where, and what it evicts is the master's business; a record that is being put is not visible.
+
+    Cancelled, a call that a thread works on ends when the thread has ended; what it put stays.
+
+    Args:
+        config: The options.
+        store: A client to use that is set up already; it stays open. One of the tier's own if not given.
+    """
+
+    config_type = MooncakeConfig
+
+    def __init__(self, config: MooncakeConfig, *, store: MooncakeDistributedStore | None = None) -> None:
+        super().__init__(config)
+        self._config = config
+        self._store = store
+        self._arena: Arena | None = None
+        self._opened: Client | None = None
+        self._corrupt: collections.Counter[str] = collections.Counter()
+        self._calls = 0
+        self._last_call: asyncio.Future[None] | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Content outlives this process where others' segments hold it."""
+        return Capabilities(
+            persistent=not self._config.segment_bytes, removes=True, max_concurrency=self._config.threads
+        )
+
+    def bind(self, arena: Arena) -> None:
+        """Its memory is registered when the tier is opened; a record fits into one of its slabs."""
+        self._arena = arena
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return (await self.contains_many([key]))[0]
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._call() as client:
+            return await client.there(keys) if keys else []
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return [*await self.contains_many(keys), False].index(False)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        memory: list[BudgetExceededError] = []
+        [result] = await self._get_many([key], allocate, memory)
+        if memory:
+            raise memory[0]
+        if isinstance(result, TierError):
+            raise result
+        return result
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        return await self._get_many(keys, allocate, [])
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        [error] = await self.put_many([(key, buffer)])
+        if error is not None:
+            raise error
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        results: list[TierError | None] = [None] * len(items)
+        with self._call() as client:
+
+            async def put(positions: Sequence[int]) -> None:
+                keys = [items[position][0] for position in positions]
+                buffers = [items[position][1] for position in positions]
+                codes = await client.put(keys, [b.address for b in buffers], [b.nbytes for b in buffers])
+                for position, key, code in zip(positions, keys, codes, strict=True):
+                    results[position] = client.pool.error("put", key, code) if code else None
+
+            for positions in _rounds([key for key, _ in items], range(len(items))):
+                await self._in_batches(positions, put, results)
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        with self._call() as client:
+            return await client.remove(key)
+
+    def statistics(self) -> TierStatistics:
+        """Only what this process found broken: what there is the master alone knows."""
+        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
+
+    async def __aenter__(self) -> Self:
+        """Join the pool. One whose master does not answer now is joined later.
+
+        Raises:
+            MissingDependencyError: The engine, or a library that it needs, is not installed.
+            TierError: The engine refuses the options or the memory.
+        """
+        if self._arena is None:
+            raise TierClosedError("the mooncake tier needs bind(arena) before it is opened")
+        self._last_call = None
+        client = Client(Pool(self._config, self._store), self._arena, self._config.threads)
+        try:
+            await client.open()
+        except BaseException:
+            await client.aclose()
+            raise
+        self._opened = client
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the pool, after the calls under way have ended; what others' segments hold stays."""
+        if self._opened is None:
+            return
+        client = self._opened
+        self._opened = None
+        if self._calls:
+            self._last_call = asyncio.get_running_loop().create_future()
+            await self._last_call
+        await client.aclose()
+
+    async def _get_many(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, short: list[BudgetExceededError]
+    ) -> list[Buffer | TierError | None]:
+        with self._call() as client, reads(len(keys)) as results:
+            try:
+                there = await client.there(keys) if keys else []
+            except TierError as error:
+                return [error] * len(keys)
+
+            async def get(positions: Sequence[int]) -> None:
+                await self._get_batch(client, keys, positions, allocate, results, short)
+
+            for positions in _rounds(keys, [i for i, present in enumerate(there) if present]):
+                await self._in_batches(positions, get, results)
+        return results
+
+    async def _get_batch(
+        self,
+        client: Client,
+        keys: Sequence[ChunkKey],
+        positions: Sequence[int],
+        allocate: Allocate,
+        results: list[Buffer | TierError | None],
+        short: list[BudgetExceededError],
+    ) -> None:
+        """Read these records straight into leases of their own; how long each is the engine tells."""
+        assert self._arena is not None  # open
+        leased: dict[int, Buffer] = {}
+        try:
+            for position in positions:
+                try:
+                    leased[position] = await allocate(self._arena.slab_bytes)
+                except BudgetExceededError as error:
+                    short.append(error)
+                    results[position] = no_memory(error)
+            if not leased:
+                return
+            asked = [keys[position] for position in leased]
+            addresses = [buffer.address for buffer in leased.values()]
+            sizes = [buffer.nbytes for buffer in leased.values()]
+            answers = await client.get(asked, addresses, sizes)
+            for position, key, answer in zip(tuple(leased), asked, answers, strict=True):
+                if answer > 0:
+                    leased[position].resize(answer)
+                    results[position] = leased.pop(position)
+                elif answer in {0, TOO_LONG}:
+                    await self._broken(client, key)
+                elif answer not in {NOT_THERE, NOT_YET}:  # removed, or put anew, since we asked
+                    results[position] = client.pool.error("get", key, answer)
+        finally:
+            for buffer in leased.values():
+                buffer.release()
+
+    async def _broken(self, client: Client, key: ChunkKey) -> None:
+        """Something of a length that no record of ours has: a miss, removed if that can be done."""
+        self._corrupt["length"] += 1
+        with contextlib.suppress(TierError):
+            await client.remove(key)
+
+    async def _in_batches(
+        self,
+        positions: Sequence[int],
+        work: Callable[[Sequence[int]], Coroutine[Any, Any, None]],
+        results: list[TierError | None] | list[Buffer | TierError | None],
+    ) -> None:
+        """`work` for a call's worth of positions at a time, as many as there are threads at the same time.
+
+        What a batch fails with is the result of those in it that have none yet.
+        """
+        assert self._arena is not None  # open
+        step = max(1, self._config.batch_bytes // self._arena.slab_bytes)
+        batches = iter([positions[start : start + step] for start in range(0, len(positions), step)])
+
+        async def worker() -> None:
+            for batch in batches:
+                try:
+                    await work(batch)
+                except TierError as error:
+                    for position in batch:
+                        if results[position] is None:
+                            results[position] = error
+
+        count = min(self._config.threads, -(-len(positions) // step))
+        if count == 1:
+            await worker()
+        elif count > 1:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(worker())
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Client]:
+        """The client; closing waits until the call has ended."""
+        if self._opened is None:
+            raise TierClosedError(f"the mooncake tier of {self._config.url} is not open")
+        self._calls += 1
+        try:
+            yield self._opened
+        finally:
+            self._calls -= 1
+            if not self._calls and self._last_call is not None and not self._last_call.done():
+                self._last_call.set_result(None)
+
+
+def _rounds(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[list[int]]:
+    """These positions, so that no key comes twice in a round: of two in one call, the engine fills one's memory."""
+    seen: collections.Counter[ChunkKey] = collections.Counter()
+    rounds: list[list[int]] = []
+    for position in positions:
+        number = seen[keys[position]]
+        seen[keys[position]] += 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(position)
+    return rounds

@@ -1,0 +1,160 @@
+"""Records as objects of one bucket: the requests, bounded in number, with their failures in our words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError, PreconditionError
+
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.threads import see_through
+from lmcache_async.plugins.s3.errors import translated
+from lmcache_async.plugins.s3.lending import Loan
+from lmcache_async.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from obstore import Bytes, GetOptions
+    from obstore.store import ObjectStore
+
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.plugins.s3.config import S3Config
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
+_NO_NAME = "-"  # no record's name begins so: a list of these is short
+_PAGE = 1000  # names in one answer, which is the most that stores give
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object that is there.
+
+    Attributes:
+        nbytes: Its length.
+        tag: Names this version of it; None where the store has none.
+    """
+
+    nbytes: int
+    tag: str | None
+
+
+def name_of(key: ChunkKey) -> str:
+    """The object's name under the prefix; 256 groups, by which stores spread load."""
+    name = key.hex()
+    return f"{name[:2]}/{name}"
+
+
+class Bucket:
+    """One bucket, opened. Used on one loop's thread.
+
+    Every request ends within the config's `request_timeout_s`. Cancelled, a request that reads is
+    dropped; one that changes something is waited for, so that what it does it has done by then.
+    """
+
+    def __init__(self, config: S3Config, store: ObjectStore) -> None:
+        self._store = store
+        self._url = config.url
+        self._at = f" at {config.endpoint}" if config.endpoint else ""
+        self._timeout_s = config.request_timeout_s
+        self._turns = asyncio.Semaphore(config.concurrency)
+
+    async def check(self) -> None:
+        """Whether it can be used.
+
+        Raises:
+            TierError: There is no such bucket, or the credentials are refused.
+            TierUnavailableError: It does not answer.
+        """
+        async with self._request(f"use {self._url}"):
+            await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
+
+    async def find(self, key: ChunkKey) -> Found | None:
+        """The object's length; None when it is not there."""
+        async with self._request("find", key):
+            try:
+                meta = await obstore.head_async(self._store, name_of(key))
+            except FileNotFoundError:
+                return None
+        return Found(meta["size"], meta["e_tag"])
+
+    async def read(self, key: ChunkKey, max_bytes: int) -> Bytes | Found | None:
+        """The whole object; how long it is when that is more than `max_bytes`; None when it is not there."""
+        async with self._request("read", key):
+            try:
+                answer = await obstore.get_async(self._store, name_of(key))
+            except FileNotFoundError:
+                return None
+            if answer.meta["size"] > max_bytes:
+                return Found(answer.meta["size"], answer.meta["e_tag"])
+            return await answer.bytes_async()
+
+    async def read_part(self, key: ChunkKey, found: Found, start: int, stop: int) -> Bytes | None:
+        """Bytes `start` to `stop` of the version that was found; None when that is not there any more."""
+        options: GetOptions = {"range": (start, stop)}
+        if found.tag is not None:
+            options["if_match"] = found.tag
+        async with self._request("read", key):
+            try:
+                answer = await obstore.get_async(self._store, name_of(key), options=options)
+            except (FileNotFoundError, PreconditionError):
+                return None
+            return await answer.bytes_async()
+
+    async def write(self, key: ChunkKey, buffer: Buffer) -> None:
+        """Put the object in one request: it is there as a whole, or not at all."""
+        async with self._request("write", key):
+            await see_through(self._send(key, Loan(buffer.array)))
+
+    async def delete(self, key: ChunkKey) -> None:
+        """Delete the object, which may be gone already."""
+        async with self._request("delete", key):
+            await see_through(self._delete([name_of(key)]))
+
+    async def delete_all(self) -> int:
+        """Delete every record; how many there were."""
+        count = 0
+        async for keys in self.pages():
+            async with self._request(f"delete records of {self._url}"):
+                await see_through(self._delete([name_of(key) for key in keys]))
+            count += len(keys)
+        return count
+
+    async def pages(self) -> AsyncIterator[list[ChunkKey]]:
+        """The keys of all records, many at a time; objects of other names are passed over."""
+        listing = obstore.list(self._store, chunk_size=_PAGE)
+        while True:
+            async with self._request(f"list {self._url}"):
+                page = await anext(listing, None)
+            if page is None:
+                return
+            matches = [_NAME.fullmatch(entry["path"]) for entry in page]
+            yield [ChunkKey(bytes.fromhex(match[2])) for match in matches if match]
+
+    async def _send(self, key: ChunkKey, loan: Loan) -> None:
+        try:
+            await obstore.put_async(self._store, name_of(key), loan.take(), use_multipart=False)
+        finally:
+            back = await loan.ended(timeout_s=self._timeout_s)
+        if not back:  # clients of servers let go of it with their connection
+            raise TierUnavailableError(f"the client keeps the memory of a record put to {self._url}")
+
+    async def _delete(self, names: list[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await obstore.delete_async(self._store, names)
+
+    @contextlib.asynccontextmanager
+    async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
+        async with self._turns:
+            try:
+                yield
+            except (BaseError, OSError, ValueError) as error:
+                what = verb if key is None else f"{verb} {self._url}/{name_of(key)}"
+                raise translated(error, f"{what}{self._at}") from error

@@ -1,0 +1,154 @@
+"""Options of the s3 tier."""
+
+import re
+from pathlib import Path
+from typing import Annotated, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from lmcache_async.config.explain import disagree
+from lmcache_async.config.secrets import SecretFile, SecretText, check_one_source
+from lmcache_async.config.values import Count, Flag, Seconds, Size, unless_none
+from lmcache_async.tiers.base import TierConfig
+
+_SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_EXPECTED = "expected s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+
+
+class Place(NamedTuple):
+    """Where records lie.
+
+    Attributes:
+        kind: `s3`, `gs` or `az`.
+        bucket: The bucket, or Azure's container.
+        prefix: What every object's name begins with, without slashes at its ends; may be empty.
+    """
+
+    kind: str
+    bucket: str
+    prefix: str
+
+
+def parse_place(url: str) -> Place:
+    """The parts of a URL such as s3://bucket/prefix.
+
+    Raises:
+        ValueError: It is none.
+    """
+    parts = urlsplit(url)
+    kind = _SCHEMES.get(parts.scheme)
+    if kind is None or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
+        raise ValueError(_EXPECTED)
+    names = [name for name in parts.path.split("/") if name]
+    if ".." in names or "." in names:
+        raise ValueError(f"{_EXPECTED}, without '.' and '..'")
+    return Place(kind, parts.netloc, "/".join(names))
+
+
+def _parse_url(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(_EXPECTED)  # noqa: TRY004 - pydantic reads ValueError
+    place = parse_place(value.strip())
+    return "/".join(part for part in (f"{place.kind}://{place.bucket}", place.prefix) if part)
+
+
+def _check_endpoint(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc or parts.query:
+        raise ValueError("expected a URL without a user, such as https://storage.example.com:9000")
+    return value.rstrip("/")
+
+
+def _none_if_not_set(value: object) -> object:
+    return unless_none(value)
+
+
+OptionalText = Annotated[str | None, BeforeValidator(_none_if_not_set)]
+OptionalFile = Annotated[Path | None, BeforeValidator(_none_if_not_set)]
+OptionalEndpoint = Annotated[
+    Annotated[str, AfterValidator(_check_endpoint)] | None, BeforeValidator(_none_if_not_set)
+]
+
+
+class S3Config(TierConfig):
+    """Options of the s3 tier.
+
+    Where no credentials are given they come from the usual chain: variables of the environment
+    (`AWS_...`, `GOOGLE_...`, `AZURE_...`), a web identity, the container's or the machine's role.
+
+    Attributes:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        endpoint: Of anything but the cloud itself, such as `http://minio:9000`.
+        region: Of the bucket; what the environment says, else `us-east-1`.
+        allow_http: Whether an endpoint without TLS is meant.
+        path_style: `https://endpoint/bucket/name`; false for `https://bucket.endpoint/name`.
+        account: Azure's storage account.
+        access_key_id: The name of an S3 key.
+        secret_key: The secret of that key, or of Azure's account.
+        secret_key_file: A file with it.
+        session_token: Of temporary S3 credentials.
+        service_account_file: Google's JSON file of a service account.
+        anonymous: Whether requests are not signed.
+        sign_payload: Whether S3 is told a SHA-256 of what is put. Records have checksums of their own.
+        ca_file: Certificates, in PEM, to be trusted besides the usual ones.
+        part_bytes: Larger records are read in parts of this size, side by side.
+        concurrency: Requests at the same time; so many times `part_bytes` is held besides the arena.
+        connect_timeout_s: Seconds that a connection may take.
+        request_timeout_s: Seconds that one request may take, its content included.
+    """
+
+    url: Annotated[str, BeforeValidator(_parse_url)]
+    endpoint: OptionalEndpoint = None
+    region: OptionalText = None
+    allow_http: Flag = False
+    path_style: Flag = True
+    account: OptionalText = None
+    access_key_id: OptionalText = None
+    secret_key: SecretText = None
+    secret_key_file: SecretFile = None
+    session_token: SecretText = None
+    service_account_file: OptionalFile = None
+    anonymous: Flag = False
+    sign_payload: Flag = False
+    ca_file: OptionalFile = None
+    part_bytes: Annotated[Size, Field(ge=4096)] = 8 << 20
+    concurrency: Annotated[Count, Field(le=256)] = 16
+    connect_timeout_s: Seconds = 5.0
+    request_timeout_s: Seconds = 15.0
+
+    @property
+    def place(self) -> Place:
+        return parse_place(self.url)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        check_one_source(self.secret_key, self.secret_key_file, "secret_key", "secret_key_file")
+        if (self.endpoint or "").startswith("http:") and not self.allow_http:
+            raise disagree(
+                "the endpoint has no TLS: records and requests can be read on the way; set allow_http: true"
+                " if that is meant, else use https",
+                "endpoint",
+                "allow_http",
+            )
+        has_secret = self.secret_key is not None or self.secret_key_file is not None
+        if self.place.kind == "s3" and has_secret != (self.access_key_id is not None):
+            raise disagree(
+                "access_key_id and secret_key (or secret_key_file) belong together; give both or none",
+                "access_key_id",
+                "secret_key",
+            )
+        for name, kind in _BELONGS.items():
+            if getattr(self, name) is not None and self.place.kind != kind:
+                raise disagree(f"{name} is for {kind}:// alone, and url is {self.url}", name, "url")
+        return self
+
+
+_BELONGS = {
+    "account": "az",
+    "access_key_id": "s3",
+    "session_token": "s3",
+    "region": "s3",
+    "service_account_file": "gs",
+}

@@ -1,0 +1,277 @@
+"""Chunks as objects of a bucket that any number of processes share."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.memory.header import MAX_RECORD_BYTES
+from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.s3.bucket import Bucket, Found
+from lmcache_async.plugins.s3.config import S3Config
+from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.calls import Calls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+    from types import TracebackType
+
+    from obstore import Bytes
+    from obstore.store import ObjectStore
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+_FIRST_WINDOW = 4
+"""Keys asked for at first: most prompts that are not there have not even their first chunk there."""
+_ATTEMPTS = 3
+"""How often a record is read that is another one by the time its parts are asked for."""
+_NUM_COPIES = 2
+"""Threads that copy into the arena: one keeps up with 10 GB/s, unless it waits for its turn on the processor."""
+
+
+class S3Tier(Tier):
+    """One object a record, put in one request: it is there as a whole, or not at all.
+
+    Nothing is kept in this process: `contains` asks the store, and what another process has put is
+    there. A record that fits into `part_bytes` is read by one request; a longer one by a HEAD and then
+    by its parts side by side, all of the same version. Bytes reach the arena by a copy in a thread of ours,
+    never from the client's, so a request that ends late writes nowhere.
+
+    Cancelled, a call that reads ends at once, or with the copy of what has come; one that writes or removes ends with its request, within
+    `request_timeout_s`, and what that did stays.
+
+    Args:
+        config: The options.
+        store: The client to use; made from the config if not given.
+    """
+
+    config_type = S3Config
+
+    def __init__(self, config: S3Config, *, store: ObjectStore | None = None) -> None:
+        super().__init__(config)
+        self._config = config
+        self._store = store
+        self._opened: Bucket | None = None
+        self._copies: WorkerPool | None = None
+        self._process = 0
+        self._max_record_bytes = MAX_RECORD_BYTES
+        self._corrupt: collections.Counter[str] = collections.Counter()
+        self._logger = LimitedLogger(logging.getLogger(__name__))
+        self._calls = Calls()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        parts = -(-min(self._max_record_bytes, 1 << 30) // self._config.part_bytes)
+        return Capabilities(
+            persistent=True,
+            removes=True,
+            lists=True,
+            shared=True,
+            max_concurrency=max(2, self._config.concurrency // parts),
+        )
+
+    def bind(self, arena: Arena) -> None:
+        """A record fits into a slab: an object that is longer is broken."""
+        self._max_record_bytes = arena.slab_bytes
+
+    async def contains(self, key: ChunkKey) -> bool:
+        with self._call() as bucket:
+            return await bucket.find(key) is not None
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._call() as bucket:
+            return await _side_by_side([_is_there(bucket, key) for key in keys])
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """Asks for a few keys, then for many at the same time, and for none behind the first hole's window."""
+        start, width = 0, _FIRST_WINDOW
+        with self._call() as bucket:
+            while start < len(keys):
+                there = await _side_by_side([_is_there(bucket, key) for key in keys[start : start + width]])
+                if not all(there):
+                    return start + there.index(False)
+                start, width = start + width, self._config.concurrency
+        return len(keys)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        with self._call() as bucket:
+            if self._max_record_bytes <= self._config.part_bytes:
+                return await self._get_whole(bucket, key, allocate)
+            return await self._get_parts(bucket, key, allocate)
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        with self._call() as bucket:
+            await bucket.write(key, buffer)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        with self._call() as bucket:
+            if await bucket.find(key) is None:
+                return False
+            await bucket.delete(key)
+            return True
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        """All keys held, as the store lists them; this may take many requests."""
+        with self._call() as bucket:
+            pages = bucket.pages()
+        async for page in pages:
+            for key in page:
+                yield key
+
+    async def clear(self) -> int:
+        """Delete the records under the prefix, also those of others; other objects stay."""
+        with self._call() as bucket:
+            return await bucket.delete_all()
+
+    def statistics(self) -> TierStatistics:
+        """Only what this process found broken: what there is the store alone knows."""
+        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
+
+    async def __aenter__(self) -> Self:
+        """Open, after a look at the bucket; a store that does not answer now may do so later.
+
+        Raises:
+            ConfigError: The options make no client.
+            TierError: There is no such bucket, or the credentials are refused.
+        """
+        self._process = os.getpid()
+        bucket = Bucket(self._config, self._store or open_store(self._config))
+        try:
+            await bucket.check()
+        except TierUnavailableError as error:
+            self._logger.report(
+                "open", "%s; the tier is opened all the same, until then all is a miss", error
+            )
+        self._opened = bucket
+        self._copies = WorkerPool(_NUM_COPIES, thread_name_prefix="lmcache-s3-copy")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, after the calls under way have ended. Content stays."""
+        self._opened = None
+        await self._calls.wait_ended()
+        if self._copies is not None:
+            self._copies.shutdown(wait=True)  # no copy runs without its call
+
+    async def _get_whole(self, bucket: Bucket, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        content = await bucket.read(key, self._max_record_bytes)
+        if content is None:
+            return None
+        if isinstance(content, Found) or not len(content):
+            await self._broken(bucket, key, content.nbytes if isinstance(content, Found) else 0)
+            return None
+        buffer = await allocate(len(content))
+        try:
+            await self._copy(content, buffer, 0)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    async def _get_parts(self, bucket: Bucket, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        for _ in range(_ATTEMPTS):
+            found = await bucket.find(key)
+            if found is None:
+                return None
+            if not 0 < found.nbytes <= self._max_record_bytes:
+                await self._broken(bucket, key, found.nbytes)
+                return None
+            buffer = await allocate(found.nbytes)
+            try:
+                if all(await _side_by_side(self._parts(bucket, key, found, buffer))):
+                    return buffer
+            except BaseException:
+                buffer.release()
+                raise
+            buffer.release()  # it was put again, or removed, since it was found
+        raise TierUnavailableError(
+            f"the record of key {key.hex()} in {self._config.url} changes all the time"
+        )
+
+    def _parts(
+        self, bucket: Bucket, key: ChunkKey, found: Found, buffer: Buffer
+    ) -> list[Coroutine[Any, Any, bool]]:
+        step = self._config.part_bytes
+        return [
+            self._read_part(bucket, key, found, buffer, start, min(start + step, found.nbytes))
+            for start in range(0, found.nbytes, step)
+        ]
+
+    async def _read_part(
+        self, bucket: Bucket, key: ChunkKey, found: Found, buffer: Buffer, start: int, stop: int
+    ) -> bool:
+        """Read that part of the version that was found; whether it is still there."""
+        content = await bucket.read_part(key, found, start, stop)
+        if content is None:
+            return False
+        if len(content) != stop - start:
+            raise TierUnavailableError(
+                f"the store gave {len(content)} bytes of key {key.hex()}, not {start} to {stop} as asked for"
+            )
+        await self._copy(content, buffer, start)
+        return True
+
+    async def _copy(self, content: Bytes, buffer: Buffer, start: int) -> None:
+        """Copy into the buffer from `start` on, in a thread; its end is waited for also when cancelled."""
+        assert self._copies is not None
+        await in_thread(self._copies, partial(_fill, content, buffer, start))
+
+    async def _broken(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
+        """An object of a length that no record of ours has: a miss, and deleted if that can be done."""
+        self._corrupt["length"] += 1
+        self._logger.report(
+            "corrupt",
+            "%s: the record of key %s has %d bytes, not 1 to %d: a miss",
+            self._config.url,
+            key.hex(),
+            nbytes,
+            self._max_record_bytes,
+        )
+        with contextlib.suppress(TierError):
+            await bucket.delete(key)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Bucket]:
+        """The bucket; closing waits until the call has ended."""
+        if self._opened is None:
+            raise TierClosedError(f"the s3 tier of {self._config.url} is not open")
+        if self._process != os.getpid():
+            raise TierClosedError(
+                f"the s3 tier of {self._config.url} was opened before this process was forked: open one here"
+            )
+        with self._calls.one():
+            yield self._opened
+
+
+async def _side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What the calls come to, in order; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _is_there(bucket: Bucket, key: ChunkKey) -> bool:
+    return await bucket.find(key) is not None
+
+
+def _fill(content: Bytes, buffer: Buffer, start: int) -> None:
+    np.copyto(buffer.array[start : start + len(content)], np.frombuffer(memoryview(content), dtype=np.uint8))

@@ -1,0 +1,159 @@
+"""Commands to the nodes that have the keys: short ones as one message a node, records one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.resp.answers import refusal
+from lmcache_async.resp.wire import ErrorReply, Reply, encode, encode_each
+
+if TYPE_CHECKING:
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.plugins.valkey.topology import Topology
+    from lmcache_async.resp.connection import Connection
+    from lmcache_async.resp.node import Node
+    from lmcache_async.tiers.base import Allocate
+
+T = TypeVar("T")
+
+MAX_REDIRECTS = 4
+"""How often a command follows MOVED or ASK."""
+ASKING = encode(b"ASKING")
+
+Places: TypeAlias = "dict[tuple[Node, bool], list[int]]"
+"""Positions by the node to ask, and whether as a guest."""
+
+
+class Client:
+    """What the tier asks for, wherever it is.
+
+    Args:
+        topology: Finds the nodes.
+        timeout_s: Longest time that one record is on its way, in seconds.
+    """
+
+    def __init__(self, topology: Topology, *, timeout_s: float) -> None:
+        self.topology = topology
+        self._timeout_s = timeout_s
+
+    async def ask_each(self, command: bytes, names: Sequence[bytes]) -> list[Reply | TierError]:
+        """The command for each name, in one message a node, all nodes at the same time.
+
+        A node that fails is an error in the place of each of its names.
+
+        Raises:
+            TierUnavailableError: Nobody can say which nodes there are.
+        """
+        answers: list[Reply | TierError] = [None] * len(names)
+        places: Places = {}
+        for position, node in enumerate(await self.topology.route(names)):
+            if isinstance(node, TierError):
+                answers[position] = node
+            else:
+                places.setdefault((node, False), []).append(position)
+        for _ in range(MAX_REDIRECTS):
+            if not places:
+                return answers
+            places = await self._ask_nodes(command, names, places, answers)
+        for position in (position for positions in places.values() for position in positions):
+            answers[position] = TierUnavailableError(f"the cluster sent us on {MAX_REDIRECTS} times")
+        return answers
+
+    async def fetch(self, name: bytes, allocate: Allocate) -> Buffer | None:
+        """The value in a buffer of `allocate`'s; None where there is none.
+
+        Raises:
+            TierError: The node failed or refused.
+        """
+
+        async def run(connection: Connection, guest: bool) -> Buffer | ErrorReply | None:
+            message = (ASKING if guest else b"") + encode(b"GET", name)
+            return await connection.fetch(message, allocate, before=int(guest), timeout_s=self._timeout_s)
+
+        return await self._at_home(name, run)
+
+    async def store(self, name: bytes, head: bytes, content: memoryview, tail: bytes) -> None:
+        """Send a command that sets the value; `head` and `tail` are what is around it.
+
+        Raises:
+            TierError: The node failed or refused.
+        """
+
+        async def run(connection: Connection, guest: bool) -> Reply:
+            message = (ASKING if guest else b"") + head
+            return await connection.store(
+                message, content, tail, before=int(guest), timeout_s=self._timeout_s
+            )
+
+        await self._at_home(name, run)
+
+    async def _at_home(self, name: bytes, run: Callable[[Connection, bool], Awaitable[T | ErrorReply]]) -> T:
+        """Run it on a connection to the name's node, following where that sends us."""
+        [node] = await self.topology.route([name])
+        guest = False
+        for _ in range(MAX_REDIRECTS):
+            if isinstance(node, TierError):
+                raise node
+            try:
+                async with node.connection() as connection:
+                    answer = await run(connection, guest)
+            except TierUnavailableError as error:
+                raise self.topology.blame(node, error) from error
+            if not isinstance(answer, ErrorReply):
+                return answer
+            further = self.topology.follow(name, answer)
+            if further is None:
+                raise refusal(node.where, answer)
+            node, guest = further
+        raise TierUnavailableError(f"the cluster sent us on {MAX_REDIRECTS} times")
+
+    async def _ask_nodes(
+        self, command: bytes, names: Sequence[bytes], places: Places, answers: list[Reply | TierError]
+    ) -> Places:
+        """Ask all nodes; the positions that are to be asked elsewhere, by where."""
+        if len(places) == 1:
+            [((node, guest), positions)] = places.items()
+            await self._ask_node(command, names, node, guest, positions, answers)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for (node, guest), positions in places.items():
+                    group.create_task(self._ask_node(command, names, node, guest, positions, answers))
+        further: Places = {}
+        for (node, _), positions in places.items():
+            for position in positions:
+                answer = answers[position]
+                if not isinstance(answer, ErrorReply):
+                    continue
+                home = self.topology.follow(names[position], answer)
+                if home is None:
+                    answers[position] = refusal(node.where, answer)
+                else:
+                    further.setdefault(home, []).append(position)
+        return further
+
+    async def _ask_node(
+        self,
+        command: bytes,
+        names: Sequence[bytes],
+        node: Node,
+        guest: bool,
+        positions: Sequence[int],
+        answers: list[Reply | TierError],
+    ) -> None:
+        asked = [names[position] for position in positions]
+        try:
+            if guest:
+                message = b"".join(ASKING + encode(command, name) for name in asked)
+                replies = (await node.call(message, 2 * len(asked)))[1::2]
+            else:
+                replies = await node.call(encode_each(command, asked), len(asked))
+        except TierError as error:
+            blamed = self.topology.blame(node, error)
+            for position in positions:
+                answers[position] = blamed
+        else:
+            for position, reply in zip(positions, replies, strict=True):
+                answers[position] = reply

@@ -1,0 +1,265 @@
+"""Chunks in Valkey or Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from lmcache_async.errors import (
+    ChunkCorruptError,
+    ConfigError,
+    TierClosedError,
+    TierError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.valkey.building import Access, make_topology
+from lmcache_async.plugins.valkey.client import Client
+from lmcache_async.plugins.valkey.config import ValkeyConfig
+from lmcache_async.plugins.valkey.scanning import scan
+from lmcache_async.resp.dialer import RefusedCredentialsError
+from lmcache_async.resp.wire import encode_head, encode_tail
+from lmcache_async.tiers.answers import reads, settle
+from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.calls import Calls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.resp.node import Node
+    from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class ValkeyTier(Tier):
+    """One string a record, under the prefix and the key in hex.
+
+    What the server evicts, forgets or loses is a miss; that it has no room is TierFullError. A server
+    that is away when the tier is opened is connected to when it is there. In a cluster a node that fails
+    costs its own keys alone.
+
+    A put that is cancelled when all of it was sent may still be stored.
+    """
+
+    config_type = ValkeyConfig
+
+    def __init__(self, config: ValkeyConfig) -> None:
+        """Read the files that the config names; nothing is connected to.
+
+        Raises:
+            ConfigError: One of them cannot be used.
+        """
+        super().__init__(config)
+        self._config = config
+        self._prefix = config.key_prefix.encode()
+        self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
+        self._access = Access.read(config)
+        self._max_record_bytes: int | None = None
+        self._opened: Client | None = None
+        self._corrupt: Counter[str] = Counter()
+        self._calls = Calls()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            persistent=True,
+            removes=True,
+            lists=True,
+            shared=True,
+            max_concurrency=self._config.connections,
+        )
+
+    def bind(self, arena: Arena) -> None:
+        """A record fits into a slab: a value that is longer is broken."""
+        self._max_record_bytes = arena.slab_bytes
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return (await self.contains_many([key]))[0]
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """In one message a node; keys of a node that fails are not there, unless all of them fail."""
+        with self._call() as client:
+            answers = await client.ask_each(b"EXISTS", [self._name(key) for key in keys])
+        errors = [answer for answer in answers if isinstance(answer, TierError)]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
+        return [answer == 1 for answer in answers]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        there = await self.contains_many(keys)
+        return there.index(False) if False in there else len(there)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        with self._call() as client:
+            return await self._get(client, key, allocate)
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        """`get` for each key, the nodes independent of each other."""
+        with reads(len(keys)) as results, self._call() as client:
+
+            async def one(client: Client, position: int) -> None:
+                await settle(results, position, self._get(client, keys[position], allocate))
+
+            await self._by_node(client, keys, results, one)
+        return results
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        with self._call() as client:
+            await self._put(client, key, buffer)
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        results: list[TierError | None] = [None] * len(items)
+
+        async def one(client: Client, position: int) -> None:
+            try:
+                await self._put(client, *items[position])
+            except TierError as error:
+                results[position] = error
+
+        with self._call() as client:
+            await self._by_node(client, [key for key, _ in items], results, one)
+        return results
+
+    async def remove(self, key: ChunkKey) -> bool:
+        with self._call() as client:
+            [answer] = await client.ask_each(b"UNLINK", [self._name(key)])
+        if isinstance(answer, TierError):
+            raise answer
+        return answer == 1
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        """Those under our prefix, from all nodes; after the last one TierError if a node failed."""
+        seen: set[ChunkKey] = set()
+        # Not a call that closing waits for: who reads the keys may stop anywhere and say nothing.
+        async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as pieces:
+            async for found in pieces:
+                for key in found:
+                    if key not in seen:
+                        seen.add(key)
+                        yield key
+
+    async def clear(self) -> int:
+        """Remove what is under our prefix; keys of others stay."""
+        removed = 0
+        with self._call() as client:
+            async with contextlib.aclosing(scan(client.topology, self._prefix)) as pieces:
+                async for found in pieces:
+                    answers = await client.ask_each(b"UNLINK", [self._name(key) for key in found])
+                    for answer in answers:
+                        if isinstance(answer, TierError):
+                            raise answer
+                        removed += answer == 1
+        return removed
+
+    def statistics(self) -> TierStatistics:
+        """Only what was found broken: how many records there are, and how large, the server alone knows."""
+        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
+
+    async def __aenter__(self) -> Self:
+        """Open. A server that cannot be reached now is connected to later.
+
+        Raises:
+            ConfigError: The server refuses user and password.
+        """
+        self._opened = Client(
+            make_topology(self._config, self._access), timeout_s=self._config.transfer_timeout_s
+        )
+        try:
+            with self._call() as client:
+                [answer] = await client.ask_each(b"EXISTS", [self._prefix])
+        except TierError as error:
+            answer = error
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        if isinstance(answer, RefusedCredentialsError):
+            await self.__aexit__(None, None, None)
+            raise ConfigError(str(answer)) from answer
+        if isinstance(answer, TierError):
+            logger.warning("the valkey tier begins without its server: %s", answer)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close. Calls under way end with TierClosedError; content stays."""
+        client = self._client
+        self._opened = None
+        client.topology.close()
+        await self._calls.wait_ended()
+        await client.topology.wait_closed()
+        await asyncio.sleep(0)  # for sockets whose connects were given up in this turn of the loop
+
+    @property
+    def _client(self) -> Client:
+        if self._opened is None:
+            raise TierClosedError("the valkey tier is not open")
+        return self._opened
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Client]:
+        client = self._client
+        with self._calls.one():
+            yield client
+
+    def _name(self, key: ChunkKey) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    async def _get(self, client: Client, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        async def fitting(nbytes: int) -> Buffer:
+            if self._max_record_bytes is not None and nbytes > self._max_record_bytes:
+                raise ChunkCorruptError(
+                    f"the value of {key.hex()} has {nbytes} bytes, a record at most {self._max_record_bytes}",
+                    cause="length",
+                )
+            return await allocate(nbytes)
+
+        name = self._name(key)
+        try:
+            return await client.fetch(name, fitting)
+        except ChunkCorruptError as error:
+            self._corrupt[error.cause] += 1
+            await client.ask_each(b"UNLINK", [name])  # a miss, and no hit any more
+            return None
+
+    async def _put(self, client: Client, key: ChunkKey, buffer: Buffer) -> None:
+        name = self._name(key)
+        head = encode_head(b"SET", name, nbytes=buffer.nbytes, after=len(self._expiry))
+        await client.store(name, head, buffer.view, encode_tail(*self._expiry))
+
+    async def _by_node(
+        self,
+        client: Client,
+        keys: Sequence[ChunkKey],
+        results: list[T | TierError | None],
+        one: Callable[[Client, int], Awaitable[None]],
+    ) -> None:
+        """`one` for each position, as many at a time for each node as it has connections."""
+        lines: dict[Node, list[int]] = {}
+        try:
+            nodes = await client.topology.route([self._name(key) for key in keys])
+        except TierUnavailableError as error:
+            nodes = [error] * len(keys)
+        for position, node in enumerate(nodes):
+            if isinstance(node, TierError):
+                results[position] = node
+            else:
+                lines.setdefault(node, []).append(position)
+
+        async def work(left: Iterator[int]) -> None:
+            for position in left:
+                await one(client, position)
+
+        async with asyncio.TaskGroup() as group:
+            for positions in lines.values():
+                left = iter(positions)
+                for _ in range(min(len(positions), self._config.connections)):
+                    group.create_task(work(left))

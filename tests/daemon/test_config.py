@@ -1,0 +1,108 @@
+"""Options of the daemon: what is accepted, and what is refused with its key named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_async.cli.app import app
+from lmcache_async.daemon import address
+from lmcache_async.daemon.address import check_directory, default_socket
+from lmcache_async.daemon.config import load_daemon_config
+from lmcache_async.errors import ConfigError
+
+FILE = """
+socket: /run/kv/host.sock
+max_bytes: 20GiB
+allow_uids: [1000, 1001]
+max_client_bytes: 4GiB
+tenants:
+  chat: {reserved_bytes: 8GiB}
+  batch: {max_bytes: 6GiB}
+other_tenants: {max_bytes: 1GiB}
+"""
+
+
+def test_a_file_and_options_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "host.yaml"
+    file.write_text(FILE)
+    config = load_daemon_config(file, {"max_bytes": "30GiB", "socket": None})
+
+    assert (config.max_bytes, config.client_bytes) == (30 << 30, 4 << 30)
+    assert config.socket == Path("/run/kv/host.sock")
+    assert config.tenants["chat"].quota.reserved_bytes == 8 << 30
+    assert config.tenants["batch"].quota.max_bytes == 6 << 30
+    assert config.other_tenants.quota.max_bytes == 1 << 30
+    assert config.allow_uids == (1000, 1001)
+
+
+def test_the_file_of_the_docs_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/tiers/host.md").read_text(encoding="utf-8")
+    [text] = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "max_bytes" in block]
+    file = tmp_path / "host.yaml"
+    file.write_text(text)
+
+    assert load_daemon_config(file, {}).max_bytes == 20 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_byte: 1GiB", "max_bytes"),
+        ("{}", "max_bytes is missing"),
+        ("max_bytes: plenty", "expected a size"),
+        ("max_bytes: 4096", "at least"),
+        ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2GiB}}", "tenants"),
+        ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2MiB, max_bytes: 1MiB}}", "reserved_bytes"),
+        ("max_bytes: 1GiB\nother_tenants: {reserved_bytes: 1MiB}", "only tenants with a name"),
+        ("[1, 2]", "expected a mapping of keys"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "host.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_daemon_config(file, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_daemon_config(tmp_path / "none.yaml", {})
+
+
+def test_the_command_says_what_is_wrong_and_ends_with_2(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["serve", "--socket", str(tmp_path / "s"), "--max-bytes", "plenty"])
+
+    assert ended.exit_code == 2
+    assert "max_bytes" in ended.stderr
+
+
+def test_the_default_place_is_a_directory_of_this_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_socket() == tmp_path / "lmcache-async" / "host.sock"
+    tmp_path.chmod(0o777)  # anybody may put something there
+    assert default_socket().parts[1] == "tmp"
+
+
+def test_a_default_directory_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lmcache-async" / "host.sock"
+    monkeypatch.setattr(address, "default_socket", lambda: path)
+    check_directory(path, make=True)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="others cannot write"):
+        check_directory(path, make=False)
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="longer than"):
+        check_directory(tmp_path / ("x" * 120), make=True)

@@ -1,0 +1,244 @@
+"""The pool, case by case: what goes first, whose it is, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from lmcache_async.daemon.pool import MAX_TENANTS, Pool
+from lmcache_async.daemon.room import Room
+from lmcache_async.daemon.tenants import Quota
+from lmcache_async.testing.records import key_of
+
+PAGE = 4096
+
+
+def pool_of(pages: int, **options: object) -> Pool:
+    return Pool(memoryview(bytearray(pages * PAGE)), **options)  # type: ignore[arg-type]
+
+
+def put(pool: Pool, numbers: Iterable[int], tenant: str = "t", pages: int = 1) -> list[int]:
+    """Which of them found room."""
+    taken = []
+    for number in numbers:
+        slot = pool.reserve(tenant, pages * PAGE, key=key_of(number))
+        if slot is not None:
+            slot.view[:4] = number.to_bytes(4, "little")
+            pool.commit(tenant, key_of(number), slot)
+            taken.append(number)
+    return taken
+
+
+def held(pool: Pool, tenant: str = "t") -> list[int]:
+    return sorted(int.from_bytes(key, "big") for key in pool.keys(tenant))
+
+
+def test_the_least_recently_used_go_first() -> None:
+    pool = pool_of(8)
+    put(pool, range(8))
+    slot = pool.lease("t", key_of(0))
+    assert slot is not None
+    pool.release(slot)
+    pool.contains("t", [key_of(1)])
+    put(pool, [10, 11])
+
+    assert held(pool) == [0, 1, 4, 5, 6, 7, 10, 11]
+    assert pool.tenant_statistics("t").evictions == 2
+
+
+def test_suffixes_go_before_their_prefixes() -> None:
+    pool = pool_of(6)
+    prompt = [key_of(number) for number in range(4)]
+    pool.contains("t", prompt)
+    put(pool, range(4))
+    put(pool, range(10, 14))
+
+    assert pool.contains("t", prompt) == [True, True, False, False]
+
+
+def test_a_chunk_is_not_given_up_for_what_continues_it() -> None:
+    pool = pool_of(3)
+    put(pool, [50, 51])
+    pool.contains("t", [key_of(0), key_of(1)])
+    put(pool, [0])
+    pool.contains("t", [key_of(50), key_of(51)])  # now chunk 0 is the oldest
+    put(pool, [1])
+
+    assert {0, 1} <= set(held(pool))
+
+
+def test_a_prompt_longer_than_the_pool_keeps_its_beginning() -> None:
+    pool = pool_of(8)
+    pool.contains("t", [key_of(number) for number in range(20)])
+    put(pool, range(20))
+
+    assert held(pool)[:7] == list(range(7))
+
+
+def test_what_is_leased_stays_and_a_pool_full_of_leases_says_so() -> None:
+    pool = pool_of(4)
+    put(pool, range(4))
+    slots = [pool.lease("t", key_of(number)) for number in range(4)]
+
+    assert put(pool, [9]) == []
+    assert put(pool, [9], "other", pages=4) == []
+    for number, slot in enumerate(slots):
+        assert slot is not None
+        assert int.from_bytes(slot.view[:4], "little") == number
+        pool.release(slot)
+    assert put(pool, [9]) == [9]
+
+
+def test_what_a_leased_chunk_continues_stays() -> None:
+    pool = pool_of(4)
+    pool.contains("t", [key_of(number) for number in range(4)])
+    put(pool, range(4))
+    slot = pool.lease("t", key_of(3))
+    assert slot is not None
+
+    assert put(pool, [10]) == []
+    pool.release(slot)
+    assert put(pool, [10]) == [10]
+    assert held(pool) == [0, 1, 2, 10]
+
+
+def test_the_memory_of_a_removed_record_is_free_with_its_last_lease() -> None:
+    pool = pool_of(1)
+    put(pool, [1])
+    first, second = pool.lease("t", key_of(1)), pool.lease("t", key_of(1))
+    assert first is not None
+    assert second is not None
+    assert pool.remove("t", key_of(1))
+    assert held(pool) == []
+    pool.release(first)
+    assert put(pool, [2]) == []
+    assert int.from_bytes(second.view[:4], "little") == 1
+    pool.release(second)
+    assert put(pool, [2]) == [2]
+
+
+def test_a_second_commit_of_a_key_keeps_the_first_record() -> None:
+    pool = pool_of(4)
+    slots = [pool.reserve("t", 100, key=key_of(1)) for _ in range(2)]
+    for mark, slot in enumerate(slots):
+        assert slot is not None
+        slot.view[:] = bytes([mark]) * 100
+        pool.commit("t", key_of(1), slot)
+    lease = pool.lease("t", key_of(1))
+    assert lease is not None
+
+    assert bytes(lease.view) == bytes(100)
+    assert pool.tenant_statistics("t").bytes == PAGE
+    pool.release(lease)
+
+
+def test_leases_end_once() -> None:
+    pool = pool_of(4)
+    slot = pool.reserve("t", 10)
+    assert slot is not None
+    with pytest.raises(ValueError, match="no reservation of tenant u"):
+        pool.commit("u", key_of(1), slot)
+    pool.commit("t", key_of(1), slot)
+    with pytest.raises(RuntimeError, match="twice"):
+        pool.commit("t", key_of(1), slot)
+    with pytest.raises(RuntimeError, match="twice"):
+        pool.release(slot)
+    lease = pool.lease("t", key_of(1))
+    assert lease is not None
+    with pytest.raises(ValueError, match="no reservation"):
+        pool.commit("t", key_of(2), lease)
+    pool.release(lease)
+    with pytest.raises(RuntimeError, match="twice"):
+        pool.release(lease)
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        pool.reserve("t", 0)
+
+
+def test_a_tenant_at_its_quota_gives_up_its_own() -> None:
+    pool = pool_of(100, quotas={"t": Quota(max_bytes=3 * PAGE)})
+    put(pool, range(5), "u")
+    put(pool, range(7))
+
+    assert held(pool) == [4, 5, 6]
+    assert held(pool, "u") == [0, 1, 2, 3, 4]
+    assert put(pool, [9], pages=4) == []
+    assert held(pool) == [4, 5, 6]
+
+
+def test_reservations_count_against_the_quota() -> None:
+    pool = pool_of(100, other_quota=Quota(max_bytes=2 * PAGE))
+    slots = [pool.reserve("t", PAGE) for _ in range(3)]
+
+    assert slots[2] is None
+    for slot in slots[:2]:
+        assert slot is not None
+        pool.release(slot)
+    assert pool.reserve("t", 2 * PAGE) is not None
+
+
+def test_what_a_tenant_has_reserved_is_not_evicted_for_others() -> None:
+    pool = pool_of(10, quotas={"t": Quota(reserved_bytes=4 * PAGE)})
+    put(pool, range(8))
+    assert put(pool, range(20), "u") == list(range(20))
+
+    assert held(pool) == [4, 5, 6, 7]
+    assert put(pool, [30], "u", pages=7) == []
+    assert held(pool) == [4, 5, 6, 7]
+
+
+def test_the_older_records_go_whichever_tenant_has_them() -> None:
+    pool = pool_of(6)
+    put(pool, range(3), "u")
+    put(pool, range(3), "t")
+    put(pool, range(10, 13), "t")
+
+    assert held(pool, "u") == []
+    assert held(pool, "t") == [0, 1, 2, 10, 11, 12]
+
+
+def test_records_of_another_size_take_the_place_of_older_ones() -> None:
+    pool = pool_of(240, segment_bytes=12 * PAGE)
+    put(pool, range(80), pages=3)
+    assert len(held(pool)) == 80
+    for number in range(1000, 1060):
+        assert put(pool, [number], pages=4) == [number]
+
+    assert held(pool)[-60:] == list(range(1000, 1060))
+    assert pool.statistics().max_bytes == 240 * PAGE
+
+
+def test_a_size_that_has_some_room_grows_when_others_are_older() -> None:
+    pool = pool_of(240, segment_bytes=12 * PAGE)
+    put(pool, [5000], pages=4)
+    put(pool, range(80), pages=3)
+    put(pool, range(1000, 1300), pages=4)
+
+    assert len([number for number in held(pool) if number >= 1000]) > 40
+
+
+def test_ends_of_prompts_do_not_take_a_segment_of_64_mib_each() -> None:
+    room = Room(1 << 30)
+    for size in range(1, 17):
+        assert room.take("t", size * 256 * 1024) is not None
+
+    assert room.gap_bytes > 6 << 27
+
+
+def test_a_record_larger_than_a_segment_has_one_of_its_own() -> None:
+    pool = pool_of(40, segment_bytes=4 * PAGE)
+    assert put(pool, range(3), pages=13) == [0, 1, 2]
+    assert put(pool, [3], pages=13) == [3]
+    assert held(pool) == [1, 2, 3]
+    assert put(pool, [4], pages=41) == []
+
+
+def test_tenants_that_hold_nothing_are_forgotten() -> None:
+    pool = pool_of(4)
+    put(pool, [1])
+    for number in range(2 * MAX_TENANTS):
+        pool.contains(f"tenant-{number}", [key_of(1)])
+
+    assert len(pool._tenants) <= MAX_TENANTS
+    assert held(pool) == [1]
+    assert set(pool.statistics().tenants) == {"t"}

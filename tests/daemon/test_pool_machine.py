@@ -1,0 +1,178 @@
+"""The pool against a model of it: what is leased is nobody else's, quotas hold, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import hypothesis.strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from lmcache_async.daemon import victims
+from lmcache_async.daemon.pool import Pool, Slot
+from lmcache_async.daemon.tenants import Quota
+from lmcache_async.testing.records import key_of
+from tests.thorough import machine_settings
+
+PAGE = 4096
+TENANTS = ("a", "b", "c")
+QUOTAS = {"a": Quota(max_bytes=20 * PAGE), "b": Quota(reserved_bytes=10 * PAGE)}
+numbers = st.integers(0, 5)
+sizes = st.sampled_from([1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE, 9 * PAGE, 10 * PAGE, 16 * PAGE, 33 * PAGE])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    readers: Bundle[tuple[str, Slot, bytes]] = Bundle("readers")
+    writers: Bundle[tuple[str, Slot, bytes]] = Bundle("writers")
+
+    @initialize(pages=st.integers(1, 60), segment=st.integers(1, 20))
+    def make(self, pages: int, segment: int) -> None:
+        memory = memoryview(bytearray(pages * PAGE + 7))
+        self.pool = Pool(memory, quotas=QUOTAS, segment_bytes=segment * PAGE)
+        self.pages = pages
+        self.serial = 0
+        self.contents: dict[tuple[str, bytes], bytes] = {}
+        self.live: dict[Slot, bytes] = {}
+        self.read: dict[Slot, tuple[str, bytes]] = {}  # readers' slots, of records that nobody has removed
+
+    @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=st.none() | numbers)
+    def reserve(self, tenant: str, nbytes: int, number: int | None):
+        before = self.pool.statistics().tenants
+        slot = self.pool.reserve(tenant, nbytes, key=None if number is None else key_of(number))
+        after = self.pool.statistics().tenants
+        b = after["b"]
+        if tenant != "b" and b.evictions > before["b"].evictions:
+            assert b.bytes >= QUOTAS["b"].reserved_bytes
+        if slot is None:
+            return multiple()
+        assert (len(slot.view), slot.nbytes, slot.offset % PAGE) == (nbytes, nbytes, 0)
+        self.serial += 1
+        content = (str(self.serial).encode() * nbytes)[:nbytes]
+        slot.view[:] = content
+        self.live[slot] = content
+        return (tenant, slot, content)
+
+    @rule(writer=consumes(writers), number=numbers)
+    def commit(self, writer: tuple[str, Slot, bytes], number: int) -> None:
+        tenant, slot, content = writer
+        key = key_of(number)
+        there = self.pool.contains(tenant, [key]) == [True]
+        self.pool.commit(tenant, key, slot)
+        del self.live[slot]
+        if not there:
+            self.contents[tenant, key] = content
+        assert self.pool.contains(tenant, [key]) == [True]
+
+    @rule(lease=consumes(writers) | consumes(readers))
+    def release(self, lease: tuple[str, Slot, bytes]) -> None:
+        self.pool.release(lease[1])
+        del self.live[lease[1]]
+        self.read.pop(lease[1], None)
+
+    @rule(tenant=st.sampled_from(TENANTS), nbytes=sizes, some=st.lists(numbers, min_size=1, max_size=6))
+    def store(self, tenant: str, nbytes: int, some: list[int]) -> None:
+        """As an engine does with a prompt."""
+        self.pool.contains(tenant, [key_of(number) for number in some])
+        for number in some:
+            key = key_of(number)
+            slot = self.pool.reserve(tenant, nbytes, key=key)
+            if slot is None or key in self.pool.keys(tenant):
+                if slot is not None:
+                    self.pool.release(slot)
+                continue
+            self.serial += 1
+            slot.view[:] = self.contents[tenant, key] = (str(self.serial).encode() * nbytes)[:nbytes]
+            self.pool.commit(tenant, key, slot)
+
+    @rule(target=readers, which=st.integers(0, 100), times=st.integers(1, 3))
+    def lease(self, which: int, times: int):
+        """Some record that is there, maybe more than once."""
+        held = sorted((tenant, key) for tenant in TENANTS for key in self.pool.keys(tenant))
+        if not held:
+            return multiple()
+        tenant, key = held[which % len(held)]
+        leases = []
+        for _ in range(times):
+            slot = self.pool.lease(tenant, key)
+            assert slot is not None
+            assert bytes(slot.view) == self.contents[tenant, key]
+            self.live[slot] = self.contents[tenant, key]
+            self.read[slot] = (tenant, key)
+            leases.append((tenant, slot, self.live[slot]))
+        return multiple(*leases)
+
+    @rule(tenant=st.sampled_from(TENANTS), prompt=st.lists(numbers, max_size=6, unique=True))
+    def look(self, tenant: str, prompt: list[int]) -> None:
+        keys = [key_of(number) for number in sorted(prompt)]
+        there = self.pool.contains(tenant, keys)
+        assert there == [key in self.pool.keys(tenant) for key in keys]
+
+    @rule(which=st.integers(0, 100), tenant=st.sampled_from(TENANTS))
+    def remove(self, which: int, tenant: str) -> None:
+        held = sorted(self.pool.keys(tenant))
+        key = held[which % len(held)] if held else key_of(0)
+        assert self.pool.remove(tenant, key) is bool(held)
+        self.read = {slot: of for slot, of in self.read.items() if of != (tenant, key)}
+        assert self.pool.lease(tenant, key) is None
+        assert not self.pool.remove(tenant, key)
+
+    @precondition(lambda self: len(self.live) > 3)
+    @rule(tenant=st.sampled_from(TENANTS))
+    def clear(self, tenant: str) -> None:
+        held = len(self._held(tenant))
+        assert self.pool.clear(tenant) == held
+        self.read = {slot: of for slot, of in self.read.items() if of[0] != tenant}
+        assert self.pool.keys(tenant) == []
+
+    @invariant()
+    def what_is_leased_is_nobody_elses(self) -> None:
+        for slot, content in self.live.items():
+            assert bytes(slot.view) == content
+        spans = sorted({(slot.offset, slot.offset + slot.nbytes) for slot in self.live})
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+
+    @invariant()
+    def what_is_leased_stays(self) -> None:
+        held = {tenant: set(self.pool.keys(tenant)) for tenant in TENANTS}
+        assert all(key in held[tenant] for tenant, key in self.read.values())
+
+    @invariant()
+    def the_figures_are_right(self) -> None:
+        statistics = self.pool.statistics()
+        held = sum(tenant.bytes for tenant in statistics.tenants.values())
+        assert held + statistics.unused_bytes <= statistics.max_bytes == self.pages * PAGE
+        for name, tenant in statistics.tenants.items():
+            assert tenant.bytes <= tenant.max_bytes
+            assert tenant.chunks == len(self.pool.keys(name))
+            assert self._held(name) <= self.contents.keys()
+        leases = sum(tenant.readers + tenant.writers for tenant in statistics.tenants.values())
+        assert leases == len(self.live)
+
+    def teardown(self) -> None:
+        for slot in list(self.live):
+            self.pool.release(slot)
+        for tenant in TENANTS:
+            self.pool.clear(tenant)
+        statistics = self.pool.statistics()
+        assert statistics.unused_bytes == statistics.max_bytes
+        assert statistics.segments == sum(tenant.bytes for tenant in statistics.tenants.values()) == 0
+
+    def _held(self, tenant: str) -> set[tuple[str, bytes]]:
+        return {(tenant, key) for key in self.pool.keys(tenant)}
+
+
+class TestPoolMachine(PoolMachine.TestCase):
+    settings = machine_settings(100, 40)
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.enterClassContext(mock.patch.object(victims, "PAUSE", 3))

@@ -1,0 +1,161 @@
+"""The daemon and its clients as processes of their own: killed, forked and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import uvloop
+
+from lmcache_async.daemon.address import peer_of
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.host import HostTier
+from lmcache_async.testing.records import check_record, key_of, record, small_arena
+from lmcache_async.testing.rig import Rig
+from tests.daemon.client_child import TOKENS, no_memory
+from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    started = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def line(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline().strip()
+
+
+def test_a_killed_client_leaves_nothing_leased_though_its_child_lives_on() -> None:
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, max_bytes="2MiB") as daemon,
+        process("tests.daemon.client_child", "hold", str(path)) as client,
+    ):
+        word, child = line(client).split()
+        assert word == "holding"
+        assert daemon.leases("held") == (1, 1)
+        client.kill()
+        client.wait(DEADLINE_S)
+        os.kill(int(child), 0)  # it is there
+        try:
+            uvloop.run(daemon.until_leases((0, 0), "held"))
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+        there = daemon.call(lambda: daemon.pool.contains("held", [key_of(1), key_of(2)]))
+        assert there == [True, False], "a record that was half written is found"
+
+
+def test_what_an_engine_stored_another_ones_process_retrieves() -> None:
+    async def retrieve(path: Path) -> None:
+        rig = Rig(slabs=32)
+        rig.wipe()
+        tiers = [{"name": "host", "socket": str(path), "prefault": False, "connect_timeout_s": 10}]
+        async with rig.open(tiers=tiers) as engine:
+            assert await engine.lookup(TOKENS) == len(TOKENS)
+            mask = await engine.retrieve(TOKENS, torch.arange(64, 64 + len(TOKENS)))
+            statistics = engine.statistics()
+        assert bool(mask.all())
+        assert torch.equal(rig.read(range(64, 64 + len(TOKENS))), rig.content(TOKENS))
+        assert statistics.counts["host.hits"] == 5
+        assert statistics.arena.peak_leased_slabs == 0, "a hit took memory of the engine's own"
+
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, max_bytes="2MiB") as daemon,
+        process("tests.daemon.client_child", "store", str(path)) as client,
+    ):
+        assert line(client) == "stored 5"
+        client.wait(DEADLINE_S)
+        uvloop.run(retrieve(path))
+        uvloop.run(daemon.until_leases((0, 0)))
+
+
+async def _traffic(tier: HostTier, arena: Arena, seen: set[str]) -> None:
+    """Puts and gets for ever; what comes is right, or an error of the tier's."""
+    for number in range(1, 1 << 30):
+        with record(arena, number % 5) as buffer:
+            try:
+                await tier.put(key_of(number % 5), buffer)
+                got = await tier.get(key_of(number % 5), no_memory)
+            except TierError as error:
+                seen.add(type(error).__name__)
+                await asyncio.sleep(0)
+                continue
+        seen.add("hit" if isinstance(got, Buffer) else "miss")
+        if got is not None:
+            with got:
+                check_record(got, number % 5)
+
+
+async def _kill_and_restart(path: Path) -> None:
+    arena = small_arena(8)
+    command = ("lmcache_async.cli", "serve", "--socket", str(path), "--max-bytes", "2MiB")
+    tier = host_tier(path, tenant="t")
+    tier.bind(arena)
+    seen: set[str] = set()
+    with process(*command) as first:
+        assert "ready" in await asyncio.to_thread(line, first)
+        await tier.__aenter__()
+        traffic = asyncio.ensure_future(_traffic(tier, arena, seen))
+        await _until(seen, "hit", traffic)
+        kept = await tier.get(key_of(1), no_memory)
+        first.kill()
+        await _until(seen, TierUnavailableError.__name__, traffic)
+    seen.clear()
+    with process(*command) as second:
+        assert "ready" in await asyncio.to_thread(line, second)
+        await _until(seen, "hit", traffic)
+        traffic.cancel()
+        await asyncio.wait([traffic])
+        if kept is not None:
+            check_record(kept, 1)
+            kept.release()
+        second.terminate()
+        assert await asyncio.to_thread(second.wait, DEADLINE_S) == 0
+        assert not await asyncio.to_thread(path.exists)
+    await tier.__aexit__(None, None, None)
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+async def _until(seen: set[str], wanted: str, traffic: asyncio.Future[None]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while wanted not in seen:
+            assert not traffic.done(), traffic.exception()
+            await asyncio.sleep(0)
+
+
+def test_a_daemon_killed_under_traffic_costs_misses_until_it_is_back() -> None:
+    with socket_path() as path:
+        uvloop.run(_kill_and_restart(path))
+
+
+def test_the_kernel_says_who_is_at_the_other_end() -> None:
+    import socket
+
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        assert peer_of(one) == (os.getpid(), os.geteuid())

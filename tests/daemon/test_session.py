@@ -1,0 +1,281 @@
+"""The daemon's border: whatever a client sends or leaves undone ends that client alone, and frees what it held."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_async.daemon import messages, server
+from lmcache_async.daemon.messages import (
+    PROTOCOL,
+    WELCOME_BYTES,
+    Frames,
+    Grant,
+    Hello,
+    Op,
+    Refusal,
+    Welcome,
+    frame,
+    pack_hello,
+)
+from lmcache_async.errors import ConfigError
+from lmcache_async.testing.records import FORMAT, key_of, record, small_arena
+from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, socket_path
+
+
+class Client:
+    """A bare socket that speaks the protocol, as far as the test wants it to."""
+
+    def __init__(
+        self, path: Path, tenant: str = "t", *, greet: bool = True, protocol: int = PROTOCOL
+    ) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(DEADLINE_S)
+        self.socket.connect(os.fspath(path))
+        self.frames = Frames()
+        self.fds: list[int] = []
+        if greet:
+            self.socket.sendall(pack_hello(Hello(protocol, tenant, 0)))
+            message, self.fds, _, _ = socket.recv_fds(self.socket, WELCOME_BYTES, 4)
+            self.welcome: Welcome = messages.unpack_welcome(message)
+
+    def ask(self, op: Op, *parts: bytes) -> bytes:
+        self.socket.sendall(frame(op, *parts))
+        answered, answer = self.answer()
+        assert answered is op
+        return answer
+
+    def answer(self) -> tuple[Op, bytes]:
+        while (message := self.frames.take()) is None:
+            data = self.socket.recv(1 << 16)
+            assert data, "the daemon ended the connection"
+            self.frames.feed(data)
+        return message[0], messages.unpack_figures(message[1])[1]
+
+    def reserve(self, number: int, nbytes: int) -> Grant:
+        answer = self.ask(Op.RESERVE, messages.pack_wishes([(key_of(number), nbytes)]))
+        return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
+
+    def lease(self, number: int) -> Grant:
+        answer = self.ask(Op.LEASE, key_of(number))
+        return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
+
+    def store(self, number: int) -> None:
+        """A whole record, through the descriptor."""
+        arena = small_arena(1)
+        with record(arena, number) as sealed:
+            grant = self.reserve(number, sealed.nbytes)
+            os.pwrite(self.fds[0], sealed.view, grant.offset)
+        arena.close()
+        flags = self.ask(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(number))]))
+        assert flags == bytes([Refusal.NONE])
+
+    def ends(self) -> bool:
+        """Whether the daemon answers no more."""
+        return self.socket.recv(1) == b""
+
+    def close(self) -> None:
+        self.socket.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ThreadedDaemon]:
+    with socket_path() as path, ThreadedDaemon(path, max_bytes="8MiB") as daemon:
+        yield daemon
+
+
+@contextlib.contextmanager
+def client(daemon: ThreadedDaemon, tenant: str = "t", **options: object) -> Iterator[Client]:
+    made = Client(daemon.path, tenant, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def test_what_a_client_held_is_free_when_its_connection_ends(daemon: ThreadedDaemon) -> None:
+    tenant = uuid.uuid4().hex
+    with client(daemon, tenant) as one:
+        one.store(1)
+        assert one.lease(1).lease
+        assert one.reserve(2, 10_000).lease
+        assert daemon.leases(tenant) == (1, 1)
+    await daemon.until_leases((0, 0), tenant)
+    with client(daemon, tenant) as other:
+        assert other.ask(Op.CONTAINS, key_of(1), key_of(2)) == b"\x01\x00"
+
+
+NONSENSE = {
+    "a frame that is too long": (messages.MAX_BODY_BYTES + 1).to_bytes(4, "little") + bytes([Op.CONTAINS]),
+    "no such message": frame(Op.CONTAINS)[:4] + b"\xff",
+    "half a key": frame(Op.CONTAINS, b"123"),
+    "a lease that nobody has": frame(Op.RELEASE, messages.pack_numbers([77])),
+    "a lease of another's": frame(Op.RELEASE, messages.pack_numbers([1])),
+    "a commit of nothing": frame(Op.COMMIT, messages.pack_commits([(9, key_of(1))])),
+    "a record without a byte": frame(Op.RESERVE, messages.pack_wishes([(key_of(1), 0)])),
+    "two numbers for one": frame(Op.KEYS, messages.pack_numbers([0, 1])),
+    "more than it asks": frame(Op.CLEAR, b"everything"),
+}
+
+
+@pytest.mark.parametrize("sent", NONSENSE)
+async def test_nonsense_ends_its_own_connection_alone(daemon: ThreadedDaemon, sent: str) -> None:
+    with client(daemon, "other") as other:
+        held = other.reserve(1, 100)
+        with client(daemon, "bad") as bad:
+            bad.socket.sendall(NONSENSE[sent])
+            assert bad.ends()
+        assert other.ask(Op.CONTAINS, key_of(5)) == b"\x00"
+        other.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([held.lease])))
+        await daemon.until_leases((0, 0), "other")
+
+
+async def test_who_sent_nonsense_keeps_its_memory_until_it_closes(daemon: ThreadedDaemon) -> None:
+    """It may be writing there."""
+    with client(daemon, "writes") as one:
+        assert one.reserve(1, 10_000).lease
+        one.socket.sendall(b"\xff" * 40)
+        assert one.ends()
+        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([1])))  # read no more
+        with client(daemon, "writes") as other:
+            assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+        assert daemon.leases("writes") == (0, 1)
+    await daemon.until_leases((0, 0), "writes")
+
+
+@settings(max_examples=60)
+@given(data=st.binary(max_size=200))
+def test_no_bytes_harm_the_others(daemon: ThreadedDaemon, data: bytes) -> None:
+    with client(daemon, "fuzz") as other:
+        before = other.reserve(1, 5000)
+        with client(daemon, "fuzzed") as bad:
+            bad.socket.sendall(data)
+        with client(daemon, "greeted badly", greet=False) as bad:
+            bad.socket.sendall(data)
+        assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+        assert before.lease
+        assert other.ask(Op.REMOVE, key_of(1)) == b"\x00"
+
+
+@settings(max_examples=60)
+@given(op=st.sampled_from(Op), body=st.binary(max_size=120))
+def test_any_body_of_any_message_is_answered_or_ends_the_connection(
+    daemon: ThreadedDaemon, op: Op, body: bytes
+) -> None:
+    with client(daemon, "bodies") as one, client(daemon, "others") as other:
+        one.socket.sendall(frame(op, body) + frame(Op.CONTAINS))
+        with contextlib.suppress(AssertionError):  # it was ended
+            while one.answer()[0] is not Op.CONTAINS:
+                pass
+        assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_another_protocol_is_refused_with_a_reason(daemon: ThreadedDaemon) -> None:
+    with client(daemon, protocol=99) as one:
+        assert (one.welcome.refusal, one.welcome.protocol, one.fds) == (Refusal.PROTOCOL, PROTOCOL, [])
+        assert one.ends()
+
+
+def test_more_clients_than_there_may_be_are_refused() -> None:
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, max_bytes="1MiB", max_clients=1) as daemon,
+        client(daemon) as first,
+        client(daemon) as second,
+    ):
+        assert (first.welcome.refusal, second.welcome.refusal) == (Refusal.NONE, Refusal.TOO_MUCH)
+        assert second.ends()
+        assert first.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_who_does_not_say_who_it_is_is_not_waited_for() -> None:
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, max_bytes="1MiB", greeting_timeout_s=0.01) as daemon,
+        client(daemon, greet=False) as silent,
+    ):
+        assert silent.ends()
+
+
+def test_another_user_is_refused(daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "peer_of", lambda connection: (1, os.geteuid() + 1))
+    with client(daemon, greet=False) as stranger:
+        assert stranger.ends()
+
+
+def test_another_user_that_is_allowed_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = os.geteuid() + 1
+    monkeypatch.setattr(server, "peer_of", lambda connection: (os.getpid(), other))
+    with socket_path() as path, ThreadedDaemon(path, max_bytes="1MiB", allow_uids=[other]) as daemon:
+        assert path.stat().st_mode & 0o777 == 0o666
+        with client(daemon) as one:
+            assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+async def test_a_client_that_does_not_read_is_not_read_from(daemon: ThreadedDaemon) -> None:
+    with client(daemon, "slow") as slow, client(daemon, "quick") as quick:
+        slow.socket.setblocking(False)
+        question = frame(Op.LEASE, *[key_of(number) for number in range(4000)])
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += slow.socket.send(question)
+                assert sent < 64 << 20, "the daemon reads on and keeps every answer"
+        assert quick.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_a_client_may_hold_so_much_and_no_more() -> None:
+    nbytes = FORMAT.record_bytes(5000)
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, max_bytes="1MiB", max_client_bytes=2 * nbytes) as daemon,
+        client(daemon) as one,
+    ):
+        one.store(1)
+        leases = [one.lease(1) for _ in range(3)]
+        assert [lease.refusal for lease in leases] == [Refusal.NONE, Refusal.NONE, Refusal.TOO_MUCH]
+        assert one.reserve(2, nbytes).refusal is Refusal.TOO_MUCH
+        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([leases[0].lease])))
+        assert one.reserve(2, nbytes).lease
+
+
+def test_what_is_no_record_is_not_taken_for_one(daemon: ThreadedDaemon) -> None:
+    with client(daemon, "zeros") as one:
+        grant = one.reserve(1, 10_000)
+        flags = one.ask(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(1))]))
+        assert flags == bytes([Refusal.MISSING])
+        assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_nobody_can_cut_the_memory_short(daemon: ThreadedDaemon) -> None:
+    with client(daemon) as one, pytest.raises(PermissionError):
+        os.ftruncate(one.fds[0], 4096)
+
+
+def test_a_second_daemon_at_the_same_place_does_not_start(daemon: ThreadedDaemon) -> None:
+    with (
+        pytest.raises(ConfigError, match="another daemon listens"),
+        ThreadedDaemon(daemon.path, max_bytes="1MiB"),
+    ):
+        pass
+    with client(daemon) as one:
+        assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_a_daemon_takes_the_place_of_one_that_was_killed() -> None:
+    with socket_path() as path:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
+            killed.bind(os.fspath(path))
+        with ThreadedDaemon(path, max_bytes="1MiB") as daemon, client(daemon) as one:
+            assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+        assert not path.exists()

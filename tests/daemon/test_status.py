@@ -1,0 +1,70 @@
+"""What a daemon's endpoint tells of its pool, its tenants and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_async.daemon.status import MAX_TENANTS, DaemonSource
+from lmcache_async.errors import ConfigError
+from lmcache_async.testing.records import key_of
+from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.web.http_talk import ask
+
+ON = {"listen": "127.0.0.1:0"}
+
+
+@pytest.fixture
+def daemon() -> Iterator[ThreadedDaemon]:
+    tenants = {"chat": {"max_bytes": "8MiB"}}
+    with socket_path() as path, ThreadedDaemon(path, http=ON, tenants=tenants, peer=ON) as daemon:
+        yield daemon
+
+
+def put(daemon: ThreadedDaemon, tenant: str, nbytes: int) -> None:
+    def run() -> None:
+        slot = daemon.pool.reserve(tenant, nbytes)
+        assert slot is not None
+        daemon.pool.commit(tenant, key_of(1), slot)
+
+    daemon.call(run)
+
+
+async def test_tenants_and_peers_are_told(daemon: ThreadedDaemon) -> None:
+    put(daemon, "chat", 4096)
+    put(daemon, "batch", 8192)
+    url = daemon.daemon.status_url
+    assert url is not None
+    told = (await ask(url, "/status.json")).json()
+    metrics = (await ask(url, "/metrics")).body.decode()
+
+    assert (told["kind"], told["pool"]["bytes"], told["pool"]["max_bytes"]) == ("daemon", 12288, 64 << 20)
+    batch, chat = told["tenants"]
+    assert (batch["id"], batch["bytes"], batch["chunks"]) == ("batch", 8192, 1)
+    assert (chat["id"], chat["max_bytes"]) == ("chat", 8 << 20)
+    assert (told["peers"]["connections"], told["peers"]["max_connections"]) == (0, 64)
+    assert 'lmcache_async_pool_tenant_bytes{tenant="chat"} 4096' in metrics
+
+
+def test_samples_are_of_the_largest_tenants_alone(daemon: ThreadedDaemon) -> None:
+    for number in range(MAX_TENANTS + 5):
+        put(daemon, f"t{number}", 4096 * (number + 1))
+    source = DaemonSource(daemon.daemon)
+    samples = [daemon.call(source.sample) for _ in range(2)]
+    chart, leases, peers = daemon.call(lambda: source.charts(samples))
+
+    assert [series.name for series in chart.series] == [f"t{n}" for n in range(MAX_TENANTS + 4, 4, -1)]
+    assert list(chart.series[0].values) == [4096 * (MAX_TENANTS + 5)]
+    assert [series.name for series in leases.series] == ["readers", "writers"]
+    assert [series.name for series in peers.series] == ["sent", "received"]
+
+
+def test_a_port_that_is_taken_stops_the_start(daemon: ThreadedDaemon) -> None:
+    port = str(daemon.daemon.status_url).rstrip("/").rpartition(":")[2]
+    with (
+        socket_path() as path,
+        pytest.raises(ConfigError, match=f"http.listen: cannot listen at 127.0.0.1:{port}"),
+        ThreadedDaemon(path, http={"listen": f"127.0.0.1:{port}"}),
+    ):
+        pass

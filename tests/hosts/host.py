@@ -1,0 +1,143 @@
+"""One host: a process, in a network of its own or not, that runs servers and an engine as it is told on a socket.
+
+Each line is an operation; its answer is a line. At the end of the input everything here ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.testing.rig import Rig
+from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.hosts import tun
+from tests.tiers.valkey_servers import Server
+
+CHUNK, CHUNKS = 8, 5
+PROMPT = CHUNK * CHUNKS
+STORE_S = RETRIEVE_S = 1.0
+"""The engine's deadlines."""
+
+
+class Host:
+    """Each public method is an operation."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(layers=4, head_dim=64, slabs=60)  # records of 36 KiB
+        self._servers: dict[int, Server] = {}
+        self._opened = contextlib.AsyncExitStack()
+        self._engine: CacheEngine | None = None
+
+    async def serve(self, options: list[str]) -> int:
+        """Start a Valkey that takes connections from everywhere; its port."""
+        server = Server("--protected-mode", "no", *options)
+        self._servers[server.port] = server
+        server.start()
+        return server.port
+
+    async def serve_peers(self, token: str) -> dict[str, Any]:
+        """Start a daemon that peers may read and write from everywhere; its port, and a file of that token."""
+        path = self._opened.enter_context(socket_path())
+        file = path.with_name("token")
+        file.touch(0o600)
+        file.write_text(token)
+        peer = {"listen": "0.0.0.0:0", "token_file": file, "writable": True}
+        daemon = self._opened.enter_context(ThreadedDaemon(path, peer=peer)).daemon
+        assert daemon.peers is not None
+        return {"port": daemon.peers.port, "token_file": str(file)}
+
+    async def ask(self, port: int, words: list[str | int]) -> Any:
+        """What a server here answers to a command."""
+        reply = self._servers[port].ask(*words)
+        return reply.decode() if isinstance(reply, bytes) else reply
+
+    async def open(self, tier: dict[str, Any]) -> None:
+        """Open an engine over that tier alone."""
+        settings = {"store.timeout_s": STORE_S, "retrieve.timeout_s": RETRIEVE_S, "tiers": [tier]}
+        self._engine = await self._opened.enter_async_context(self.rig.open(**settings))
+
+    async def store(self, numbers: list[int]) -> dict[str, Any]:
+        """Store these prompts, then wait until the tier has what it takes."""
+        latest = 0.0
+        for number in numbers:
+            tokens = prompt(number)
+            self.rig.write(range(PROMPT), self.rig.content(tokens))
+            begin = time.monotonic()
+            await self.engine.store(tokens, range(PROMPT))
+            latest = max(latest, time.monotonic() - begin)
+        await self.engine.flush(timeout_s=5)
+        return {"latest": latest}
+
+    async def read(self, numbers: list[int]) -> dict[str, Any]:
+        """Retrieve these prompts: tokens that came, prompts of which something wrong came, the slowest in seconds."""
+        latest, hit_tokens, wrong = 0.0, 0, []
+        slots = range(PROMPT, 2 * PROMPT)
+        for number in numbers:
+            tokens = prompt(number)
+            self.rig.wipe()
+            begin = time.monotonic()
+            hit = int((await self.engine.retrieve(tokens, slots)).sum())
+            latest = max(latest, time.monotonic() - begin)
+            got, right = self.rig.read(slots), self.rig.content(tokens)
+            if not ((got[:, :, :hit] == right[:, :, :hit]).all() and (got[:, :, hit:] == -7).all()):
+                wrong.append(number)
+            hit_tokens += hit
+        return {"latest": latest, "hit_tokens": hit_tokens, "wrong": wrong}
+
+    async def counts(self) -> dict[str, int]:
+        """What the engine has counted of its tier: misses, drops and errors by their names."""
+        return dict(self.engine.statistics().counts)
+
+    @property
+    def engine(self) -> CacheEngine:
+        assert self._engine is not None, "open it first"
+        return self._engine
+
+    async def close(self) -> None:
+        """End the engine and kill the servers; others can be started and opened then."""
+        try:
+            await self._opened.aclose()
+        finally:
+            self._engine = None
+            while self._servers:
+                self._servers.popitem()[1].stop()
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(1000 * number, 1000 * number + PROMPT))
+
+
+async def run(channel: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel)
+    host = Host()
+    try:
+        while line := await reader.readline():
+            call = json.loads(line)
+            answer = await getattr(host, call.pop("do"))(**call)
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+    finally:
+        await host.close()
+        writer.close()
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+    if len(sys.argv) > 2:
+        device = tun.make(sys.argv[2])
+        socket.send_fds(channel, [b"."], [device])
+        os.close(device)
+    asyncio.run(run(channel))
+
+
+if __name__ == "__main__":
+    main()

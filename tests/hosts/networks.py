@@ -1,0 +1,217 @@
+"""Three hosts and what is between them: namespaces and a wire of packets, or processes and proxies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tests.hosts import tun
+from tests.hosts.link import Link
+from tests.hosts.proxies import Proxies
+from tests.hosts.wire import Wire
+
+HOSTS = ("a", "b", "c")
+ANSWER_S = 120.0
+_ROOT = Path(__file__).parents[2]
+
+
+class RemoteHost:
+    """The other end of a `host.Host`."""
+
+    def __init__(self, *prefix: str, arguments: Sequence[str] = ()) -> None:
+        self.channel, theirs = socket.socketpair()
+        command = [*prefix, sys.executable, "-m", "tests.hosts.host", str(theirs.fileno()), *arguments]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, cwd=_ROOT, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self._left = b""
+
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """An operation, and its answer."""
+        self.begin(operation, **arguments)
+        return self.end()
+
+    def begin(self, operation: str, **arguments: Any) -> None:
+        self.channel.sendall(json.dumps({"do": operation, **arguments}).encode() + b"\n")
+
+    def end(self) -> Any:
+        while b"\n" not in self._left:
+            assert select.select([self.channel], [], [], ANSWER_S)[0], (
+                f"a host gave no answer in {ANSWER_S} s"
+            )
+            piece = self.channel.recv(1 << 16)
+            assert piece, "a host has ended"
+            self._left += piece
+        line, self._left = self._left.split(b"\n", 1)
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Let it end, then see to it that it has, with all that it started."""
+        self.channel.close()
+        try:
+            self._process.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+class Network(ABC):
+    """Hosts `a`, `b` and `c`; a context manager that ends them.
+
+    Attributes:
+        hosts: By name.
+    """
+
+    hosts: dict[str, RemoteHost]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def address(self, host: str) -> str:
+        """The address that the host's servers have."""
+
+    @abstractmethod
+    def way(self, host: str, port: int, *, origin: str = "") -> tuple[str, int]:
+        """Where the other hosts find that port.
+
+        Args:
+            host: Whose port it is.
+            port: It.
+            origin: The host that alone goes this way; it cannot when it is cut off itself. Else any.
+        """
+
+    @abstractmethod
+    def become(self, link: Link, cut: Sequence[str] = ()) -> None:
+        """From now on every way is like this, and there is none to the hosts that are cut off."""
+
+    @abstractmethod
+    def isolates(self, host: str) -> bool:
+        """Whether cutting the host off keeps anything from anybody."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> int:
+        """Packets, or pieces, that were lost."""
+
+    def forget_ways(self) -> None:
+        """The servers that they lead to have ended."""
+
+    def all(
+        self, operation: str, arguments: Callable[[str], Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """An operation of all hosts at the same time; the answers."""
+        for name, host in self.hosts.items():
+            host.begin(operation, **(arguments(name) if arguments else {}))
+        return {name: host.end() for name, host in self.hosts.items()}
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+
+class Namespaces(Network):
+    """Each host has a network namespace of its own; what they send one another are packets on a wire."""
+
+    def __init__(self, seed: int) -> None:
+        self.hosts = {}
+        devices: dict[str, int] = {}
+        try:
+            for name in HOSTS:
+                host = RemoteHost(*tun.IN_A_NAMESPACE, arguments=[self.address(name)])
+                self.hosts[name] = host
+                assert select.select([host.channel], [], [], ANSWER_S)[0], "a host gave no device"
+                _, (devices[self.address(name)],), _, _ = socket.recv_fds(host.channel, 1, 1)
+        except BaseException:
+            super().close()
+            for device in devices.values():
+                os.close(device)
+            raise
+        self._wire = Wire(devices, seed)
+        self._wire.start()
+
+    def address(self, host: str) -> str:
+        return f"10.9.0.{1 + HOSTS.index(host)}"
+
+    def way(self, host: str, port: int, *, origin: str = "") -> tuple[str, int]:
+        del origin
+        return self.address(host), port
+
+    def become(self, link: Link, cut: Sequence[str] = ()) -> None:
+        self._wire.link = link
+        self._wire.cut = frozenset(socket.inet_aton(self.address(host)) for host in cut)
+
+    def isolates(self, host: str) -> bool:
+        del host
+        return True
+
+    @property
+    def lost(self) -> int:
+        return self._wire.lost
+
+    def close(self) -> None:
+        super().close()
+        self._wire.close()
+
+
+class OneMachine(Network):
+    """All hosts are processes of this machine; the ways to their servers lead through proxies."""
+
+    def __init__(self, seed: int) -> None:
+        self._proxies = Proxies(seed)
+        self._ways: dict[tuple[str, int, str], int] = {}
+        self.hosts = {name: RemoteHost() for name in HOSTS}
+
+    def address(self, host: str) -> str:
+        del host
+        return "127.0.0.1"
+
+    def way(self, host: str, port: int, *, origin: str = "") -> tuple[str, int]:
+        if origin == host:
+            return self.address(host), port  # its own loopback
+        way = (host, port, origin)
+        if way not in self._ways:
+            self._ways[way] = self._proxies.open(frozenset((host, origin)), port)
+        return self.address(host), self._ways[way]
+
+    def forget_ways(self) -> None:
+        self._ways.clear()
+
+    def become(self, link: Link, cut: Sequence[str] = ()) -> None:
+        self._proxies.link = link
+        self._proxies.cut = frozenset(cut)
+
+    def isolates(self, host: str) -> bool:
+        return any(host in {server, origin} for server, _, origin in self._ways)
+
+    @property
+    def lost(self) -> int:
+        return self._proxies.lost
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._proxies.close()
+
+
+NETWORKS: Mapping[str, Callable[[int], Network]] = {
+    "proxies": OneMachine,
+    **({"namespaces": Namespaces} if tun.possible() else {}),
+}
+"""Those that can be had here, by name; each is made from a seed."""

@@ -1,0 +1,95 @@
+"""The tiers that hosts share: each sets up its servers on a network, and says what each host's config is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.hosts.networks import HOSTS, Network
+from tests.tiers.valkey_servers import free_port, wait_until
+
+Tiers = dict[str, dict[str, Any]]
+"""The tier's settings by host."""
+
+USUAL = {
+    "timeout_s": 2,
+    "layers": ["metrics", "retry", {"name": "breaker", "pause_s": 0.5, "max_pause_s": 0.5}, "deadline"],
+}
+"""The usual layers, but a tier that hangs is soon given up, and tried again soon."""
+
+
+def valkey(network: Network) -> Tiers:
+    """One server, on host `a`."""
+    port = network.hosts["a"].call("serve", options=[])
+    address, way = network.way("a", port)
+    tier = {"name": "valkey", "url": f"valkey://{address}:{way}"}
+    return dict.fromkeys(HOSTS, tier | USUAL)
+
+
+def valkey_cluster(network: Network) -> Tiers:
+    """A master on each host, with a third of the slots."""
+    cluster = Cluster(network)
+    cluster.join()
+    ways = ",".join(f"{address}:{port}" for address, port in cluster.ways.values())
+    tier = {"name": "valkey", "url": f"valkey://{ways}", "mode": "cluster"}
+    return dict.fromkeys(HOSTS, tier | USUAL)
+
+
+def peer(network: Network) -> Tiers:
+    """A daemon on each host, with a third of the records."""
+    token = secrets.token_hex()
+    served = {host: network.hosts[host].call("serve_peers", token=token) for host in HOSTS}
+    tiers: Tiers = {}
+    for host in HOSTS:
+        ways = [network.way(other, served[other]["port"], origin=host) for other in HOSTS]
+        tiers[host] = {
+            "name": "peer",
+            "peers": [f"{address}:{port}" for address, port in ways],
+            "password_file": served[host]["token_file"],
+            "write_to": "rendezvous",
+            "retry_s": 0.1,
+        }
+        tiers[host] |= USUAL
+    return tiers
+
+
+class Cluster:
+    """Three masters; their own talk goes past the proxies, where there are any."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._buses = {host: free_port() for host in HOSTS}
+        self.ports: dict[str, int] = {}
+        self.ways: dict[str, tuple[str, int]] = {}
+        for host in HOSTS:
+            options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
+            options += ["--cluster-node-timeout", "1000", "--cluster-port", str(self._buses[host])]
+            self.ports[host] = network.hosts[host].call("serve", options=options)
+            self.ways[host] = network.way(host, self.ports[host])
+            for name, value in zip(("ip", "port"), self.ways[host], strict=True):
+                self._ask(host, "CONFIG", "SET", f"cluster-announce-{name}", str(value))
+            self._ask(host, "CONFIG", "SET", "cluster-announce-bus-port", str(self._buses[host]))
+
+    def join(self) -> None:
+        """Give them slots and make them known to one another."""
+        for index, host in enumerate(HOSTS):
+            self._ask(host, "CLUSTER", "ADDSLOTSRANGE", 16384 * index // 3, 16384 * (index + 1) // 3 - 1)
+        for host in HOSTS[1:]:
+            address = self._network.address(HOSTS[0])
+            self._ask(host, "CLUSTER", "MEET", address, self.ports[HOSTS[0]], self._buses[HOSTS[0]])
+        wait_until(lambda: all(self._is_whole(host) for host in HOSTS))
+
+    def _is_whole(self, host: str) -> bool:
+        info = self._ask(host, "CLUSTER", "INFO")
+        return "cluster_state:ok" in info and "cluster_slots_ok:16384" in info
+
+    def _ask(self, host: str, *words: str | int) -> Any:
+        return self._network.hosts[host].call("ask", port=self.ports[host], words=list(words))
+
+
+TIERS: Mapping[str, Callable[[Network], Tiers]] = {
+    "valkey": valkey,
+    "valkey-cluster": valkey_cluster,
+    "peer": peer,
+}

@@ -1,0 +1,112 @@
+"""`vllm serve` as a user starts it: the command of a page, with a model made on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.tiers.valkey_servers import free_port
+
+START_S, END_S, DEADLINE_S = 300.0, 30.0, 120.0
+ROOT = Path(__file__).parents[2]
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "LMCACHE_ASYNC_ARENA__MAX_BYTES": "512MiB",
+    "LMCACHE_ASYNC_VLLM__LOOKUP_TIMEOUT_S": "10",  # the machine may be busy, and these tests are about hits
+    "LMCACHE_ASYNC_VLLM__LOAD_POLICY": "always",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """Of a process that runs the command `vllm`, or imports it as its user does."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        importlib.metadata.version("vllm")
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # the CPU build has another name, and its command asks for this one
+        metadata = directory / "vllm-0.dist-info"
+        metadata.mkdir(exist_ok=True)
+        version = importlib.metadata.version("vllm-cpu")
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        paths.append(str(directory))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | _ENVIRONMENT | {"PATH": path, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Serving:
+    """A server that is ready."""
+
+    def __init__(self, port: int, log: Path, environment: dict[str, str]) -> None:
+        self.port = port
+        self.environment = environment
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            text = answer.read()
+        assert isinstance(text, bytes)
+        return text.decode()
+
+
+@contextlib.contextmanager
+def serving(command: str, directory: Path, *more: str) -> Iterator[Serving]:
+    """Run the page's command with these further options, on a port of its own."""
+    port, log = free_port(), directory / "server.log"
+    options = " ".join([f"--port={port}", *more])
+    environ = environment(directory)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command.strip()} {options}"],
+            cwd=directory,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Serving(port, log, environ)
+    try:
+        _wait_ready(server, process)
+        yield server
+    finally:
+        _end(process)
+
+
+def _wait_ready(server: Serving, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            server.get("/health")
+            return
+        assert process.poll() is None, server.log[-4000:]
+        assert time.monotonic() < deadline, server.log[-4000:]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.25)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,151 @@
+"""The quickstart and the examples with vLLM, run as their pages say, with one server for all that ask one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.demo.documents import make_document
+from examples.demo.model import make_model
+from examples.vllm.asking import long_text
+from tests.integration.serving import DEADLINE_S, ROOT, Serving, environment, serving
+
+pytestmark = pytest.mark.vllm
+
+PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+MODEL = "Qwen/Qwen3-0.6B"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+LINE = re.compile(r"(\d+) of +(\d+) tokens from a cache")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "small"
+    make_model(
+        directory,
+        [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))],
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    directory = tmp_path_factory.mktemp("serve")
+    (directory / "template.jinja").write_text(TEMPLATE)
+    more = [
+        "--enforce-eager",
+        "--enable-prompt-tokens-details",
+        "--chat-template=template.jinja",
+        "--max-num-seqs=4",
+    ]
+    with serving(COMMANDS[1].replace(MODEL, str(model)), directory, *more) as server:
+        yield server
+
+
+def test_the_quickstart_has_three_commands_and_no_config_file() -> None:
+    assert len(COMMANDS) == 3
+    assert [command.split()[0] for command in COMMANDS] == ["pip", "vllm", "for"]
+    assert "CONFIG" not in "".join(COMMANDS)
+    assert "yaml" not in "".join(COMMANDS)
+
+
+def test_the_quickstart_comes_to_a_hit(server: Serving, model: Path) -> None:
+    command = COMMANDS[2].replace(MODEL, str(model)).replace("localhost:8000", f"127.0.0.1:{server.port}")
+
+    def ask() -> str:
+        ran = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            timeout=DEADLINE_S,
+        )
+        return ran.stdout
+
+    start, before = len(server.log), loaded(server)
+    assert len(re.findall(r"^\d+\.\d+ s$", ask(), re.MULTILINE)) == 2
+    deadline = time.monotonic() + DEADLINE_S
+    while not (hit := re.search(r"retrieved (\d+)/\1 tokens \(cpu=\1\)", server.log[start:])):
+        assert time.monotonic() < deadline, server.log[-4000:]
+        ask()
+    assert int(hit[1]) >= 1024
+    assert re.search(r"stored \d+ tokens in \d+ chunks", server.log[start:])
+    assert loaded(server) - before >= 1024
+
+
+def loaded(server: Serving) -> float:
+    """Tokens that came from the connector so far, by the counter that the page names."""
+    found = re.search(
+        r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", server.get("/metrics"), re.MULTILINE
+    )
+    return float(found[1]) if found else 0.0
+
+
+def cached(server: Serving, module: str, complete: Callable[[list[int]], bool]) -> list[int]:
+    """Cached tokens by request, of a run on texts that nobody has asked about.
+
+    A store may end behind the next question, on a busy machine: then it is run again on other texts.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    for seed in range(1, 100):
+        command = [sys.executable, "-m", module, f"--url=http://127.0.0.1:{server.port}/v1", f"--seed={seed}"]
+        ran = subprocess.run(
+            command,
+            env=server.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+        assert ran.returncode == 0, ran.stderr
+        found = [int(line[1]) for line in LINE.finditer(ran.stdout)]
+        if complete(found) or time.monotonic() > deadline:
+            break
+    return found
+
+
+def test_a_second_question_about_a_text_finds_it(server: Serving) -> None:
+    first, second = cached(server, "examples.vllm.openai_client", lambda found: found[1] > 0)
+
+    assert first == 0
+    assert second >= 512
+
+
+def test_each_round_of_a_chat_finds_the_rounds_before(server: Serving) -> None:
+    rounds = cached(server, "examples.vllm.chat", lambda found: sorted(set(found)) == found)
+
+    assert rounds[0] == 0
+    assert sorted(set(rounds)) == rounds
+    assert len(rounds) == 4
+
+
+def test_documents_are_shared_as_far_as_prompts_begin_alike(server: Serving) -> None:
+    def as_told(found: list[int]) -> bool:
+        return found[1] > 0 and found[6] > found[5] > 0 and found[7] > found[5]
+
+    found = cached(server, "examples.vllm.rag", as_told)
+
+    assert [count > 0 for count in found] == [False, True, False, False, False, True, True, True]
+    assert as_told(found)
+
+
+def test_vllm_as_a_library_finds_the_first_prompt(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.vllm.offline_vllm", f"--model={model}", "--enforce-eager"]
+    environ = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # a process less to start
+    ran = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = [int(line[1]) for line in LINE.finditer(ran.stdout)]
+    assert found[0] == 0
+    assert found[1] >= 512

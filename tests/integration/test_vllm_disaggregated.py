@@ -1,0 +1,113 @@
+"""Prefill in one vLLM and decode in another, a valkey between them, compared with one vLLM alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from examples.demo.connectors import tokens_by_tier
+from tests.integration.vllm_answers import Answer, Question, assert_same, tokens
+from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+from tests.tiers.valkey_servers import Server, running
+
+pytestmark = pytest.mark.vllm
+
+WAIT_S, LOOKUP_S = 6.0, 10.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+def start(engines: Engines, server: Server, role: str) -> Engine:
+    options = {"vllm.wait_for_producer_s": WAIT_S, "vllm.lookup_timeout_s": LOOKUP_S}
+    return engines.start(connector(valkey=server.url, role=role, **options))
+
+
+@pytest.fixture(scope="module")
+def consumer(engines: Engines, server: Server) -> Iterator[Engine]:
+    engine = start(engines, server, "kv_consumer")
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture
+def producer(engines: Engines, server: Server) -> Iterator[Engine]:
+    engine = start(engines, server, "kv_producer")
+    yield engine
+    engine.kill()
+
+
+def whole(question: Question) -> int:
+    """What is not computed: all whole blocks, unless there is but one, which vLLM computes as soon."""
+    blocks = len(question.prompt) // BLOCK
+    return blocks * BLOCK if len(question.prompt) > BLOCK else 0
+
+
+def mixed() -> list[Question]:
+    """A hundred prompts: of less than a block or a chunk, of whole chunks, with shared beginnings, and others."""
+    lengths = [5, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 4 * CHUNK, 300]
+    alone = [tokens(f"apart {index}", lengths[index % 10] + index // 10 % 2 * CHUNK) for index in range(60)]
+    roots = [tokens(f"root {index}", 150 + 70 * index) for index in range(4)]
+    shared = [roots[index % 4] + tokens(f"shared {index}", 7 * index) for index in range(40)]
+    prompts = [prompt for pair in zip(alone, [*shared, *alone[40:]], strict=False) for prompt in pair]
+    return [Question(prompt) for prompt in dict.fromkeys([*prompts, *alone, *shared])]
+
+
+def hand_over(producer: Engine, consumer: Engine, questions: Sequence[Question]) -> list[Answer]:
+    """As a proxy does: the first token there, and all of them here with what the first answer says."""
+    first = producer.ask_all([replace(question, max_tokens=1) for question in questions])
+    producer.call("step")  # as vLLM's engine goes on to do
+    told = [replace(q, params=answer.kv_transfer_params) for q, answer in zip(questions, first, strict=True)]
+    answers = consumer.ask_all(told)
+    assert [answer.tokens[:1] for answer in answers] == [answer.tokens for answer in first]
+    return answers
+
+
+def test_a_hundred_requests_have_the_answers_of_one_vllm(
+    producer: Engine, consumer: Engine, reference: Reference
+) -> None:
+    questions, begin = mixed(), consumer.log_size
+    loaded: Counter[str] = Counter()
+    cached = 0
+    for at in range(0, len(questions), 10):
+        batch = questions[at : at + 10]
+        position = consumer.log_size
+        for question, answer in zip(batch, hand_over(producer, consumer, batch), strict=True):
+            assert_same(answer, reference(question))
+            assert answer.cached_tokens == whole(question)  # what is left is in the last block
+            cached += answer.cached_tokens
+        loaded += tokens_by_tier(consumer.log(position))
+
+    assert len(questions) == 100
+    assert "promised" not in consumer.log(begin)  # no wait was in vain
+    assert set(loaded) <= {"valkey", "cpu"}
+    assert loaded["valkey"] > cached / 2  # the others begin like one before them: vLLM had that itself
+
+
+def test_a_producer_killed_before_it_has_written_makes_nobody_wrong_or_late(
+    producer: Engine, consumer: Engine, reference: Reference
+) -> None:
+    written = [Question(tokens(f"written {index}", 150 + 90 * index)) for index in range(4)]
+    lost = [Question(tokens(f"lost {index}", 150 + 90 * index)) for index in range(4)]
+    first = producer.ask_all([replace(question, max_tokens=1) for question in written])
+    producer.settle()
+    producer.call("call", name="hold_copies")
+    first += producer.ask_all([replace(question, max_tokens=1) for question in lost])
+    producer.kill()
+    questions = [*written, *lost]
+    told = [replace(q, params=answer.kv_transfer_params) for q, answer in zip(questions, first, strict=True)]
+    answers = consumer.ask_all(told)
+
+    assert all(answer.kv_transfer_params for answer in first)
+    for question, answer in zip(questions, answers, strict=True):
+        assert_same(answer, reference(question))
+        assert answer.cached_tokens == (whole(question) if question in written else 0)
+        assert answer.seconds < WAIT_S + LOOKUP_S
+    assert "promised" in consumer.log()
+    consumer.settle()

@@ -1,0 +1,206 @@
+"""Two vLLMs share prefixes through a tier's server, and neither a killed engine nor a killed server spoils an answer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.integration.shared_servers import SERVERS, SharedServer
+from tests.integration.vllm_answers import Answer, Question, assert_same, tokens
+from tests.integration.vllm_driver import Engine, Engines, Reference, connector
+from tools.torture.outcome import Outcome
+from tools.torture.vllm import compare, rounds
+
+pytestmark = pytest.mark.vllm
+
+LOOKUP_S, RETRIEVE_S = 2.0, 2.0
+DEADLINE_S = LOOKUP_S + RETRIEVE_S
+"""What a request may wait for the cache in all; a server that hangs would keep it for a minute."""
+QUESTION = Question(tokens("shared", 730))
+LAYERS = ["metrics", "retry", {"name": "breaker", "pause_s": 0.5, "max_pause_s": 0.5}, "deadline"]
+"""The usual ones; but a tier that failed is soon tried again."""
+MAX_ROUNDS = 40
+PROMPT_NAMES = ("grows", "grows again", "grows once more")
+"""A busy machine may miss the deadlines, and then a chunk is dropped and counted: never a wrong answer."""
+
+
+class Shared:
+    """A server and two engines with a tier there, the second one started after the first had stored."""
+
+    def __init__(self, engines: Engines, server: SharedServer) -> None:
+        self.server = server
+        self.tier = str(server.tier["name"])
+        self._engines = engines
+        self._transfer = connector(
+            **{
+                "retrieve.timeout_s": RETRIEVE_S,
+                "vllm.lookup_timeout_s": LOOKUP_S,
+                "vllm.reset_cache": "memory",
+            }
+        )
+        shared = server.tier | {"timeout_s": RETRIEVE_S, "layers": LAYERS}
+        self._transfer["kv_connector_extra_config"]["tiers"].append(shared)
+        self.first = self.start()
+        self.cold = self.first.ask(QUESTION)
+        self.first.settle()
+        self.second = self.start()
+        self.warm = self.second.ask(QUESTION)
+
+    def start(self) -> Engine:
+        return self._engines.start(self._transfer)
+
+    def close(self) -> None:
+        for engine in (self.first, self.second):
+            engine.kill()
+
+    def tokens_of(self, answers: Sequence[Answer]) -> int:
+        """Tokens that these answers had from the shared tier; they share a log, which the first one has."""
+        return answers[0].tiers.get(self.tier, 0)
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def shared(
+    request: pytest.FixtureRequest, engines: Engines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shared]:
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
+        shared = Shared(engines, server)
+        yield shared
+        shared.close()
+
+
+def ask(
+    engine: Engine, reference: Reference, questions: Sequence[Question], outcome: Outcome
+) -> list[Answer]:
+    """Ask all at once, then leave nothing in the engine's memory: the shared tier is all that is left."""
+    expected = [reference(question) for question in questions]
+    answers = engine.ask_all(questions)
+    check(questions, answers, expected, outcome)
+    engine.forget()
+    return answers
+
+
+def check(
+    questions: Sequence[Question], answers: Sequence[Answer], expected: Sequence[Answer], outcome: Outcome
+) -> None:
+    for question, answer, right in zip(questions, answers, expected, strict=True):
+        compare(question, answer, right, outcome, deadline_s=DEADLINE_S)
+
+
+def test_the_second_engines_first_request_hits_what_the_first_one_stored(
+    shared: Shared, reference: Reference
+) -> None:
+    assert shared.cold.cached_tokens == 0
+    assert shared.warm.tiers == {shared.tier: 704}
+    assert shared.warm.cached_tokens == 704
+    for answer in (shared.cold, shared.warm):
+        assert_same(answer, reference(QUESTION))
+
+
+def test_each_engine_finds_what_the_other_one_added(shared: Shared, reference: Reference) -> None:
+    outcome = Outcome("vllm")
+    expected = [0, 352, 672, 992]  # whole blocks of the prompt and its answer before
+
+    for name in PROMPT_NAMES:
+        grown = [Question(tokens(name, 320 * turn + 40)) for turn in range(1, 5)]
+        found = []
+        for engine, question in zip(itertools.cycle([shared.first, shared.second]), grown, strict=False):
+            found += [shared.tokens_of(ask(engine, reference, [question], outcome))]
+        if found == expected:
+            break
+
+    assert outcome.problems == []
+    assert found == expected
+
+
+@contextmanager
+def traffic(engine: Engine, reference: Reference, parts: Sequence[Any], outcome: Outcome) -> Iterator[None]:
+    """The engine is asked again and again, from a round before the block to a round after it."""
+    for part in parts:
+        for question in part:
+            reference(question)  # known before: that engine answers one caller at a time
+    in_traffic, may_end = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for part in itertools.cycle(parts):
+                last = may_end.is_set()
+                ask(engine, reference, part, outcome)
+                in_traffic.set()
+                if last:
+                    return
+        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+            failures.append(error)
+            in_traffic.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert in_traffic.wait(60)
+        yield
+    finally:
+        may_end.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_an_engine_killed_and_started_again_in_mid_traffic_changes_no_answer(
+    shared: Shared, reference: Reference
+) -> None:
+    outcome = Outcome("vllm")
+    parts = list(itertools.islice(rounds(11), 4))
+    own = parts[0]
+    expected = [reference(question) for question in own]
+
+    with traffic(shared.second, reference, parts, outcome):
+        *_, name = shared.first.add(*own)
+        shared.first.step_until("RUNNING", name)
+        shared.first.kill()
+        shared.first = shared.start()
+        answers = shared.first.ask_all(own)
+        check(own, answers, expected, outcome)
+        shared.first.settle()
+    hits = shared.tokens_of(answers)
+    for _ in range(MAX_ROUNDS):
+        if hits:
+            break
+        ask(shared.second, reference, own, outcome)
+        hits += shared.tokens_of(ask(shared.first, reference, own, outcome))
+
+    assert outcome.problems == []
+    assert outcome.counts["requests"] >= 12
+    assert hits > 0
+
+
+def test_a_server_that_hangs_is_killed_and_started_again_in_mid_traffic_changes_no_answer(
+    shared: Shared, reference: Reference
+) -> None:
+    outcome = Outcome("vllm")
+    engine = shared.second
+    parts = list(itertools.islice(rounds(12), 3))
+    for part in parts:
+        ask(engine, reference, part, outcome)
+    for part, harm in zip(parts, (shared.server.hang, shared.server.kill, shared.server.start), strict=True):
+        expected = [reference(question) for question in part]
+        position = engine.log_size
+        names = engine.add(*part)
+        engine.call("step")
+        harm()  # while they are looked up, loaded and computed
+        engine.call("run")
+        check(part, [engine.take(name, position) for name in names], expected, outcome)
+    engine.forget()  # not before: a put keeps its memory until the server that hangs has ended
+
+    hits = 0
+    for part in itertools.islice(itertools.cycle(parts), MAX_ROUNDS):
+        hits += shared.tokens_of(ask(engine, reference, part, outcome))
+        if hits:
+            break
+
+    assert outcome.problems == []
+    assert hits > 0, f"the tier {shared.tier} was not used again"

@@ -1,0 +1,104 @@
+"""Commands and files that the docs show: shells, JSON and TOML read them, and what they name is there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+import typer
+
+from lmcache_async.config import load_config
+from lmcache_async.integration.vllm.plugin import NAME
+from lmcache_async.registry import LAYERS, STAGES, TIERS
+from tests.packaging.test_docs import ROOT, Block, blocks
+
+SHELL = blocks("bash")
+OURS = ("lmcache_async", "tools", "examples", "tests")
+TRANSFER = re.compile(r"--kv-transfer-config(?:=|\s+)'(\{.*?\})'", re.DOTALL)
+
+
+def check_transfer(config: dict[str, Any]) -> None:
+    assert config["kv_connector"] == NAME
+    assert config["kv_role"] in {"kv_both", "kv_producer", "kv_consumer"}
+    load_config(env={}, extra=config.get("kv_connector_extra_config"))
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_a_shell_reads_a_command(block: Block) -> None:
+    ran = subprocess.run(
+        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False, timeout=30
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+
+
+def test_what_commands_name_is_in_the_tree() -> None:
+    text = "\n".join(block.text for block in SHELL)
+    modules = {name for name in re.findall(r"python -m ([\w.]+)", text) if name.partition(".")[0] in OURS}
+    files = set(re.findall(r"(?:-r|-c) (requirements/\S+)", text))
+
+    assert "tools.release" in modules
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_every_subcommand_in_the_docs_exists() -> None:
+    [command] = importlib.metadata.entry_points(group="console_scripts", name="lmcache-async")
+    assert command.value == "lmcache_async.cli.main:main"
+    from lmcache_async.cli.app import app
+
+    group = typer.main.get_command(app)
+    known = set(group.list_commands(None))  # type: ignore[attr-defined, arg-type]
+    shown = {
+        name
+        for block in SHELL
+        for name in re.findall(r"^lmcache-async ([a-z][\w-]*)", block.text, re.MULTILINE)
+    }
+
+    assert "serve" in shown
+    assert shown <= known
+
+
+def test_every_extra_in_the_docs_exists() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    shown = {
+        extra
+        for block in SHELL
+        for extras in re.findall(r"(?:lmcache-async|')?\.?\[([a-z0-9,-]+)\]'", block.text)
+        for extra in extras.split(",")
+    }
+
+    assert {"vllm", "testing"} <= shown
+    assert shown <= {*known, "test"}  # which the examples' own distributions have
+
+
+def test_every_command_that_starts_vllm_names_a_connector_that_there_is() -> None:
+    found = [json.loads(text) for block in SHELL for text in TRANSFER.findall(block.text)]
+
+    assert len(found) > 3
+    for config in found:
+        check_transfer(config)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_json_is_what_vllm_takes(block: Block) -> None:
+    content = json.loads(block.text)
+
+    if "kv_connector" in content:
+        check_transfer(content)
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_toml_names_groups_that_there_are(block: Block) -> None:
+    groups = tomllib.loads(block.text).get("project", {}).get("entry-points", {})
+
+    assert set(groups) <= {TIERS, STAGES, LAYERS}

@@ -1,0 +1,100 @@
+"""The examples that need no vLLM: the engine alone runs, and each deployment's file makes the tiers it names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
+from lmcache_async.engine.tiers import stacked_tiers
+from lmcache_async.hashing import Namespace
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.registry import Registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEPLOYMENTS = EXAMPLES / "deployments"
+FILES = sorted(DEPLOYMENTS.glob("*.yaml"))
+DAEMONS = [path for path in FILES if path.stem.endswith("-daemon")]
+ENGINES = [path for path in FILES if path not in DAEMONS] + sorted(
+    (EXAMPLES / "disaggregated").glob("*.yaml")
+)
+SECRET = re.compile(r"/run/secrets/[a-z-]+|/etc/ssl/[a-z-]+\.pem")
+
+
+def written(path: Path, directory: Path) -> Path:
+    """The file with secrets that are here, and caches that may be made."""
+
+    def secret(match: re.Match[str]) -> str:
+        file = directory / Path(match[0]).name
+        file.touch(mode=0o600)
+        file.write_text("5a" * 32)
+        return str(file)
+
+    text = SECRET.sub(secret, path.read_text(encoding="utf-8")).replace("/var/cache", str(directory))
+    (directory / path.name).write_text(text, encoding="utf-8")
+    return directory / path.name
+
+
+def loaded(path: Path, directory: Path) -> EngineConfig:
+    return load_config(written(path, directory), env={})
+
+
+@pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.stem)
+def test_a_deployments_file_makes_its_tiers(path: Path, tmp_path: Path) -> None:
+    config = loaded(path, tmp_path)
+    namespace = Namespace(model="m", weights="w", dtype="float16", layout="l", chunk_size=config.chunk_size)
+
+    made = stacked_tiers(Registry(), config, namespace, LimitedLogger(logging.getLogger(__name__)))
+
+    assert [stacked.id for stacked in made] == [tier.id for tier in config.tiers]
+
+
+@pytest.mark.parametrize("path", DAEMONS, ids=lambda path: path.stem)
+def test_a_daemons_file_loads_and_its_engines_connect_to_it(path: Path, tmp_path: Path) -> None:
+    daemon = load_daemon_config(written(path, tmp_path), {})
+    engine = loaded(path.with_name(path.name.replace("-daemon", "-engine")), tmp_path)
+    [host] = [tier for tier in engine.tiers if tier.name == "host"]
+
+    assert isinstance(daemon, DaemonConfig)
+    assert str(daemon.socket) == host.options["socket"]
+    for tier in engine.tiers:
+        if tier.name == "peer":
+            assert daemon.peer is not None
+            ports = {peer.rpartition(":")[2] for peer in tier.options["peers"]}
+            assert ports == {str(daemon.peer.listen).rpartition(":")[2]}
+
+
+def test_every_deployment_is_in_the_table() -> None:
+    table = (DEPLOYMENTS / "README.md").read_text(encoding="utf-8")
+
+    assert len(FILES) >= 8
+    assert [path.name for path in FILES if f"`{path.name}`" not in table] == []
+
+
+def test_the_engine_runs_without_vllm() -> None:
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, runpy; sys.modules['vllm'] = None; runpy.run_path(sys.argv[1], run_name='__main__')",
+            "engine_only.py",
+        ],
+        cwd=EXAMPLES,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert "stored 8 chunks" in ran.stdout
+    assert "loaded 2048 of 2051 tokens" in ran.stdout

@@ -1,0 +1,90 @@
+"""The libraries that tests need of the system: nothing is done where they are, and what is done where not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tools import native
+from tools.native import Library, main
+
+MISSING = Library(("libfirst-of-ours.so.1", "libours.so.1"), ("first", "ours"))
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place where programs are found; there are none yet."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def write(programs: Path, name: str, script: str) -> None:
+    path = programs / name
+    path.write_text(f"#!/bin/sh\nset -e\nPATH={os.defpath}\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def test_nothing_is_done_where_the_system_has_all(tmp_path, programs, monkeypatch):
+    monkeypatch.setattr(native, "LIBRARIES", (Library(("libc.so.6",), ("libc6",)),))
+
+    assert main([str(tmp_path / "native")]) == 0
+    assert not (tmp_path / "native").exists()
+
+
+def test_without_apt_it_says_what_to_install(tmp_path, programs, monkeypatch, capsys):
+    monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
+
+    assert main([str(tmp_path / "native")]) == 1
+    told = capsys.readouterr().err
+    assert "libours.so.1 cannot be fetched here" in told
+    assert "apt install libibverbs1" in told
+    assert "dnf install" in told
+    assert not (tmp_path / "native").exists()
+
+
+def test_with_apt_its_packages_are_unpacked_under_their_sonames(tmp_path, programs, monkeypatch, capsys):
+    monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
+    write(programs, "apt-config", """echo 'Acquire::Retries "1";'; echo 'X::Post-Invoke:: "rm -rf /";'""")
+    write(
+        programs,
+        "apt-get",
+        """
+        ! grep -q Invoke "$APT_CONFIG" && grep -q 'Dir::State "/' "$APT_CONFIG" && grep -q Retries "$APT_CONFIG"
+        case "$2" in
+            update) touch updated; exit 100 ;;  # one of many sources does not answer
+            download) test -e updated; shift 2; for name; do echo "$name" > "$name.deb"; done ;;
+        esac""",
+    )
+    write(
+        programs,
+        "dpkg",
+        """
+        name=$(cat "$2"); mkdir -p "$3/usr/lib"
+        [ "$name" = first ] && soname=libfirst-of-ours.so.1 || soname=libours.so.1
+        echo "$name" > "$3/usr/lib/$soname.2.3"; ln -s "$soname.2.3" "$3/usr/lib/$soname" """,
+    )
+    target = tmp_path / "native"
+
+    assert main([str(target)]) == 0
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        "libfirst-of-ours.so.1": "first\n",
+        "libours.so.1": "ours\n",
+    }
+    assert "for tests alone: first, ours" in capsys.readouterr().out
+
+
+def test_what_apt_says_when_it_fails_is_told(tmp_path, programs, monkeypatch, capsys):
+    monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
+    write(programs, "apt-config", "true")
+    write(programs, "apt-get", "echo E: unable to locate; exit 100")
+
+    assert main([str(tmp_path / "native")]) == 1
+    assert "E: unable to locate" in capsys.readouterr().err
+
+
+def test_every_file_that_is_needed_comes_with_a_package():
+    assert [library.soname for library in native.LIBRARIES] == ["libnuma.so.1", "libibverbs.so.1"]
+    assert all(len(library.files) == len(library.packages) for library in native.LIBRARIES)

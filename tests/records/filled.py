@@ -1,0 +1,96 @@
+"""Directories of the disk tier that a real engine has filled, for the tests of the tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lmcache_async.cli.app import app
+from lmcache_async.memory.header import peek_sizes
+from lmcache_async.testing.rig import Rig
+
+TOKENS = list(range(100, 140))
+"""Of a prompt: five chunks of 8."""
+
+
+def rig_of(model: str = "model-a", **options: object) -> Rig:
+    return Rig(**{"slabs": 64, "blocks": 64, "model": model, **options})
+
+
+async def store(rig: Rig, root: Path, *prompts: Sequence[int], **config: object) -> None:
+    """What an engine leaves in the directory after it has stored these prompts."""
+    tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
+    async with rig.open(**{"tiers": tiers, **config}) as engine:
+        for tokens in prompts:
+            rig.write(range(len(tokens)), rig.content(tokens))
+            await engine.store(tokens, torch.arange(len(tokens)))
+            assert await engine.flush(timeout_s=30)
+
+
+async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: object) -> int:
+    """How many of the tokens an engine over the directory loads; what it loads is right to the bit."""
+    tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
+    rig.wipe()
+    async with rig.open(**{"tiers": tiers, **config}) as engine:
+        mask = await engine.retrieve(tokens, torch.arange(64, 64 + len(tokens)))
+    hit = int(mask.sum())
+    assert torch.equal(rig.read(range(64, 64 + hit)), rig.content(tokens)[:, :, :hit])
+    return hit
+
+
+def filled(root: Path, *prompts: Sequence[int], rig: Rig | None = None, **config: object) -> Rig:
+    """The same, from a test without a loop."""
+    rig = rig or rig_of()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(store(rig, root, *(prompts or (TOKENS,)), **config))
+    return rig
+
+
+def loaded(rig: Rig, root: Path, tokens: Sequence[int] = TOKENS, **config: object) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(hits(rig, root, tokens, **config))
+
+
+def record_files(root: Path) -> list[Path]:
+    """In the order of their use, the last used first."""
+    found = [path for path in root.glob("[0-9a-f][0-9a-f]/*") if path.is_file()]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """The records by their names, without what pads their files."""
+    found = {}
+    for path in record_files(root):
+        data = path.read_bytes()
+        _, nbytes = peek_sizes(memoryview(data))
+        found[path.name] = data[:nbytes]
+    return found
+
+
+def damage(path: Path, at: int = 4200) -> None:
+    """Flip a bit, of the payload if not told otherwise, and keep when it was used."""
+    data = bytearray(path.read_bytes())
+    status = path.stat()
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def told(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """What the command says with --json."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)

@@ -1,0 +1,156 @@
+"""`lmcache-async gc`, over directories that a real engine has filled."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.records.collecting import choose
+from lmcache_async.tiers.rest import Kept
+from lmcache_async.types import ChunkKey
+from tests.records.filled import content, damage, filled, invoke, loaded, record_files, rig_of, told
+
+RECORD_BYTES = 8192
+
+
+@pytest.fixture
+def root(tmp_path):
+    filled(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_down_to_a_size_the_ends_of_prompts_go_first(root):
+    whole = record_files(root)
+
+    freed = told("gc", root, "--max-bytes", 3 * RECORD_BYTES)
+
+    assert freed["records"]["room"] == {"count": 2, "bytes": 2 * RECORD_BYTES}
+    assert (freed["freed_bytes"], freed["kept_bytes"]) == (2 * RECORD_BYTES, 3 * RECORD_BYTES)
+    assert record_files(root) == whole[:3]
+    assert loaded(rig_of(), root) == 24
+
+
+def test_one_namespace(root):
+    filled(root, rig=rig_of("model-b"))
+
+    freed = told("gc", root, "--namespace", "model=model-a")
+
+    assert freed["freed_records"] == 5
+    assert loaded(rig_of("model-a"), root) == 0
+    assert loaded(rig_of("model-b"), root) == 40
+
+
+def test_what_was_not_used_for_long(root):
+    day_ago = time.time_ns() - 86400 * 10**9
+    for path in record_files(root)[3:]:
+        os.utime(path, ns=(day_ago, day_ago))
+
+    assert told("gc", root, "--older-than", "2d")["freed_records"] == 0
+    assert told("gc", root, "--older-than", "12h")["records"]["age"]["count"] == 2
+    assert len(record_files(root)) == 3
+
+
+def test_what_nobody_can_read_goes_unless_it_is_to_stay(root):
+    newest, second, third, *_ = record_files(root)
+    damage(newest, at=0)
+    damage(second, at=8)
+    damage(third)  # a payload: not looked at
+
+    assert told("gc", root, "--no-unreadable")["freed_records"] == 0
+    assert told("gc", root)["records"]["unreadable"]["count"] == 2
+    assert len(record_files(root)) == 3
+
+
+def test_files_half_written_and_put_aside(root):
+    (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))
+    (root / "tmp" / "notes").write_text("somebody's")
+    damage(record_files(root)[0])
+    told("verify", root, "--quarantine", code=1)
+
+    first = told("gc", root)
+    second = told("gc", root, "--quarantine")
+
+    assert first["files"] == {"half_written": {"count": 1, "bytes": 100}}
+    assert second["files"]["quarantine"] == {"count": 1, "bytes": RECORD_BYTES}
+    assert [path.name for path in (root / "tmp").iterdir()] == ["notes"]
+    assert list((root / "quarantine").iterdir()) == []
+
+
+def test_a_dry_run_changes_nothing_and_says_what_would_go(root):
+    (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))
+    before = content(root)
+
+    would = told("gc", root, "--max-bytes", RECORD_BYTES, "--dry-run")
+
+    assert would["to_free_bytes"] == 4 * RECORD_BYTES + 100
+    assert (would["freed_bytes"], would["freed_records"]) == (0, 0)
+    assert content(root) == before
+    assert "would be freed" in invoke("gc", root, "--max-bytes", "1B", "--dry-run").stdout
+    assert told("gc", root, "--max-bytes", RECORD_BYTES)["freed_bytes"] == 4 * RECORD_BYTES + 100
+
+
+def test_conditions_hold_together(root):
+    filled(root, rig=rig_of("model-b"))
+
+    freed = told("gc", root, "--namespace", "model=model-a", "--older-than", "1d")
+
+    assert freed["freed_records"] == 0
+
+
+@pytest.mark.parametrize("age", ["7", "d", "-1d", "1y", "7 d d"])
+def test_an_age_is_a_number_and_a_unit(root, age):
+    result = invoke("gc", root, f"--older-than={age}")
+
+    assert result.exit_code == 2
+    assert len(record_files(root)) == 5
+
+
+def test_files_of_others_stay(root):
+    (root / "ab").mkdir(exist_ok=True)
+    (root / "ab" / "README").write_text("somebody's")
+
+    told("gc", root, "--max-bytes", "1B")
+
+    assert record_files(root) == [root / "ab" / "README"]
+
+
+@st.composite
+def prompts(draw):
+    """Records of several prompts, each a chain whose stamps fall, in any order."""
+    kept, chains = [], []
+    number = 0
+    for start in draw(st.lists(st.integers(1, 10**6), max_size=5)):
+        chain = []
+        for place in range(draw(st.integers(1, 6))):
+            number += 1
+            key = ChunkKey(number.to_bytes(16, "big"))
+            chain.append(Kept(key, draw(st.integers(1, 5)) * 4096, 10**9 + start * 10**4 - place * 1000))
+        chains.append(chain)
+        kept += chain
+    random.Random(draw(st.integers())).shuffle(kept)
+    return kept, chains
+
+
+@given(prompts(), st.integers(0, 40).map(lambda pages: pages * 4096), st.data())
+def test_what_stays_is_prefixes_within_the_limit_and_no_more_than_needed_goes(made, max_bytes, data):
+    kept, chains = made
+    aged = data.draw(st.lists(st.sampled_from(kept), unique=True) if kept else st.just([]))
+
+    victims = choose(kept, {"age": aged}, kept, max_bytes)
+
+    room = victims["room"]
+    gone = set(victims["age"]) | set(room)
+    stays = [one for one in kept if one not in gone]
+    assert len(gone) == len(victims["age"]) + len(room)
+    assert sum(one.nbytes for one in stays) <= max_bytes
+    for chain in chains:  # of those that went for room, none has a continuation that stays
+        places = [place for place, one in enumerate(chain) if one in room]
+        assert all(chain[later] in gone for place in places for later in range(place, len(chain)))
+    if room:
+        last = room[-1]
+        assert sum(one.nbytes for one in stays) + last.nbytes > max_bytes

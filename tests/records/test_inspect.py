@@ -1,0 +1,174 @@
+"""`lmcache-async inspect`, over directories that a real engine has filled."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import pytest
+
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.records.namespaces import namespace_id
+from tests.records.filled import TOKENS, damage, filled, invoke, record_files, rig_of, told
+
+
+@pytest.fixture
+def root(tmp_path):
+    filled(tmp_path / "cache", rig=rig_of("model-a"))
+    filled(tmp_path / "cache", TOKENS[:20], rig=rig_of("model-b"))
+    return tmp_path / "cache"
+
+
+def test_totals_and_a_line_for_each_namespace(root):
+    found = told("inspect", root)
+
+    assert (found["records"], found["tokens"]) == (8, 60)
+    first, second = found["namespaces"]
+    assert first["fields"]["model"] == "model-a"
+    assert first["id"] == namespace_id(rig_of("model-a").namespace.text)
+    assert (first["records"], first["tokens"], first["chunk_tokens"]) == (5, 40, {"8": 5})
+    assert (second["records"], second["chunk_tokens"]) == (3, {"4": 1, "8": 2})
+    assert first["shapes"][0]["dtype"] == "float32"
+    assert first["shapes"][0]["layout"] == rig_of().layout.text
+    assert 0 < first["oldest_ns"] <= first["newest_ns"] <= time.time_ns()
+
+
+def test_the_table_has_the_same(root):
+    shown = invoke("inspect", root)
+
+    assert shown.exit_code == 0
+    assert f"{root}: 8 records" in shown.stdout
+    assert namespace_id(rig_of("model-a").namespace.text) in shown.stdout
+    assert "model-b" in shown.stdout
+
+
+@pytest.mark.parametrize("pattern", ["model=model-b", namespace_id(rig_of("model-b").namespace.text)[:6]])
+def test_one_namespace(root, pattern):
+    found = told("inspect", root, "--namespace", pattern)
+
+    assert [each["fields"]["model"] for each in found["namespaces"]] == ["model-b"]
+
+
+def test_one_record_in_full(root):
+    newest = record_files(root)[0]
+
+    record = told("inspect", root, newest.name)
+
+    assert record["key"] == newest.name
+    assert record["tokens"] == TOKENS[:8]
+    assert record["file_bytes"] == newest.stat().st_size
+    assert record["record_bytes"] == record["header_bytes"] + record["payload_bytes"]
+    assert record["used_s_ago"] >= 0
+    assert f"key: {newest.name}" in invoke("inspect", root, newest.name).stdout
+
+
+def test_headers_that_cannot_be_read_are_counted_by_cause(root):
+    first, second, third, *_ = record_files(root)
+    damage(first, at=0)  # the magic
+    damage(second, at=8)  # the version
+    damage(third, at=40)  # a field
+
+    found = told("inspect", root, code=1)
+
+    assert found["unreadable"] == {"header": 1, "magic": 1, "version": 1}
+    assert found["records"] == 8
+    assert told("inspect", root, first.name, code=1)["unreadable"] == "magic"
+
+
+def test_a_damaged_payload_is_not_looked_at(root):
+    damage(record_files(root)[0])
+
+    assert told("inspect", root)["records"] == 8
+
+
+def test_a_long_header_is_read_whole(tmp_path):
+    tokens = list(range(5000))
+    rig = rig_of(chunk_size=4096, blocks=2048, slabs=4)
+    filled(
+        tmp_path / "cache", tokens, rig=rig, **{"store.batch_bytes": "2MiB", "retrieve.batch_bytes": "2MiB"}
+    )
+
+    found = told("inspect", tmp_path / "cache")
+
+    assert found["namespaces"][0]["chunk_tokens"] == {"904": 1, "4096": 1}
+    assert found["namespaces"][0]["shapes"][0]["header_bytes"] > 16 << 10
+
+
+def test_encrypted_records_say_so_and_nothing_more(tmp_path):
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(secrets.token_hex(32))
+    filled(tmp_path / "cache", **{"encryption.key_file": str(keys)})
+
+    found = told("inspect", tmp_path / "cache")
+    [group] = found["namespaces"]
+    record = told("inspect", tmp_path / "cache", record_files(tmp_path / "cache")[0].name)
+
+    assert group["title"].startswith("encrypted with key ")
+    assert (group["records"], group["tokens"], group["fields"]) == (5, 0, {})
+    assert record["encrypted_with_key"] == group["title"].rpartition(" ")[2]
+    assert "tokens" not in record
+    assert told("inspect", tmp_path / "cache", "--namespace", "encrypted")["records"] == 5
+    assert told("inspect", tmp_path / "cache", "--namespace", "model=model-a")["records"] == 0
+
+
+def test_nothing_is_made_or_changed(root):
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+    told("inspect", root)
+
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "missing: name the `path` of a disk tier"),
+        ([], "name a directory, or a tier"),
+        (["--tier", "disk"], "name its file with --config"),
+        (["--tier", "{nonsense"], "expected a tier as JSON"),
+        (["--tier", '{"name": "cpu"}'], "memory of the engine's own process"),
+        (["--tier", '{"name": "dsik"}'], "did you mean disk"),
+        ([".", "not-a-key"], "expected a key of 32 hex digits"),
+        ([".", "--namespace", "xyz"], "expected at least 4 digits of an id"),
+        ([".", "00" * 16], "has no record"),
+    ],
+)
+def test_a_wrong_name_ends_with_2_and_says_what_is_right(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+
+    result = invoke("inspect", *arguments)
+
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_where_ranks_have_a_directory_each_one_is_to_be_named(tmp_path):
+    filled(tmp_path / "cache" / "rank-1")
+
+    refused = invoke("inspect", tmp_path / "cache")
+
+    assert refused.exit_code == 2
+    assert "name one of them" in refused.stderr
+    assert told("inspect", tmp_path / "cache" / "rank-1")["records"] == 5
+
+
+def test_a_tier_of_a_config_by_its_id_and_rank(tmp_path):
+    filled(tmp_path / "cache" / "rank-1")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"tiers: [cpu, {{name: disk, id: slow, path: {tmp_path}/cache, max_bytes: 1GiB}}]\n")
+
+    found = told("inspect", "--config", config, "--tier", "slow", "--rank", 1)
+
+    assert found["records"] == 5
+    assert "it has cpu, slow" in invoke("inspect", "--config", config, "--tier", "disk").stderr
+
+
+def test_namespaces_of_requests_are_counted_and_not_told(tmp_path):
+    from lmcache_async.records.inspecting import Group
+
+    group = Group("x")
+    group.requests |= {"", RequestNamespace(cache_salt="secret").label}
+
+    assert group.as_dict()["request_namespaces"] == 2
+    assert "secret" not in str(group.as_dict())

@@ -1,0 +1,163 @@
+"""kill -9 in the middle of an export, an import, a gc and a verify, then the same command again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.records.filled import content, damage, record_files, told
+
+REPOSITORY = Path(__file__).parents[2]
+CALLS = (1, 2, 3, 5, 8, 11, 14, 20, 35, 60)
+"""System calls at which a command dies; one that has fewer ends by itself."""
+
+
+class Commands:
+    """The program that forks commands; see killed_child.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.records.killed_child"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._line() == "ready"
+
+    def killed(self, call: int, *arguments: object) -> bool:
+        """Whether it was killed at that call; else it ended by itself before."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{call} {json.dumps([str(argument) for argument in arguments])}\n")
+        word, status = self._line().split()
+        assert word == "dead"
+        return int(status) == signal.SIGKILL
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the program ended"
+        return line.strip()
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    started = Commands()
+    yield started
+    started.close()
+
+
+def test_an_export_that_is_killed_goes_on(commands: Commands, root: Path, tmp_path: Path) -> None:
+    killed = resumed = 0
+    for call in CALLS:
+        archive = tmp_path / f"{call}.lmcar"
+        died = commands.killed(call, "export", root, archive)
+        killed += died
+        if archive.exists():
+            made = {"records": 8}  # it was killed behind its last step, or not at all
+        else:
+            assert died
+            made = told("export", root, archive)
+            resumed += made["resumed"]
+        assert made["records"] == 8
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        assert told("import", archive, tmp_path / "there")["records"] == 8
+        assert content(tmp_path / "there") == content(root)
+        assert not list(tmp_path.glob("*.partial"))
+
+    assert killed >= 6
+    assert resumed >= 3
+
+
+def test_an_export_in_parts_that_is_killed_goes_on(commands: Commands, root: Path, tmp_path: Path) -> None:
+    for call in (8, 13, 19):
+        parts = tmp_path / f"parts-{call}"
+        assert commands.killed(call, "export", root, parts, "--part-bytes", "12KiB")
+
+        assert told("export", root, parts, "--part-bytes", "12KiB")["records"] == 8
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        assert told("import", parts, tmp_path / "there")["records"] == 8
+        assert content(tmp_path / "there") == content(root)
+
+
+def test_an_import_that_is_killed_goes_on(commands: Commands, root: Path, tmp_path: Path) -> None:
+    told("export", root, tmp_path / "a.lmcar")
+    killed = there = 0
+    for call in CALLS:
+        place = tmp_path / f"there-{call}"
+        killed += commands.killed(call, "import", tmp_path / "a.lmcar", place, "--in-flight", 1)
+        assert content(place).items() <= content(root).items()  # whole, or not there
+
+        done = told("import", tmp_path / "a.lmcar", place)
+
+        there += done["there"]
+        assert done["records"] + done["there"] == 8
+        assert content(place) == content(root)
+        told("gc", place)
+        assert list((place / "tmp").iterdir()) == []
+
+    assert killed >= 6
+    assert there >= 4
+
+
+def test_a_gc_that_is_killed_leaves_prefixes_and_goes_on(
+    commands: Commands, root: Path, tmp_path: Path
+) -> None:
+    killed = 0
+    for call in (2, 3, 4, 5, 7):
+        place = tmp_path / f"cache-{call}"
+        subprocess.run(["cp", "-a", str(root), str(place)], check=True)
+        before = [path.name for path in record_files(place)]
+        killed += commands.killed(call, "gc", place, "--max-bytes", 3 * 8192)
+        left = [path.name for path in record_files(place)]
+        assert left == before[: len(left)]
+        assert len(left) >= 3
+
+        told("gc", place, "--max-bytes", 3 * 8192)
+
+        assert [path.name for path in record_files(place)] == before[:3]
+
+    assert killed >= 3
+
+
+def test_a_verify_that_is_killed_while_it_puts_aside_loses_nothing(
+    commands: Commands, root: Path, tmp_path: Path
+) -> None:
+    for path in record_files(root)[:4]:
+        damage(path)
+    names = set(content(root))
+    for call in (2, 4, 5, 7, 9):
+        place = tmp_path / f"cache-{call}"
+        subprocess.run(["cp", "-a", str(root), str(place)], check=True)
+        commands.killed(call, "verify", place, "--quarantine")
+
+        told("verify", place, "--quarantine", code=1 if set(content(place)) & bad_of(place) else 0)
+
+        aside = {path.name.partition(".")[0] for path in (place / "quarantine").iterdir()}
+        assert aside | set(content(place)) == names
+        assert len(aside) == 4
+
+
+def bad_of(place: Path) -> set[str]:
+    return {wrong["key"] for wrong in told_any("verify", place)["wrong_records"]}
+
+
+def told_any(*arguments: object) -> dict:
+    from tests.records.filled import invoke
+
+    return json.loads(invoke(*arguments, "--json").stdout)

@@ -1,0 +1,160 @@
+"""A tier from outside: its deadlines, what it cannot do, and what becomes of its failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from lmcache_async.errors import ConfigError, LMCacheAsyncError, TierError, TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.records.archive import ArchiveHead
+from lmcache_async.records.exporting import export
+from lmcache_async.records.flight import Meter, each, in_order
+from lmcache_async.records.inspecting import inspect
+from lmcache_async.records.namespaces import EVERYTHING
+from lmcache_async.records.tier import TierTarget
+from lmcache_async.records.verifying import Remedy, VerifyOptions, verify
+from lmcache_async.records.writer import StreamWriter
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
+from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.layers.guard import GuardLayer
+
+
+def records_of(count):
+    arena = small_arena(1)
+    made = {}
+    for number in range(count):
+        with record(arena, number) as buffer:
+            made[key_of(number)] = bytes(buffer.view)
+    return made
+
+
+def target_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
+    guarded = GuardLayer(
+        tier,
+        name="t",
+        timeout_s=timeout_s,
+        logger=LimitedLogger(logging.getLogger("test")),
+        close_timeout_s=0.1,
+    )
+    return TierTarget(guarded, name="t", max_record_bytes=max_record_bytes, timeout_s=timeout_s)
+
+
+class Silent(DictTier):
+    """Stops answering in the middle of a list, or of a read."""
+
+    def __init__(self, verb, **options):
+        super().__init__(**options)
+        self.verb = verb
+
+    async def keys(self):
+        for number, key in enumerate(self.records):
+            if self.verb == "keys" and number == 2:
+                await asyncio.Event().wait()
+            yield key
+
+    async def get(self, key, allocate):
+        if self.verb == "get":
+            await asyncio.Event().wait()
+        return await super().get(key, allocate)
+
+
+@pytest.mark.parametrize("verb", ["keys", "get"])
+async def test_a_tier_that_stops_answering_ends_the_work(verb):
+    async with target_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
+        with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
+            await verify(target, VerifyOptions(), Meter())
+
+
+class Failing(DictTier):
+    """Cannot read one record."""
+
+    async def get(self, key, allocate):
+        if key == key_of(1):
+            raise TierError("this one is not to be had")
+        return await super().get(key, allocate)
+
+
+async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read():
+    tier = Failing(records=records_of(3))
+
+    async with target_of(tier) as target:
+        verified = await verify(target, VerifyOptions(remedy=Remedy.REMOVE), Meter())
+        found = await inspect(target, EVERYTHING, Meter())
+
+    assert (verified.records, verified.errors, verified.right, verified.remedied) == (2, 1, False, 0)
+    assert verified.told[0]["message"] == "this one is not to be had"
+    assert (found.records, found.errors) == (2, 1)
+    assert len(tier.records) == 3
+
+
+class Mute(DictTier):
+    """Cannot list, nor be written to or removed from."""
+
+    @property
+    def capabilities(self):
+        return Capabilities(writes=False)
+
+
+async def test_what_a_tier_cannot_do_is_said():
+    async with target_of(Mute(records=records_of(2))) as target:
+        with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
+            await target.list()
+        with pytest.raises(ConfigError, match="it only reads"):
+            await target.save(key_of(1), await target.allocate(4096), 0)
+        with pytest.raises(ConfigError, match="cannot remove records"):
+            await target.remove([key_of(1)])
+
+
+async def test_a_record_longer_than_there_is_memory_for_names_the_option():
+    async with target_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
+        report = await verify(target, VerifyOptions(), Meter())
+
+    assert report.errors == 1
+    assert "--max-record-bytes" in report.told[0]["message"]
+
+
+async def test_an_export_whose_reader_has_gone_says_so():
+    async with target_of(DictTier(records=records_of(2))) as target:
+        with pytest.raises(LMCacheAsyncError, match="the archive cannot be written"):
+            await export(target, StreamWriter(-1, ArchiveHead(0, 0, b"", bytes(16)).about), Meter())
+
+
+async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():
+    under_way, most = 0, 0
+    gates = [asyncio.Event() for _ in range(6)]
+
+    async def work(number):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for gate in gates[number + 1 : number + 2]:
+            gate.set()  # the later ones end first, as far as they run
+        await asyncio.sleep(0)
+        under_way -= 1
+        return number
+
+    assert [number async for number in in_order(each(range(6)), work, in_flight=3)] == list(range(6))
+    assert most == 3
+
+
+async def test_closed_early_what_is_under_way_is_awaited_and_discarded():
+    ended, discarded = [], []
+
+    async def work(number):
+        try:
+            if number > 1:
+                await asyncio.Event().wait()
+            return number
+        finally:
+            ended.append(number)
+
+    results = in_order(each(range(9)), work, in_flight=4, discard=discarded.append)
+    assert await anext(results) == 0
+    await results.aclose()
+
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert discarded == [1]

@@ -1,0 +1,172 @@
+"""A real Mooncake master, and a process that gives the pool its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_async.bench import mooncake_store
+from lmcache_async.plugins.mooncake import MooncakeConfig
+from tests import native
+
+if TYPE_CHECKING:
+    from mooncake.store import MooncakeDistributedStore
+
+_UP_S = 60.0
+_STORE = Path(mooncake_store.__file__)
+
+
+class MooncakePool:
+    """A master on a port of its own, and memory in another process; so records outlive whoever put them.
+
+    Args:
+        directory: For the log of both.
+        nbytes: Of memory.
+        flags: Of the master's, in addition.
+    """
+
+    def __init__(self, directory: Path, nbytes: int = 512 << 20, *flags: str) -> None:
+        native.load_libraries()
+        package = importlib.util.find_spec("mooncake")
+        assert package is not None
+        assert package.origin is not None
+        self._program = Path(package.origin).with_name("mooncake_master")
+        with socket.socket() as first, socket.socket() as second:
+            for one in (first, second):
+                one.bind(("127.0.0.1", 0))
+            self.port, self._metrics_port = first.getsockname()[1], second.getsockname()[1]
+        self._nbytes = nbytes
+        self._flags = flags
+        self._log = (directory / "mooncake.log").open("w")
+        self._master: subprocess.Popen[bytes] | None = None
+        self._segment: subprocess.Popen[bytes] | None = None
+
+    @property
+    def tier(self) -> dict[str, object]:
+        """Settings of the tier, in whatever process that has `tests.native.environment`."""
+        return {"name": "mooncake", "url": f"mooncake://127.0.0.1:{self.port}", "hostname": "127.0.0.1"}
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[MooncakeDistributedStore]:
+        """Mooncake's own; it takes half a second to close."""
+        from mooncake.store import MooncakeDistributedStore
+
+        store = MooncakeDistributedStore()
+        master = f"127.0.0.1:{self.port}"
+        assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+        yield store
+        store.close()
+
+    def start(self) -> None:
+        self.start_master()
+        self.start_segment()
+
+    def start_master(self) -> None:
+        self._master = subprocess.Popen(
+            [
+                str(self._program),
+                "--rpc_address=127.0.0.1",
+                f"--rpc_port={self.port}",
+                f"--metrics_port={self._metrics_port}",
+                "--enable_metric_reporting=false",
+                "--default_kv_lease_ttl=5000",
+                "--logtostderr",
+                *self._flags,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=native.environment(),
+        )
+        deadline = time.monotonic() + _UP_S
+        while True:
+            assert self._master.poll() is None, f"the master has ended; see {self._log.name}"
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+            except OSError:
+                assert time.monotonic() < deadline, f"the master did not answer in {_UP_S} s"
+                time.sleep(0.02)  # another process: there is nothing of ours to wait for
+            else:
+                return
+
+    def start_segment(self) -> None:
+        self._segment = subprocess.Popen(
+            [sys.executable, "-P", str(_STORE), f"127.0.0.1:{self.port}", str(self._nbytes)],
+            stdin=subprocess.PIPE,  # it ends with us
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=native.environment() | {"GLOG_minloglevel": "2"},
+        )
+        assert self._segment.stdout is not None
+        while line := self._segment.stdout.readline():
+            if line == b"ready\n":
+                return
+        raise AssertionError(f"the pool has no memory; see {self._log.name}")
+
+    def signal_master(self, number: signal.Signals) -> None:
+        _signal(self._master, number)
+
+    def signal_segment(self, number: signal.Signals) -> None:
+        _signal(self._segment, number)
+
+    def stop(self) -> None:
+        for process in (self._segment, self._master):
+            if process is not None:
+                _signal(process, signal.SIGKILL)
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running(directory: Path, nbytes: int = 512 << 20, *flags: str) -> Iterator[MooncakePool]:
+    pool = MooncakePool(directory, nbytes, *flags)
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.stop()
+
+
+def make_config(pool: MooncakePool, **options: object) -> MooncakeConfig:
+    """A part of the pool that nobody else uses, in batches of three records or so."""
+    whole = pool.tier | {"prefix": f"{uuid.uuid4().hex}/", "batch_bytes": 200_000} | options
+    del whole["name"]
+    return MooncakeConfig.model_validate(whole)
+
+
+def replace(store: MooncakeDistributedStore, name: str, edit: Callable[[bytes], bytes]) -> bool:
+    """Edit a record behind everybody's back."""
+    content = edit(store.get(name))
+    assert store.remove(name, force=True) == 0
+    memory = ctypes.create_string_buffer(content, max(1, len(content)))
+    return bool(store.put_from(name, ctypes.addressof(memory), len(content)) == 0)
+
+
+def kill_store(pool: MooncakePool) -> None:
+    pool.signal_segment(signal.SIGKILL)
+
+
+def kill_master(pool: MooncakePool) -> None:
+    pool.signal_master(signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
+    """Send it; a kill is waited for."""
+    assert process is not None
+    process.send_signal(number)
+    if number != signal.SIGKILL:
+        return
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

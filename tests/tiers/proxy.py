@@ -1,0 +1,141 @@
+"""A door between a client and a real server: it can be shut, break, refuse, and answer in the server's place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+
+from lmcache_async.testing.steps import DEADLINE_S
+
+_PIECE = 1 << 16
+
+
+class Door:
+    """One direction. Bytes pass while it is open; after `break_after` of one connection, that breaks."""
+
+    def __init__(self) -> None:
+        self.break_after: int | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._waiting = asyncio.Event()
+
+    def shut(self) -> None:
+        self._waiting.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def reached(self) -> None:
+        """Wait until bytes stand before the shut door."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self._waiting.wait()
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed = 0
+        while piece := await reader.read(_PIECE):
+            if not self._open.is_set():
+                self._waiting.set()
+                await self._open.wait()
+            if self.break_after is not None and passed + len(piece) > self.break_after:
+                writer.write(piece[: self.break_after - passed])
+                await writer.drain()
+                raise ConnectionAbortedError("broken as told")
+            passed += len(piece)
+            writer.write(piece)
+            await writer.drain()
+
+
+class Proxy:
+    """Listens on `port`, and passes on to the server's.
+
+    Attributes:
+        requests: The door to the server.
+        answers: The door back.
+        refuses: Whether new connections are reset.
+        answer: Given instead of the server's to every request, if it is not empty.
+        connections: That are there now.
+        most_connections: That were there at one time.
+    """
+
+    def __init__(self, server_port: int) -> None:
+        self.requests = Door()
+        self.answers = Door()
+        self.refuses = False
+        self.answer = b""
+        self.connections = 0
+        self.most_connections = 0
+        self._server_port = server_port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    @property
+    def port(self) -> int:
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        self._server.close()
+        await self.cut()
+        await self._server.wait_closed()
+
+    async def cut(self) -> None:
+        """Break every connection there is."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuses or self._closing:  # what the loop had accepted comes after the closing
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: _abort(writer))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.most_connections = max(self.connections, self.most_connections)
+        try:
+            with contextlib.suppress(OSError, ExceptionGroup, asyncio.IncompleteReadError):
+                if self.answer:
+                    await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self.answer)
+                    await writer.drain()
+                else:
+                    await self._pass_on(reader, writer)
+        finally:
+            self.connections -= 1
+            writer.transport.abort() if not self.answer else writer.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._server_port)
+        try:
+            pumps = {
+                asyncio.ensure_future(self.requests.pump(reader, back)),
+                asyncio.ensure_future(self.answers.pump(there, writer)),
+            }
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+        finally:
+            back.transport.abort()
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """A task that is cancelled before it began closes nothing. Who closed already may have more to send."""
+    if not writer.transport.is_closing():
+        writer.transport.abort()

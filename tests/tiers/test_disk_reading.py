@@ -1,0 +1,182 @@
+"""Files read together in pieces: each gets its own bytes, the first comes first, and nothing is held at the end."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_async.memory.buffer import PAGE
+from lmcache_async.plugins.disk import reading
+from lmcache_async.plugins.disk.reading import SharedReads
+
+PIECE = 4 * PAGE
+WAIT_S = 30.0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Files:
+    """Open files of random bytes, and reads of them in threads of their own."""
+
+    def __init__(self, folder: Path, threads: int = 4) -> None:
+        self.folder = folder
+        self.reads = SharedReads(PIECE)
+        self.pool = ThreadPoolExecutor(threads)
+        self.descriptors: list[int] = []
+
+    def add(self, nbytes: int) -> tuple[int, bytes]:
+        content = np.random.default_rng(len(self.descriptors)).bytes(nbytes)
+        path = self.folder / str(len(self.descriptors))
+        path.write_bytes(content)
+        self.descriptors.append(os.open(path, os.O_RDONLY))
+        return self.descriptors[-1], content
+
+    def start(self, descriptor: int, memory: Bytes, place: int | None = None) -> Future[int]:
+        place = self.reads.place() if place is None else place
+        return self.pool.submit(self.reads.read, place, descriptor, memory.data)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    files = Files(tmp_path)
+    yield files
+    files.close()
+
+
+class Log:
+    """Which piece of which file was read, in order; holds a file's reads up when asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pieces: list[tuple[int, int]] = []
+        self.held: dict[int, threading.Event] = {}
+        self.begun = threading.Semaphore(0)
+        self.fail: Callable[[int, int], None] = lambda descriptor, offset: None
+        real = reading.read_all
+
+        def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
+            self.pieces.append((descriptor, offset))
+            self.begun.release()
+            if descriptor in self.held:
+                assert self.held[descriptor].wait(WAIT_S)
+            self.fail(descriptor, offset)
+            return real(descriptor, view, offset)
+
+        monkeypatch.setattr(reading, "read_all", read_all)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 3 * PIECE + 5), min_size=1, max_size=8),
+    cut=st.lists(st.integers(0, 2 * PIECE), min_size=8, max_size=8),
+)
+def test_each_file_gives_its_own_bytes_up_to_its_end(files: Files, sizes: list[int], cut: list[int]) -> None:
+    started = []
+    for size, missing in zip(sizes, cut, strict=False):
+        descriptor, content = files.add(max(size - missing, 0))
+        memory = np.zeros(size, np.uint8)
+        started.append((files.start(descriptor, memory), memory, content))
+
+    for future, memory, content in started:
+        assert future.result(WAIT_S) == len(content)
+        assert memory[: len(content)].tobytes() == content
+
+
+def test_all_threads_read_the_first_file_before_the_next(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    first, second = files.add(8 * PIECE)[0], files.add(2 * PIECE)[0]
+    log.held = {first: threading.Event()}
+    futures = [files.start(first, np.zeros(8 * PIECE, np.uint8))]
+    assert log.begun.acquire(timeout=WAIT_S)
+    futures.append(files.start(second, np.zeros(2 * PIECE, np.uint8)))
+    assert log.begun.acquire(timeout=WAIT_S)
+    assert log.pieces == [(first, 0), (first, PIECE)]  # the second's thread helps the first
+
+    log.held[first].set()
+    assert [future.result(WAIT_S) for future in futures] == [8 * PIECE, 2 * PIECE]
+    order = [descriptor for descriptor, _ in log.pieces]
+    assert order.index(second) >= 7  # not before the first's pieces were all begun, but for one at most
+
+
+def test_a_place_taken_earlier_comes_first(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch)
+    place = files.reads.place()
+    late, early = (files.add(3 * PIECE)[0] for _ in range(2))
+    log.held = {late: threading.Event(), early: threading.Event()}
+    futures = [files.start(late, np.zeros(3 * PIECE, np.uint8))]
+    assert log.begun.acquire(timeout=WAIT_S)
+    futures.append(files.start(early, np.zeros(3 * PIECE, np.uint8), place))
+    assert log.begun.acquire(timeout=WAIT_S)
+    log.held[late].set()
+    assert log.begun.acquire(timeout=WAIT_S)
+
+    assert log.pieces == [(late, 0), (early, 0), (early, PIECE)]
+    log.held[early].set()
+    assert [future.result(WAIT_S) for future in futures] == [3 * PIECE] * 2
+
+
+def test_an_error_is_the_read_s_own_though_another_thread_met_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    bad, good = files.add(6 * PIECE)[0], files.add(6 * PIECE)[0]
+
+    def fail(descriptor: int, offset: int) -> None:
+        if descriptor == bad and offset >= 2 * PIECE:
+            raise OSError(errno.EIO, "broken")
+
+    log.fail = fail
+    futures = [files.start(descriptor, np.zeros(6 * PIECE, np.uint8)) for descriptor in (bad, good)]
+
+    with pytest.raises(OSError, match="broken"):
+        futures[0].result(WAIT_S)
+    assert futures[1].result(WAIT_S) == 6 * PIECE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_nobody_s_when_the_read_has_ended(
+    files: Files, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    log = Log(monkeypatch)
+    descriptors = [files.add(5 * PIECE)[0] for _ in range(4)]
+
+    def fail(descriptor: int, offset: int) -> None:
+        if fails and offset == 3 * PIECE:
+            raise OSError(errno.EIO, "broken")
+
+    log.fail = fail
+    gc.collect()
+    gc.disable()  # nothing may wait for a collection
+    try:
+        memories = [np.zeros(5 * PIECE, np.uint8) for _ in descriptors]
+        gone = [weakref.ref(memory) for memory in memories]
+        futures = [files.start(fd, memory) for fd, memory in zip(descriptors, memories, strict=True)]
+        memories.clear()
+        for future in futures:
+            error = future.exception(WAIT_S)
+            assert (error is not None) == fails
+            if error is not None:
+                error.with_traceback(None)
+        del futures, future
+        files.pool.shutdown()  # its threads know their last call until they have ended
+        assert [ref() for ref in gone] == [None] * 4
+    finally:
+        gc.enable()

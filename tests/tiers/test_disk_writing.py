@@ -1,0 +1,102 @@
+"""Writes into a full directory of the disk tier: room is made beside them, and what is counted is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.records import key_of, record
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
+
+
+@pytest.fixture
+def config(config: DiskConfig) -> DiskConfig:
+    """Room for two records, and one thread that writes."""
+    return config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
+
+
+@contextlib.asynccontextmanager
+async def put_that_waits_for_room(
+    config: DiskConfig, arena: Arena, gate: Gate
+) -> AsyncIterator[tuple[DiskTier, asyncio.Task[None]]]:
+    """A full tier, and a put of record 3 whose victim is being deleted as long as the gate is shut."""
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        with record(arena, 3) as buffer:
+            gate.shut()
+            task = asyncio.create_task(tier.put(key_of(3), buffer))
+            await gate.reached()
+            yield tier, task
+            gate.open()
+            await asyncio.wait([task])
+        assert tier.statistics().bytes == bytes_in(config.root)
+        assert arena.statistics().leased_slabs == 0
+
+
+async def test_while_room_is_made_for_one_record_others_are_read(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "unlink")
+    async with put_that_waits_for_room(config, arena, gate) as (tier, task):
+        assert await get(tier, allocate, 2)  # by the one thread that also writes
+        assert not await tier.contains(key_of(1))
+        assert not task.done()
+        gate.open()
+        await task
+        assert await get(tier, allocate, 3)
+        assert tier.statistics().evictions == 1
+
+
+async def test_a_put_cancelled_while_room_is_made_waits_for_the_deletions_end(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "unlink")
+    async with put_that_waits_for_room(config, arena, gate) as (tier, task):
+        task.cancel()
+        await turns()
+        assert not task.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not await tier.contains(key_of(1))
+        assert not await tier.contains(key_of(3))
+        assert await get(tier, allocate, 2)
+        assert tier.statistics().evictions == 1
+
+
+async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "unlink")
+    async with put_that_waits_for_room(config, arena, gate) as (tier, first):
+        with record(arena, 4) as buffer:
+            second = asyncio.create_task(tier.put(key_of(4), buffer))
+            await turns()
+            assert not await tier.contains(key_of(2))  # to be its victim
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+        assert await get(tier, allocate, 2)
+        gate.open()
+        await first
+        assert tier.statistics().evictions == 1
+
+
+async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, replace = Gate(monkeypatch, "unlink"), FailingCall(monkeypatch, "replace")
+    async with put_that_waits_for_room(config, arena, gate) as (tier, task):
+        replace.fail(5)
+        gate.open()
+        with pytest.raises(Exception, match="cannot write"):
+            await task
+        assert not await tier.contains(key_of(3))
+        assert not await tier.contains(key_of(1))
+        assert tier.statistics().bytes == RECORD_BYTES

@@ -1,0 +1,392 @@
+"""The host tier when the daemon is away, stuck, full or back again; and memory that somebody still looks at."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from lmcache_async.errors import (
+    BudgetExceededError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer, Bytes
+from lmcache_async.plugins.host import HostTier, copying
+from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection
+from lmcache_async.testing.records import FORMAT, check_record, key_of, record
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.types import ChunkKey
+from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+
+RECORD_BYTES = FORMAT.record_bytes(5000)
+
+
+@pytest.fixture
+def daemon() -> Iterator[ThreadedDaemon]:
+    quotas = {"small": {"max_bytes": "24KiB"}}
+    with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB", tenants=quotas) as daemon:
+        yield daemon
+        assert daemon.leases("t") == (0, 0)
+
+
+@pytest_asyncio.fixture
+async def tier(daemon: ThreadedDaemon, arena: Arena) -> AsyncIterator[HostTier]:
+    async with opened(daemon, arena) as tier:
+        yield tier
+
+
+def opened(daemon: ThreadedDaemon, arena: Arena, **options: object) -> HostTier:
+    tier = host_tier(daemon.path, **{"tenant": "t", **options})
+    tier.bind(arena)
+    return tier
+
+
+async def put(tier: HostTier, arena: Arena, *numbers: int) -> None:
+    for number in numbers:
+        with record(arena, number) as buffer:
+            await tier.put(key_of(number), buffer)
+
+
+def churn(daemon: ThreadedDaemon) -> None:
+    """Write over all memory of the pool that nobody has a lease of."""
+
+    def write() -> None:
+        for number in range(3000):
+            slot = daemon.pool.reserve("churn", RECORD_BYTES)
+            if slot is not None:
+                slot.view[:] = b"\xee" * RECORD_BYTES
+                daemon.pool.commit("churn", ChunkKey(number.to_bytes(16, "big")), slot)
+
+    daemon.call(write)
+
+
+class Frozen:
+    """Within the block the daemon does nothing."""
+
+    def __init__(self, daemon: ThreadedDaemon) -> None:
+        self._daemon = daemon
+        self._stopped, self._go_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        def stop() -> None:
+            self._stopped.set()
+            assert self._go_on.wait(DEADLINE_S)
+
+        self._daemon._loop.call_soon_threadsafe(stop)
+        assert self._stopped.wait(DEADLINE_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._go_on.set()
+
+
+async def test_a_lease_keeps_its_record_while_the_pool_is_written_over(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, allocate: Allocate
+) -> None:
+    await put(tier, arena, 1)
+    got = await tier.get(key_of(1), allocate)
+    assert got is not None
+    assert await tier.remove(key_of(1))
+    churn(daemon)
+    check_record(got, 1)
+    assert daemon.leases("t") == (1, 0)
+    got.release()
+    await daemon.until_leases((0, 0), "t")
+
+
+async def test_an_array_that_outlives_its_lease_keeps_the_record(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, allocate: Allocate
+) -> None:
+    await put(tier, arena, 1)
+    got = await tier.get(key_of(1), allocate)
+    assert got is not None
+    array = got.array[100:200]
+    content = bytes(array)
+    got.release()
+    await tier.contains(key_of(1))  # whatever the tier had to tell is told
+    assert await tier.remove(key_of(1))
+    churn(daemon)
+    assert bytes(array) == content
+    assert daemon.leases("t") == (1, 0)
+    del array
+    await daemon.until_leases((0, 0), "t")
+
+
+async def test_a_lease_outlives_the_tier(daemon: ThreadedDaemon, arena: Arena, allocate: Allocate) -> None:
+    async with opened(daemon, arena) as tier:
+        await put(tier, arena, 1)
+        got = await tier.get(key_of(1), allocate)
+        assert got is not None
+        assert await tier.remove(key_of(1))
+    churn(daemon)
+    check_record(got, 1)
+    assert daemon.leases("t") == (1, 0)
+    await asyncio.to_thread(got.release)  # whichever thread lets go last
+    await daemon.until_leases((0, 0), "t")
+
+
+async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
+    arena: Arena, allocate: Allocate
+) -> None:
+    with socket_path() as path:
+        with ThreadedDaemon(path, max_bytes="2MiB") as first:
+            tier = opened(first, arena)
+            await tier.__aenter__()
+            await put(tier, arena, 1)
+            old = await tier.get(key_of(1), allocate)
+            assert old is not None
+        assert tier._link is not None
+        while tier._link.connected.is_set():  # the end of the connection is soon noticed
+            await asyncio.sleep(0)
+        with pytest.raises(TierUnavailableError):
+            await tier.contains(key_of(1))
+        assert tier.statistics().chunks == 0
+        with ThreadedDaemon(path, max_bytes="2MiB") as second:
+            await asyncio.wait_for(tier._link.connected.wait(), DEADLINE_S)
+            assert await tier.get(key_of(1), allocate) is None
+            await put(tier, arena, 1)
+            new = await tier.get(key_of(1), allocate)
+            assert new is not None
+            check_record(old, 1)
+            old.release()
+            await tier.contains(key_of(1))
+            assert second.leases("t") == (1, 0), "a lease of another daemon's was given back here"
+            check_record(new, 1)
+            new.release()
+            await second.until_leases((0, 0), "t")
+            await tier.__aexit__(None, None, None)
+
+
+async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(
+    arena: Arena, allocate: Allocate
+) -> None:
+    with socket_path() as path, record(arena, 1) as buffer:
+        tier = host_tier(path)
+        async with tier:
+            for call in (
+                tier.contains(key_of(1)),
+                tier.get(key_of(1), allocate),
+                tier.put(key_of(1), buffer),
+                tier.remove(key_of(1)),
+                tier.clear(),
+            ):
+                with pytest.raises(TierUnavailableError):
+                    await call
+        with pytest.raises(TierClosedError):
+            await tier.contains(key_of(1))
+
+
+async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lease(
+    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate
+) -> None:
+    async with opened(daemon, arena, lookup_timeout_s=0.01, transfer_timeout_s=0.01) as tier:
+        with record(arena, 1) as buffer:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:  # the machine may be too busy for that deadline
+                    try:
+                        await tier.put(key_of(1), buffer)
+                        break
+                    except TierUnavailableError:
+                        continue
+            with Frozen(daemon):
+                for call in (
+                    tier.contains(key_of(1)),
+                    tier.get(key_of(1), allocate),
+                    tier.put(key_of(2), buffer),
+                ):
+                    with pytest.raises(TierUnavailableError, match="no answer"):
+                        await call
+        await daemon.until_leases((0, 0), "t")  # those that were answered late are given back
+
+
+async def test_a_daemon_far_behind_is_asked_no_more(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
+) -> None:
+    with Frozen(daemon):
+        calls = [asyncio.ensure_future(tier.contains(key_of(1))) for _ in range(MAX_UNANSWERED + 10)]
+        done, running = await asyncio.wait(calls, timeout=0.0)
+        while len(done) < 10:
+            done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+        assert all(isinstance(call.exception(), TierUnavailableError) for call in done)
+        assert len(running) == MAX_UNANSWERED
+    assert await asyncio.gather(*running) == [False] * MAX_UNANSWERED
+
+
+async def test_a_full_pool_says_so_and_has_room_again(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
+) -> None:
+    hold: list[object] = []
+
+    def fill() -> None:
+        while (slot := daemon.pool.reserve("hog", 64 << 10)) is not None:
+            hold.append(slot)
+
+    daemon.call(fill)
+    with pytest.raises(TierFullError, match="no room"):
+        await put(tier, arena, 1)
+    daemon.call(lambda: [daemon.pool.release(slot) for slot in hold])  # type: ignore[arg-type]
+    await put(tier, arena, 1)
+    assert await tier.contains(key_of(1))
+
+
+async def test_a_tenant_at_its_quota_loses_its_own_alone(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
+) -> None:
+    await put(tier, arena, *range(3))
+    async with opened(daemon, arena, tenant="small") as small:
+        await put(small, arena, *range(5))
+        statistics = small.statistics()
+        assert (statistics.chunks, statistics.evictions, statistics.max_bytes) == (2, 3, 24 << 10)
+        assert await small.contains_many([key_of(number) for number in range(5)]) == [
+            *[False] * 3,
+            True,
+            True,
+        ]
+    assert await tier.count_prefix([key_of(number) for number in range(3)]) == 3
+
+
+async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(
+    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate
+) -> None:
+    async with opened(daemon, arena, max_lease_bytes=2 * RECORD_BYTES) as tier:
+        await put(tier, arena, 1, 2, 3)
+        got = await tier.get_many([key_of(number) for number in (1, 2, 3)], allocate)
+        kinds = sorted(type(one).__name__ for one in got)
+        assert kinds == ["Buffer", "Buffer", "TierError"]
+        with pytest.raises(BudgetExceededError):
+            await tier.get(key_of(1), allocate)
+        with pytest.raises(TierFullError, match="as it may have"):
+            await put(tier, arena, 4)
+        for one in got:
+            if isinstance(one, Buffer):
+                one.release()
+        await put(tier, arena, 4)
+
+
+def flags_of(address: int) -> list[str]:
+    """What the kernel notes of the mapping there."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head:
+            low, high = (int(part, 16) for part in head.split("-"))
+            here = low <= address < high
+        elif here and head == "VmFlags:":
+            return line.split()
+    raise AssertionError("nothing is mapped there")
+
+
+class Gate:
+    """Stands for copy_bytes; stops each copy until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        real = copying.copy_bytes
+
+        def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
+            self.entered.set()
+            assert self.opened.wait(DEADLINE_S)
+            real(target, source, stream=stream)
+
+        monkeypatch.setattr(copying, "copy_bytes", copy_bytes)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, DEADLINE_S)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed", "thrown out"])
+async def test_a_reservation_lasts_until_its_copy_has_really_ended(
+    daemon: ThreadedDaemon, arena: Arena, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    gate = Gate(monkeypatch)
+    tier = opened(daemon, arena)
+    await tier.__aenter__()
+    connection = tier._link.connection  # type: ignore[union-attr]
+    buffer = record(arena, 1)
+    call = asyncio.ensure_future(tier.put(key_of(1), buffer))
+    await gate.reached()
+    closing: asyncio.Future[None] | None = None
+    if how == "cancelled":
+        call.cancel()
+    elif how == "closed":
+        closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
+    else:
+        connection._transport.write(b"\xff" * 40)  # type: ignore[union-attr]
+        await connection.wait_closed()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not call.done()
+    assert closing is None or not closing.done()
+    churn(daemon)
+    assert daemon.leases("t") == (0, 1), "the memory is another's while our thread writes to it"
+    gate.opened.set()
+    await asyncio.wait([call])
+    assert call.cancelled() or isinstance(call.exception(), TierError)
+    buffer.release()
+    await daemon.until_leases((0, 0), "t")
+    if closing is None:
+        await tier.__aexit__(None, None, None)
+    else:
+        await closing
+    assert daemon.call(lambda: daemon.pool.contains("t", [key_of(1)])) == [False]
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
+    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    async with opened(daemon, arena) as tier:
+        await put(tier, arena, 1)
+        ask = Connection.ask
+
+        async def ask_and_lose(connection: Connection, *args: Any, **options: Any) -> bytes:
+            answer = await ask(connection, *args, **options)
+            connection.close(TierUnavailableError("lost by the test"))
+            await connection.wait_closed()
+            return answer
+
+        monkeypatch.setattr(Connection, "ask", ask_and_lose)
+        with pytest.raises(TierUnavailableError, match="lost by the test"):
+            await (put(tier, arena, 2) if verb == "put" else tier.get(key_of(1), allocate))
+        monkeypatch.undo()
+        await daemon.until_leases((0, 0), "t")
+
+
+async def test_what_is_there_already_is_not_copied_again(
+    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(tier, arena, 1)
+    gate = Gate(monkeypatch)  # a copy would wait here
+    await put(tier, arena, 1)
+    assert not gate.entered.is_set()
+
+
+async def test_a_large_record_is_copied_by_several_threads_to_the_byte() -> None:
+    source = np.random.default_rng(1).integers(0, 256, 9_000_001, dtype=np.uint8)
+    target = np.zeros_like(source)
+    copier = copying.Copier(3)
+    pairs = [(target[:100], source[:100]), (target[100:100], source[100:100]), (target[100:], source[100:])]
+    assert len(copying.shares(pairs, 3_000_001)) == 3
+    await copier.copy(pairs)
+    copier.close()
+    assert np.array_equal(source, target)
+    assert pairs == []
+
+
+async def test_the_memory_is_no_childs_and_no_programs(tier: HostTier, arena: Arena) -> None:
+    """A forked child does not see it, one that runs another program has no descriptor of it."""
+    await put(tier, arena, 1)
+    address = tier._link.connection.mapping._region.address  # type: ignore[union-attr]
+    assert "dc" in await asyncio.to_thread(flags_of, address)  # do not copy on fork
+    anchor = tier._link.connection.mapping._anchor  # type: ignore[union-attr]
+    assert not anchor.get_inheritable()

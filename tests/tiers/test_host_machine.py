@@ -1,0 +1,60 @@
+"""The host tier against a dict: restarts of the tier, damage, limits, and other clients of the same pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from lmcache_async.plugins.host import HostTier
+from lmcache_async.testing.machines import TierMachine
+from lmcache_async.types import ChunkKey
+from tests.daemon.daemons import ThreadedDaemon, host_tier
+from tests.thorough import machine_settings
+
+
+class HostMachine(TierMachine):
+    loop_factory = staticmethod(uvloop.new_event_loop)
+
+    def make_tier(self, directory: Path, max_bytes: int | None) -> HostTier:
+        """The daemon outlives the tier's restarts; there is no pool without a limit."""
+        if not hasattr(self, "daemon"):
+            wanted = max_bytes or 8 << 20
+            self.daemon = ThreadedDaemon(directory / "s")
+            limits = {"max_bytes": wanted, "max_client_bytes": wanted, "segment_bytes": 1 << 18}
+            self.daemon.config = self.daemon.config.model_copy(update=limits)
+            self.daemon.__enter__()
+        return host_tier(self.daemon.path, tenant="t")
+
+    async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        return self.daemon.edit("t", key, edit)
+
+    @rule(nbytes=st.integers(1, 100_000))
+    def another_tenants_record(self, nbytes: int) -> None:
+        """It may cost this one some, and that is counted; it is never seen here."""
+
+        def put() -> None:
+            slot = self.daemon.pool.reserve("other", nbytes)
+            if slot is not None:
+                slot.view[:] = b"\xaa" * nbytes
+                self.daemon.pool.commit("other", ChunkKey(b"k" * 16), slot)
+
+        self.daemon.call(put)
+        self.run(self.tier.contains(ChunkKey(bytes(16))))  # what an answer tells is known here from then on
+
+    @invariant()
+    def all_memory_is_back(self) -> None:
+        if hasattr(self, "tier"):
+            self.run(self.daemon.until_leases((0, 0), "t"))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "daemon"):
+            self.daemon.stop()
+
+
+TestHostMachine = HostMachine.TestCase
+TestHostMachine.settings = machine_settings(60)

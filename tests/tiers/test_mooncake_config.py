@@ -1,0 +1,101 @@
+"""The mooncake tier's options, and what it says where its engine is not there. Needs no pool."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lmcache_async.config import validate_options
+from lmcache_async.errors import ConfigError, MissingDependencyError, TierClosedError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.mooncake import MooncakeConfig, MooncakeTier
+
+URL = "mooncake://master:50051"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"url": "master:50051"},
+        {"url": "mooncake://master"},
+        {"url": "mooncake://master:x"},
+        {"url": "mooncake://user@master:50051"},
+        {"url": f"{URL}/path"},
+        {"url": URL, "threads": 0},
+        {"url": URL, "replicas": 17},
+        {"url": URL, "prefix": "a b"},
+        {"url": URL, "segment": 1},
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        validate_options(MooncakeConfig, options, "here")
+
+
+def test_options_are_read_as_people_write_them() -> None:
+    config = MooncakeConfig.model_validate({"url": "mooncakestore://m:50051/", "segment_bytes": "4GiB"})
+
+    assert (config.url, config.master, config.segment_bytes) == ("mooncake://m:50051", "m:50051", 4 << 30)
+    assert config.hostname
+    assert not MooncakeTier(config).capabilities.persistent
+
+
+async def test_without_an_arena_it_is_not_opened() -> None:
+    with pytest.raises(TierClosedError, match="bind"):
+        await MooncakeTier(MooncakeConfig.model_validate({"url": URL})).__aenter__()
+
+
+class _Broken:
+    """Finds the engine, whose libraries the loader does not."""
+
+    def __init__(self, failure: str) -> None:
+        self._failure = failure
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "mooncake.store":
+            raise ImportError(self._failure)
+
+
+CANNOT = "cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("failure", "advice"),
+    [
+        (f"libibverbs.so.1: {CANNOT}", r"libibverbs\.so\.1: .*: install libibverbs1 \(so named in Debian"),
+        (f"libnl-route-3.so.200: {CANNOT}", "install libibverbs1 "),
+        (f"libnuma.so.1: {CANNOT}", "install libnuma1 "),
+        (f"libcudart.so.12: {CANNOT}", "without CUDA, install the package mooncake-transfer-engine-non-cuda"),
+        (f"libother.so.1: {CANNOT}", r"libother\.so\.1: .*install libibverbs1 libnuma1 libcurl4"),
+    ],
+)
+async def test_a_missing_library_is_named_with_its_package(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, failure: str, advice: str
+) -> None:
+    _forget_engine(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [_Broken(failure), *sys.meta_path])
+    tier = MooncakeTier(MooncakeConfig.model_validate({"url": URL}))
+    tier.bind(arena)
+    with pytest.raises(MissingDependencyError, match=advice):
+        await tier.__aenter__()
+
+
+@pytest.mark.parametrize("missing", ["mooncake", "mooncake.store"])
+async def test_without_the_package_it_says_what_to_install(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    _forget_engine(monkeypatch)
+    monkeypatch.setitem(sys.modules, missing, None)
+    tier = MooncakeTier(MooncakeConfig.model_validate({"url": URL}))
+    tier.bind(arena)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'lmcache-async\[mooncake\]'.*non-cuda"):
+        await tier.__aenter__()
+
+
+def _forget_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had not been imported yet."""
+    if (package := sys.modules.get("mooncake")) is not None:
+        monkeypatch.delattr(package, "store", raising=False)
+    monkeypatch.delitem(sys.modules, "mooncake.store", raising=False)

@@ -1,0 +1,249 @@
+"""The mooncake tier while its master and its stores are killed, restarted, stopped and away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from lmcache_async.errors import TierClosedError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.mooncake import MooncakeTier
+from lmcache_async.testing.conformance.base import leases_are_back
+from lmcache_async.testing.records import key_of, record
+from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.layers.deadline import BoundedLayer
+from tests.tiers.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
+from tests.tiers.outcomes import get, outcome, put
+
+DEADLINE_S = 0.5
+SLACK_S = 5.0
+"""What a busy machine may add to a deadline."""
+HASTE = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_RPC_TIMEOUT_MS": "1000"}
+"""How long Mooncake's client waits for one who hangs; 30 s both, if not told."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+    """One to be killed: its master forgets after two seconds who does not answer."""
+    with running(tmp_path_factory.mktemp("mortal"), 64 << 20, "--client_ttl=2") as pool:
+        yield pool
+
+
+def bound_tier(pool: MooncakePool, arena: Arena, **options: object) -> MooncakeTier:
+    tier = MooncakeTier(make_config(pool, **options))
+    tier.bind(arena)
+    return tier
+
+
+async def until(tier: Tier, arena: Arena, allocate: Allocate, number: int = 1) -> None:
+    """Until it is stored and is a hit."""
+    while await put(tier, arena, number) != [None] or await get(tier, allocate, number) != ["hit"]:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("kill", "restart"),
+    [(kill_store, MooncakePool.start_segment), (kill_master, MooncakePool.start_master)],
+    ids=["store", "master"],
+)
+async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
+    pool: MooncakePool,
+    arena: Arena,
+    allocate: Allocate,
+    kill: Callable[[MooncakePool], None],
+    restart: Callable[[MooncakePool], None],
+) -> None:
+    slowest = 0.0
+    seen: set[str] = set()
+    ended = asyncio.Event()
+
+    async def traffic(number: int) -> None:
+        nonlocal slowest
+        while not ended.is_set():
+            number += 1
+            start = time.monotonic()
+            with record(arena, number) as buffer:
+                try:
+                    answers = await tier.put_many([(key_of(number), buffer)])
+                    seen.update("drop" for answer in answers if answer is not None)
+                    [result] = await tier.get_many([key_of(number)], allocate)
+                    seen.add(outcome(number, result))  # checks a hit's bytes
+                except TierUnavailableError:  # late
+                    seen.update({"drop", "TierUnavailableError"})
+            slowest = max(slowest, time.monotonic() - start)
+            await asyncio.sleep(0)
+
+    async def seen_again(*what: str) -> None:
+        seen.difference_update(what)
+        while not seen.issuperset(what):
+            await asyncio.sleep(0)
+
+    async with bound_tier(pool, arena) as inner:
+        tier = BoundedLayer(inner, name="m", lookup_s=DEADLINE_S, read_s=DEADLINE_S, write_s=DEADLINE_S)
+        async with asyncio.TaskGroup() as group:
+            try:
+                for first in range(3):
+                    group.create_task(traffic(1000_000 * first))
+                await seen_again("hit")
+                kill(pool)
+                await seen_again("drop")
+                restart(pool)
+                await seen_again("hit")
+            finally:
+                ended.set()
+        assert await tier.drain(timeout_s=20)
+        await leases_are_back(inner, arena)
+    assert seen <= {"hit", "miss", "drop", "TierUnavailableError"}
+    assert slowest < 2 * DEADLINE_S + SLACK_S
+
+
+async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
+    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in HASTE.items():
+        monkeypatch.setenv(name, value)
+    async with bound_tier(pool, arena) as tier:
+        await until(tier, arena, allocate)
+        pool.signal_segment(signal.SIGSTOP)
+        try:
+            reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
+            with (
+                record(arena, 2) as buffer,
+                pytest.raises(TierUnavailableError, match=r"cannot put .* \(code -800\)"),
+            ):
+                await tier.put(key_of(2), buffer)
+            with pytest.raises(
+                TierUnavailableError, match=r"cannot get .* the transfer failed \(code -800\)"
+            ):
+                await reading
+            await leases_are_back(tier, arena)
+            taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs - 1)]
+            for buffer in taken:
+                buffer.view[:] = b"\xaa" * buffer.nbytes
+        finally:
+            pool.signal_segment(signal.SIGCONT)
+        await until(tier, arena, allocate)  # in the one that is left
+
+        assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
+        for buffer in taken:
+            buffer.release()
+
+
+async def test_a_master_that_hangs_is_given_up(
+    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in HASTE.items():
+        monkeypatch.setenv(name, value)
+    async with bound_tier(pool, arena) as tier:
+        await until(tier, arena, allocate)
+        pool.signal_master(signal.SIGSTOP)
+        try:
+            with pytest.raises(TierUnavailableError, match="the master did not answer in time"):
+                await tier.contains(key_of(1))
+            with record(arena, 2) as buffer, pytest.raises(TierUnavailableError, match="the master"):
+                await tier.put(key_of(2), buffer)
+        finally:
+            pool.signal_master(signal.SIGCONT)
+        await until(tier, arena, allocate)
+
+
+async def test_a_store_that_hangs_does_not_hold_up_lookups(
+    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in HASTE.items():
+        monkeypatch.setenv(name, value)
+    async with bound_tier(pool, arena, threads=1) as tier:
+        await until(tier, arena, allocate)
+        pool.signal_segment(signal.SIGSTOP)
+        try:
+            reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
+            assert await tier.contains(key_of(1))
+            assert not reading.done()
+        finally:
+            pool.signal_segment(signal.SIGCONT)
+        buffer = await reading
+        assert buffer is not None
+        buffer.release()
+
+
+async def test_a_tier_begins_without_its_master_and_joins_it_later(
+    tmp_path: Path, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = MooncakePool(tmp_path, 16 << 20)
+    try:
+        with caplog.at_level(logging.INFO):
+            async with bound_tier(pool, arena) as tier:
+                assert f"127.0.0.1:{pool.port} does not answer" in caplog.text
+                assert "opened all the same" in caplog.text
+                assert await get(tier, allocate, 1, 2) == ["TierUnavailableError"] * 2
+                answers = await put(tier, arena, *range(8))  # three batches
+                assert {type(answer) for answer in answers} == {TierUnavailableError}
+                with pytest.raises(TierUnavailableError, match="has not been joined yet"):
+                    await tier.contains(key_of(1))
+                pool.start()
+                await until(tier, arena, allocate)
+        assert "is joined" in caplog.text
+    finally:
+        pool.stop()
+
+
+async def test_a_tier_that_never_found_its_master_closes(pool: MooncakePool, arena: Arena) -> None:
+    tier = bound_tier(pool, arena, url="mooncake://127.0.0.1:1")
+    await tier.__aenter__()
+    await asyncio.wait_for(tier.__aexit__(None, None, None), SLACK_S)
+
+    with pytest.raises(TierClosedError):
+        await tier.contains(key_of(1))
+
+
+async def test_options_that_the_engine_refuses_stop_the_start(
+    pool: MooncakePool, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # it takes 20 s else
+    with pytest.raises(TierError, match=r"cannot join the pool of mooncake://.* by pigeons: ") as caught:
+        await bound_tier(pool, arena, protocol="pigeons").__aenter__()
+
+    assert not caught.value.retryable
+
+
+def test_a_full_pool_drops_what_has_no_room(tmp_path: Path, arena: Arena, allocate: Allocate) -> None:
+    uvloop.run(fill(tmp_path, arena, allocate))
+
+
+async def fill(directory: Path, arena: Arena, allocate: Allocate) -> None:
+    with running(directory, 16 << 20, "--eviction_high_watermark_ratio=1.0") as pool:
+        async with bound_tier(pool, arena) as tier:
+            stored = 0
+            while (error := (await put(tier, arena, stored))[0]) is None:
+                stored += 1
+
+            assert isinstance(error, TierFullError)
+            assert stored > 100
+            assert await get(tier, allocate, 0, stored - 1) == ["hit", "hit"]
+
+
+def test_memory_of_the_tiers_own_is_given_again_to_a_new_master(
+    tmp_path: Path, arena: Arena, allocate: Allocate
+) -> None:
+    uvloop.run(change_masters(tmp_path, arena, allocate))
+
+
+async def change_masters(directory: Path, arena: Arena, allocate: Allocate) -> None:
+    pool = MooncakePool(directory)
+    try:
+        pool.start_master()
+        async with bound_tier(pool, arena, segment_bytes=16 << 20) as tier:
+            await until(tier, arena, allocate)
+            kill_master(pool)
+            pool.start_master()
+            await until(tier, arena, allocate, 2)
+            assert await get(tier, allocate, 1, 2) == ["miss", "hit"]
+    finally:
+        pool.stop()

@@ -1,0 +1,61 @@
+"""The s3 tier: the contract, against a real S3 server and against other stores of the same client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import obstore
+import pytest
+from obstore.store import LocalStore, ObjectStore
+
+from lmcache_async.plugins.s3 import S3Config, S3Tier
+from lmcache_async.plugins.s3.bucket import name_of
+from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.testing.conformance import TierConformance
+from lmcache_async.types import ChunkKey
+from tests.tiers.s3_server import S3Server
+
+
+class S3Conformance(TierConformance):
+    """Damages a record as another client of the bucket would."""
+
+    many_keys = 100
+
+    def store(self, tier: S3Tier) -> ObjectStore:
+        return open_store(tier.config)
+
+    async def damage(self, tier: S3Tier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        store, name = self.store(tier), name_of(key)
+        content = bytes(await (await obstore.get_async(store, name)).bytes_async())
+        await obstore.put_async(store, name, edit(content), use_multipart=False)
+        return True
+
+
+class TestS3Tier(S3Conformance):
+    options: ClassVar[dict[str, object]] = {}
+
+    @pytest.fixture
+    def tier(self, s3_server: S3Server) -> S3Tier:
+        return S3Tier(s3_server.config(**self.options))
+
+
+class TestS3TierInParts(TestS3Tier):
+    """Records of several parts, few requests at a time, signed contents."""
+
+    options: ClassVar[dict[str, object]] = {"part_bytes": 20_000, "concurrency": 3, "sign_payload": True}
+
+
+class TestOverFiles(S3Conformance):
+    """The same code over a store that needs no server."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> S3Tier:
+        return S3Tier(S3Config(url="s3://files", part_bytes=30_000), store=LocalStore(tmp_path))
+
+    def store(self, tier: S3Tier) -> ObjectStore:
+        return tier._store
+
+    def reopen(self, tier: S3Tier) -> S3Tier:
+        return S3Tier(tier.config, store=tier._store)

@@ -1,0 +1,168 @@
+"""The s3 tier: its options, the clients that are made of them, and what is never shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from lmcache_async.config import load_config, validate_options
+from lmcache_async.errors import ConfigError, MissingDependencyError
+from lmcache_async.plugins.s3 import S3Config, S3Tier
+from lmcache_async.plugins.s3.errors import reason, translated
+from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.registry import TIERS, Registry
+
+SECRET = "kept-from-everybody"
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("s3://bucket", ("s3", "bucket", "")),
+        ("s3://bucket/", ("s3", "bucket", "")),
+        (" s3://bucket/a//b/ ", ("s3", "bucket", "a/b")),
+        ("gs://bucket/kv", ("gs", "bucket", "kv")),
+        ("gcs://bucket/kv", ("gs", "bucket", "kv")),
+        ("az://container/kv", ("az", "container", "kv")),
+        ("azure://container/kv", ("az", "container", "kv")),
+    ],
+)
+def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tuple[str, str, str]) -> None:
+    assert S3Config(url=url).place == place
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "url is missing"),
+        ({"url": "bucket/kv"}, "s3://bucket/prefix"),
+        ({"url": "s3:///kv"}, "s3://bucket/prefix"),
+        ({"url": "http://host/bucket"}, "s3://bucket/prefix"),
+        ({"url": "s3://key:secret@bucket"}, "s3://bucket/prefix"),
+        ({"url": "s3://host:9000/bucket"}, "s3://bucket/prefix"),
+        ({"url": "s3://b/../c"}, "without"),
+        ({"url": "s3://b/?x=1"}, "s3://bucket/prefix"),
+        ({"url": "s3://b", "endpoint": "minio:9000"}, "https://storage"),
+        ({"url": "s3://b", "endpoint": "http://minio:9000"}, "allow_http: true"),
+        ({"url": "s3://b", "access_key_id": "a"}, "belong together"),
+        ({"url": "s3://b", "secret_key": SECRET}, "belong together"),
+        (
+            {"url": "s3://b", "access_key_id": "a", "secret_key": SECRET, "secret_key_file": "/f"},
+            "both set",
+        ),
+        ({"url": "s3://b", "account": "a"}, "account is for az://"),
+        ({"url": "gs://b", "access_key_id": "a"}, "access_key_id is for s3://"),
+        ({"url": "az://b", "service_account_file": "/f"}, "service_account_file is for gs://"),
+        ({"url": "s3://b", "part_bytes": 100}, "4096"),
+        ({"url": "s3://b", "concurrency": 0}, "at least 1"),
+        ({"url": "s3://b", "request_timeout_s": 0}, "seconds"),
+        ({"url": "s3://b", "max_bytes": "1GiB"}, "no key max_bytes"),
+        ({"url": "s3://b", "acces_key_id": "a"}, "did you mean"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        validate_options(S3Config, options, "here")
+
+    assert SECRET not in str(caught.value)
+
+
+def test_options_are_read_as_people_write_them() -> None:
+    config = S3Config.model_validate(
+        {"url": "s3://b", "part_bytes": "16MiB", "concurrency": "32", "path_style": "no", "region": "none"}
+    )
+
+    assert (config.part_bytes, config.concurrency, config.path_style, config.region) == (
+        16 << 20,
+        32,
+        False,
+        None,
+    )
+
+
+def test_secrets_are_in_no_text(tmp_path: Path) -> None:
+    tier = {
+        "name": "s3",
+        "url": "s3://b",
+        "access_key_id": "a",
+        "secret_key": SECRET,
+        "session_token": SECRET,
+    }
+    config = load_config(extra={"tiers": [tier]}, env={})
+    options = validate_options(S3Config, dict(config.tiers[0].options), "here")
+
+    assert (
+        SECRET not in f"{config!r} {config} {options!r} {options} {S3Tier(options)!r} {open_store(options)!r}"
+    )
+
+
+def test_a_client_for_each_kind_of_store(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("c2VjcmV0\n")
+    secret.chmod(0o600)
+    s3 = open_store(
+        S3Config(
+            url="s3://b/kv",
+            endpoint="http://minio:9000",
+            allow_http=True,
+            access_key_id="a",
+            secret_key_file=secret,
+            region="eu-central-1",
+        )
+    )
+    google = open_store(S3Config(url="gs://b/kv", anonymous=True))
+    azure = open_store(S3Config(url="az://c/kv", account="a", secret_key_file=secret))
+
+    assert isinstance(s3, S3Store)
+    assert s3.config["secret_access_key"] == "c2VjcmV0"
+    assert s3.retry_config is not None
+    assert s3.retry_config["max_retries"] == 0
+    assert isinstance(google, GCSStore)
+    assert isinstance(azure, AzureStore)
+    assert [store.prefix for store in (s3, google, azure)] == ["kv"] * 3
+
+
+def test_a_secret_in_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o644)
+    config = S3Config(url="s3://b", access_key_id="a", secret_key_file=secret)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        open_store(config)
+    assert SECRET not in str(caught.value)
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_store(config.model_copy(update={"secret_key_file": tmp_path / "none"}))
+
+
+def test_what_makes_no_client_is_told_without_the_secret() -> None:
+    with pytest.raises(ConfigError, match="az://c") as caught:
+        open_store(S3Config(url="az://c", account="a", secret_key=SECRET + "!"))
+
+    assert caught.value.__cause__ is None
+    assert SECRET not in str(caught.value)
+
+
+def test_a_reason_is_one_line_without_signed_queries() -> None:
+    error = RuntimeError(
+        "Generic S3 error: Error performing GET https://h/b?sig=abc in 1ms - HTTP error: at https://h/b?sig=abc"
+        "\n\nDebug source:\nsig=abc"
+    )
+
+    assert reason(error) == "HTTP error: at https://h/b"
+    assert "sig" not in str(translated(error, "read s3://b/x"))
+    assert len(reason(RuntimeError("x" * 5000))) == 300
+
+
+def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith("lmcache_async.plugins.s3")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+
+    with pytest.raises(MissingDependencyError, match=r"pip install 'lmcache-async\[s3\]'"):
+        Registry().load(TIERS, "s3")

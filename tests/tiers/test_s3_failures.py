@@ -1,0 +1,251 @@
+"""The s3 tier: what servers, networks and people do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.s3 import S3Config, S3Tier
+from lmcache_async.plugins.s3.bucket import Bucket, name_of
+from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, listed, put, scribble
+from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.steps import turns
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.proxy import Proxy
+from tests.tiers.s3_server import SECRET_KEY, S3Server
+
+WHOLE: dict[str, object] = {}
+IN_PARTS: dict[str, object] = {"part_bytes": 4096}
+SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@pytest.fixture
+async def proxy(s3_server: S3Server) -> AsyncIterator[Proxy]:
+    async with Proxy(s3_server.port) as proxy:
+        yield proxy
+
+
+def through(proxy: Proxy, config: S3Config, **options: object) -> S3Config:
+    """The same place by way of the proxy."""
+    return config.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}", **options})
+
+
+async def open_tier(config: S3Config, arena: Arena) -> S3Tier:
+    tier = S3Tier(config)
+    tier.bind(arena)
+    return await tier.__aenter__()
+
+
+@pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
+async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
+) -> None:
+    async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
+        await put(tier, arena, range(4))
+        proxy.answers.shut()
+        reading = asyncio.ensure_future(tier.get_many([key_of(number) for number in range(4)], allocate))
+        with record(arena, 5) as buffer:
+            writing = asyncio.ensure_future(tier.put(key_of(5), buffer))
+            await proxy.answers.reached()
+            try:
+                s3_server.kill_gateway()
+                await proxy.cut()
+                proxy.answers.open()
+                answers = await in_time(reading)
+                assert [type(answer) for answer in answers] == [TierUnavailableError] * 4
+                with pytest.raises(TierUnavailableError, match=name_of(key_of(5))):
+                    await in_time(writing)
+                with pytest.raises(TierUnavailableError, match=f"at http://127.0.0.1:{proxy.port}"):
+                    await tier.count_prefix([key_of(0)])
+            finally:
+                s3_server.start_gateway()
+        await leases_are_back(tier, arena)
+
+        assert await tier.count_prefix([key_of(number) for number in range(5)]) == 4
+        await put(tier, arena, [5])
+        assert all([await holds(tier, number, allocate) for number in (0, 1, 2, 3, 5)])
+
+
+async def test_wrong_credentials_stop_the_start_and_are_not_told(
+    s3_server: S3Server, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
+    with pytest.raises(TierError, match=r"SignatureDoesNotMatch.*credentials") as caught:
+        await open_tier(config, arena)
+
+    assert not caught.value.retryable
+    assert f"{config.url} at {config.endpoint}" in str(caught.value)
+    assert SECRET_KEY not in caplog.text + str(caught.value) + str(caught.value.__cause__) + repr(config)
+
+
+async def test_credentials_that_are_taken_away_are_errors_that_say_so(
+    s3_server: S3Server, arena: Arena
+) -> None:
+    config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
+    bucket = Bucket(config, open_store(config))
+    with record(arena, 1) as buffer:
+        for call in (
+            bucket.find(key_of(1)),
+            bucket.read(key_of(1), 1000),
+            bucket.write(key_of(1), buffer),
+            bucket.delete(key_of(1)),
+            bucket.delete_all(),
+        ):
+            with pytest.raises(TierError, match=rf"{config.url}.* at {config.endpoint}: HTTP 403") as caught:
+                await call
+            assert not caught.value.retryable
+
+
+async def test_a_bucket_that_is_not_there_stops_the_start(s3_server: S3Server, arena: Arena) -> None:
+    config = s3_server.config(url="s3://nobodys-bucket/kv")
+    with pytest.raises(TierError, match=r"s3://nobodys-bucket/kv at .*NoSuchBucket.*create it"):
+        await open_tier(config, arena)
+    bucket = Bucket(config, open_store(config))
+    with record(arena, 1) as buffer, pytest.raises(TierError, match="no such bucket"):
+        await bucket.write(key_of(1), buffer)
+
+
+async def test_a_store_that_does_not_answer_yet_does_not_stop_the_start(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.refuses = True
+    with caplog.at_level(logging.WARNING):
+        tier = await open_tier(through(proxy, s3_server.config()), arena)
+    async with tier:
+        assert "opened all the same" in caplog.text
+        with pytest.raises(TierUnavailableError):
+            await tier.get(key_of(1), allocate)
+        proxy.refuses = False
+        await put(tier, arena, [1])
+
+        assert await holds(tier, 1, allocate)
+
+
+@pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
+async def test_a_slow_server_is_an_error_within_the_requests_time(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
+) -> None:
+    config = s3_server.config(**options)
+    async with await open_tier(config, arena) as tier:
+        await put(tier, arena, [1])
+    slow = through(proxy, config, request_timeout_s=0.3)
+    async with await open_tier(slow, arena) as tier:
+        proxy.answers.shut()
+        with pytest.raises(TierUnavailableError, match=r"read|find"):
+            await in_time(tier.get(key_of(1), allocate))
+        with record(arena, 2) as buffer, pytest.raises(TierUnavailableError, match="write"):
+            await in_time(tier.put(key_of(2), buffer))
+        proxy.answers.open()
+        await leases_are_back(tier, arena)
+
+    async with await open_tier(config, arena) as tier:
+        assert await holds(tier, 1, allocate)
+
+
+async def test_a_server_that_asks_for_patience_is_an_error_to_try_again(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
+) -> None:
+    async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
+        await proxy.cut()
+        proxy.answer = SLOW_DOWN
+        said = ""
+        while "HTTP 503" not in said:
+            with pytest.raises(TierUnavailableError) as caught:
+                await tier.get(key_of(1), allocate)
+            assert caught.value.retryable
+            said = str(caught.value)
+            assert (
+                "HTTP 503" in said or "error sending request" in said
+            )  # on a connection that was cut just now
+
+
+@pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
+async def test_after_a_cancelled_get_nothing_is_written(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
+) -> None:
+    async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
+        await put(tier, arena, range(3))
+
+        async def allocate_and_shut(nbytes: int) -> Buffer:
+            proxy.answers.shut()
+            return await allocate(nbytes)
+
+        if not options:  # it asks for memory when the whole answer is there
+            proxy.answers.shut()
+        reading = asyncio.ensure_future(tier.get(key_of(1), allocate_and_shut))
+        await proxy.answers.reached()
+        reading.cancel()
+        await in_time(asyncio.wait({reading}))
+        await leases_are_back(tier, arena)
+        taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs)]
+        for buffer in taken:
+            buffer.view[:] = b"\xaa" * buffer.nbytes
+        proxy.answers.open()
+        assert await tier.contains(key_of(2))  # what was on its way has come by now
+
+        assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
+        for buffer in taken:
+            buffer.release()
+
+
+async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
+) -> None:
+    async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
+        proxy.answers.shut()
+        buffer = record(arena, 1)
+        writing = asyncio.ensure_future(tier.put(key_of(1), buffer))
+        await proxy.answers.reached()
+        for _ in range(3):
+            writing.cancel()
+            await turns(5)
+        assert not writing.done()
+        proxy.answers.open()
+        await in_time(asyncio.wait({writing}))
+        assert writing.cancelled()
+        buffer.release()
+        scribble(arena)
+
+        assert await holds(tier, 1, allocate)
+
+
+async def test_an_upload_cut_half_way_is_no_record(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
+) -> None:
+    config = s3_server.config()
+    async with await open_tier(through(proxy, config), arena) as tier:
+        await proxy.cut()
+        proxy.requests.break_after = 20_000
+        with record(arena, 1, 60_000) as buffer, pytest.raises(TierUnavailableError, match="write"):
+            await in_time(tier.put(key_of(1), buffer))
+        await leases_are_back(tier, arena)
+    async with await open_tier(config, arena) as tier:
+        assert not await tier.contains(key_of(1))
+        assert await listed(tier) == set()
+        await put(tier, arena, [1], 60_000)
+        assert await holds(tier, 1, allocate, 60_000)
+
+
+@pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
+async def test_an_answer_cut_half_way_is_an_error_and_the_record_stays(
+    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
+) -> None:
+    config = s3_server.config(**options)
+    async with await open_tier(through(proxy, config), arena) as tier:
+        await put(tier, arena, [1], 60_000)
+        await proxy.cut()
+        proxy.answers.break_after = 3000
+        with pytest.raises(TierUnavailableError, match="read"):
+            await in_time(tier.get(key_of(1), allocate))
+        await leases_are_back(tier, arena)
+        proxy.answers.break_after = None
+
+        assert await holds(tier, 1, allocate, 60_000)
+        assert tier.statistics().corrupt == 0

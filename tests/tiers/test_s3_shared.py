@@ -1,0 +1,172 @@
+"""The s3 tier: a bucket that others use too, and how much is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import obstore
+import pytest
+
+from lmcache_async.errors import TierClosedError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.s3 import S3Tier
+from lmcache_async.plugins.s3.bucket import Bucket, name_of
+from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, listed, put
+from lmcache_async.testing.records import check_record, key_of, record
+from lmcache_async.tiers.base import Allocate
+from tests.tiers.proxy import Proxy
+from tests.tiers.s3_server import S3Server
+
+
+@pytest.fixture
+def tier(s3_server: S3Server, arena: Arena) -> S3Tier:
+    tier = S3Tier(s3_server.config(part_bytes=4096))
+    tier.bind(arena)
+    return tier
+
+
+async def test_what_one_puts_another_finds(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
+    other = S3Tier(tier.config)
+    async with tier, other:
+        await put(tier, arena, [1])
+        assert await holds(other, 1, allocate)
+        assert await other.remove(key_of(1))
+
+        assert not await tier.contains(key_of(1))
+
+
+async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier: S3Tier, arena: Arena) -> None:
+    store = open_store(tier.config)
+    foreign = ["readme", "00/readme", f"ab/{key_of(1).hex()}", f"{name_of(key_of(1))}.tmp"]
+    async with tier:
+        await put(tier, arena, [1, 2])
+        for name in foreign:
+            await obstore.put_async(store, name, b"not ours")
+
+        assert await listed(tier) == {key_of(1), key_of(2)}
+        assert await tier.clear() == 2
+        assert {entry["path"] for entry in await obstore.list(store).collect_async()} == set(foreign)
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200_000)], ids=["empty", "too long"])
+@pytest.mark.parametrize("part_bytes", [4096, 1 << 20])
+async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
+    s3_server: S3Server, arena: Arena, allocate: Allocate, content: bytes, part_bytes: int
+) -> None:
+    tier = S3Tier(s3_server.config(part_bytes=part_bytes))
+    tier.bind(arena)
+    async with tier:
+        await obstore.put_async(open_store(tier.config), name_of(key_of(1)), content, use_multipart=False)
+        assert await tier.get(key_of(1), allocate) is None
+
+        assert tier.statistics().corrupt_by_cause == {"length": 1}
+        assert not await tier.contains(key_of(1))
+
+
+async def test_a_record_removed_while_it_is_read_is_a_miss(
+    tier: S3Tier, arena: Arena, allocate: Allocate
+) -> None:
+    async def allocate_and_remove(nbytes: int) -> Buffer:
+        await tier.remove(key_of(1))
+        return await allocate(nbytes)
+
+    async with tier:
+        await put(tier, arena, [1])
+        assert await tier.get(key_of(1), allocate_and_remove) is None
+        await leases_are_back(tier, arena)
+
+
+async def test_a_record_is_never_put_together_of_two(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
+    replaced = []
+
+    async def allocate_and_replace(nbytes: int) -> Buffer:
+        if len(replaced) < 2:
+            replaced.append(nbytes)
+            with record(arena, 1, 9000 + len(replaced)) as buffer:
+                await tier.put(key_of(1), buffer)
+        return await allocate(nbytes)
+
+    async with tier:
+        await put(tier, arena, [1], 30_000)
+        got = await tier.get(key_of(1), allocate_and_replace)
+        assert got is not None
+        check_record(got, 1, 9002)
+        got.release()
+        await leases_are_back(tier, arena)
+
+
+async def test_a_record_that_changes_all_the_time_is_an_error(
+    tier: S3Tier, arena: Arena, allocate: Allocate
+) -> None:
+    lengths = iter(range(9000, 9100))
+
+    async def allocate_and_replace(nbytes: int) -> Buffer:
+        with record(arena, 1, next(lengths)) as buffer:
+            await tier.put(key_of(1), buffer)
+        return await allocate(nbytes)
+
+    async with tier:
+        await put(tier, arena, [1])
+        with pytest.raises(TierUnavailableError, match="changes all the time"):
+            await tier.get(key_of(1), allocate_and_replace)
+        await leases_are_back(tier, arena)
+
+
+async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(
+    tier: S3Tier, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    find = Bucket.find
+
+    async def counted(self: Bucket, key: object) -> object:
+        asked.append(key)
+        return await find(self, key)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Bucket, "find", counted)
+    keys = [key_of(number) for number in range(200)]
+    async with tier:
+        assert await tier.count_prefix(keys) == 0
+        assert len(asked) == 4
+        await put(tier, arena, range(10))
+        asked.clear()
+        assert await tier.count_prefix(keys) == 10
+
+        assert len(asked) == len(set(asked)) == 4 + tier.config.concurrency
+
+
+async def test_no_more_requests_are_under_way_than_asked_for(
+    s3_server: S3Server, arena: Arena, allocate: Allocate
+) -> None:
+    async with Proxy(s3_server.port) as proxy:
+        config = s3_server.config(part_bytes=4096, concurrency=3)
+        tier = S3Tier(config.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}"}))
+        tier.bind(arena)
+        async with tier:
+            items = [(key_of(number), record(arena, number, 60_000)) for number in range(4)]
+            assert await tier.put_many(items) == [None] * 4
+            for _, buffer in items:
+                buffer.release()
+            answers = await asyncio.gather(
+                tier.get_many([key for key, _ in items], allocate),
+                tier.count_prefix([key for key, _ in items]),
+            )
+            for buffer in answers[0]:
+                assert isinstance(buffer, Buffer)
+                buffer.release()
+
+        assert answers[1] == 4
+        assert 1 < proxy.most_connections <= 3
+
+
+async def test_a_forked_child_cannot_use_what_it_inherited(
+    tier: S3Tier, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tier:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(TierClosedError, match="forked"):
+                await tier.get(key_of(1), allocate)
+        assert await in_time(tier.get(key_of(1), allocate)) is None

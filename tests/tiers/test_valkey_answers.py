@@ -1,0 +1,230 @@
+"""The valkey tier and what servers say: passwords, rights, TLS, limits, expiry; secrets are told to nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.valkey import ValkeyTier
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record
+from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.types import ChunkKey
+from tests.tiers.outcomes import get, put
+from tests.tiers.valkey_servers import Server, free_port, running
+from tests.tiers.valkey_tls import Authority, tls_before
+from tests.tiers.valkey_tools import config
+
+SECRET = "s3cr3t-p4ssw0rd"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def closed_server() -> Iterator[Server]:
+    """Knows the user kv, whose keys begin with kv:, and no default user."""
+    user = f"kv on >{SECRET} ~kv:* +get +set +exists +unlink +scan".split()
+    with running("--user", *user, "--user", "default", "off") as server:
+        yield server
+
+
+def password_file(folder: Path, text: str) -> Path:
+    path = folder / "password"
+    path.write_text(f"{text}\n")
+    path.chmod(0o600)
+    return path
+
+
+async def _listed(tier: ValkeyTier) -> list[ChunkKey]:
+    return [key async for key in tier.keys()]  # noqa: SIM118 - no dict
+
+
+async def test_a_user_with_few_rights_is_enough(
+    closed_server: Server, arena: Arena, allocate: Allocate, tmp_path: Path
+) -> None:
+    url = f"valkey://kv@127.0.0.1:{closed_server.port}"
+    settings = config(url, password_file=password_file(tmp_path, SECRET), key_prefix="kv:")
+    async with ValkeyTier(settings) as tier:
+        assert await put(tier, arena, 1, 2) == [None, None]
+        assert await get(tier, allocate, 1, 3) == ["hit", "miss"]
+        assert await tier.remove(key_of(1))
+        assert await _listed(tier) == [key_of(2)]
+        assert await tier.clear() == 1
+
+
+async def test_a_user_without_rights_on_the_keys_is_told(
+    closed_server: Server, arena: Arena, tmp_path: Path
+) -> None:
+    options = {"username": "kv", "password_file": password_file(tmp_path, SECRET), "key_prefix": "other:"}
+    async with ValkeyTier(config(closed_server.url, **options)) as tier:
+        [answer] = await put(tier, arena, 1)
+        assert isinstance(answer, TierError)
+        assert not answer.retryable
+        assert "key_prefix" in str(answer)
+
+
+@pytest.mark.parametrize("password", ["wrong-" + SECRET, None])
+async def test_a_wrong_password_stops_the_start_and_is_not_shown(
+    closed_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    password: str | None,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    options = {}
+    if password:
+        monkeypatch.setenv("KV_PASSWORD", password)
+        options = {"username": "kv", "password_variable": "KV_PASSWORD"}
+    tier = ValkeyTier(config(closed_server.url, **options))
+    with pytest.raises(ConfigError, match="password_file") as caught:
+        await tier.__aenter__()
+
+    chain = f"{caught.value} {caught.value.__cause__!r} {tier.config!r} {vars(tier)!r}"
+    assert str(closed_server.socket) in str(caught.value)
+    assert SECRET not in chain + caplog.text
+
+
+async def test_a_server_that_repeats_what_it_does_not_know_gives_no_secret_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KV_PASSWORD", SECRET)
+    with running("--rename-command", "AUTH", "''") as server:
+        tier = ValkeyTier(config(server.url, password_variable="KV_PASSWORD"))
+        with pytest.raises(ConfigError, match="answered 'ERR'") as caught:
+            await tier.__aenter__()
+    assert SECRET not in f"{caught.value} {caught.value.__cause__!r}"
+
+
+async def test_a_full_server_drops_and_counts(arena: Arena, allocate: Allocate) -> None:
+    with running("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        async with ValkeyTier(config(server.url)) as tier:
+            taken = 0
+            while (answer := (await put(tier, arena, taken))[0]) is None:
+                taken += 1
+            assert isinstance(answer, TierFullError)
+            assert "maxmemory-policy" in str(answer)
+            assert await get(tier, allocate, 0, taken) == ["hit", "miss"]
+            for number in range(taken):
+                await tier.remove(key_of(number))
+            assert await put(tier, arena, taken) == [None]
+
+
+async def test_an_engine_over_a_full_server_counts_drops_by_cause() -> None:
+    with running("--maxmemory", "1kb", "--maxmemory-policy", "noeviction") as server:
+        rig = Rig()
+        tiers = [{"name": "valkey", "url": server.url, "layers": []}]
+        async with rig.open(tiers=tiers) as engine:
+            report = await engine.store(list(range(32)), list(range(32)))
+            assert await engine.flush(timeout_s=10)
+            assert report.dropped == {"TierFullError": 4}
+            assert report.stored == 0
+
+
+async def test_a_server_that_evicts_costs_old_records(arena: Arena, allocate: Allocate) -> None:
+    with running("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
+        async with ValkeyTier(config(server.url)) as tier:
+            for number in range(600):
+                assert await put(tier, arena, number) == [None]
+            assert await get(tier, allocate, 599) == ["hit"]
+            assert set(await get(tier, allocate, *range(16))) <= {"hit", "miss"}
+            assert not all([await tier.contains(key_of(number)) for number in range(600)])
+
+
+async def test_records_expire(server: Server, arena: Arena) -> None:
+    settings = config(server.url, ttl_s=86.4)
+    async with ValkeyTier(settings) as tier:
+        await put(tier, arena, 1)
+    left = server.ask("PTTL", settings.key_prefix + key_of(1).hex())
+    assert isinstance(left, int)
+    assert 80_000 < left <= 86_400
+
+
+async def test_records_do_not_expire_by_default(server: Server, arena: Arena) -> None:
+    settings = config(server.url)
+    async with ValkeyTier(settings) as tier:
+        await put(tier, arena, 1)
+    assert server.ask("PTTL", settings.key_prefix + key_of(1).hex()) == -1
+
+
+async def test_a_value_longer_than_any_record_is_a_miss_and_removed(
+    server: Server, arena: Arena, allocate: Allocate
+) -> None:
+    settings = config(server.url)
+    name = settings.key_prefix + key_of(1).hex()
+    tier = ValkeyTier(settings)
+    tier.bind(arena)
+    async with tier:
+        server.ask("SET", name, bytes(SLAB_BYTES + 1))
+        assert await get(tier, allocate, 1) == ["miss"]
+        assert tier.statistics().corrupt_by_cause == {"length": 1}
+        assert server.ask("EXISTS", name) == 0
+        server.ask("LPUSH", name, "x")  # somebody else's thing under our name
+        assert await get(tier, allocate, 1) == ["TierError"]
+        assert await put(tier, arena, 1) == [None]
+        assert await get(tier, allocate, 1) == ["hit"]
+
+
+async def test_keys_of_others_are_neither_listed_nor_removed(server: Server, arena: Arena) -> None:
+    settings = config(server.url, key_prefix="a[b]*?\\:")
+    others = ["a[b]*?\\:x", "ab:" + "0" * 32, "a[b]*?\\:" + "0" * 33, "a[b]*?\\:" + "G" * 32]
+    async with ValkeyTier(settings) as tier:
+        await put(tier, arena, 1)
+        for other in others:
+            server.ask("SET", other, "x")
+        assert await _listed(tier) == [key_of(1)]
+        assert await tier.clear() == 1
+        assert server.ask("EXISTS", *others) == 4
+
+
+async def test_tls_with_certificates_of_both_ends(
+    server: Server, arena: Arena, allocate: Allocate, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    with tls_before(server.socket, authority.issue("server"), clients=authority.file) as port:
+        url = f"rediss://127.0.0.1:{port}"
+        settings = config(url, tls_ca_file=authority.file, tls_cert_file=authority.issue("client"))
+        async with ValkeyTier(settings) as tier:
+            with record(arena, 7, 60_000) as buffer:
+                await tier.put(key_of(7), buffer)
+            got = await tier.get(key_of(7), allocate)
+            assert got is not None
+            with got:
+                assert got.nbytes == 60_000 + 4096
+        async with ValkeyTier(config(url, tls_ca_file=authority.file)) as tier:
+            with pytest.raises(TierUnavailableError, match="valkey at 127"):
+                await tier.contains(key_of(1))
+
+
+async def test_a_certificate_of_somebody_else_is_not_accepted(server: Server, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
+    with tls_before(server.socket, authority.issue("server")) as port:
+        async with ValkeyTier(config(f"valkeys://127.0.0.1:{port}", tls_ca_file=other.file)) as tier:
+            with pytest.raises(TierError, match=r"certificate is not accepted.*tls_ca_file") as caught:
+                await tier.contains(key_of(1))
+            assert not caught.value.retryable
+
+
+async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena: Arena) -> None:
+    with running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
+        async with ValkeyTier(config(node.tcp_url)) as tier:
+            with pytest.raises(TierError, match=r"CLUSTERDOWN|mode to cluster"):
+                await tier.contains(key_of(1))
+
+
+async def test_too_many_clients_are_refused_as_unavailable(server: Server) -> None:
+    with running("--maxclients", "1") as small:
+        async with ValkeyTier(config(small.url)) as tier:
+            assert not await tier.contains(key_of(1))
+            async with ValkeyTier(config(small.url)) as second:
+                with pytest.raises(TierUnavailableError):  # with its words, or the end of the connection
+                    await second.contains(key_of(1))

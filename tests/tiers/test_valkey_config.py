@@ -1,0 +1,174 @@
+"""Options of the valkey tier: read as people write them, refused with the reason, secrets shown to nobody."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.config import load_config
+from lmcache_async.config.endpoint import Endpoint
+from lmcache_async.config.explain import validate_options
+from lmcache_async.engine.tiers import stacked_tiers
+from lmcache_async.errors import ConfigError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
+from lmcache_async.plugins.valkey.address import parse_url
+from lmcache_async.plugins.valkey.cluster import parse_redirect, parse_slots, slot_of
+from lmcache_async.registry import Registry
+from lmcache_async.resp.answers import refusal
+from lmcache_async.resp.wire import ErrorReply
+from lmcache_async.testing.rig import Rig
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoints", "username", "database"),
+    [
+        ("valkey://host", [Endpoint("host", 6379)], "", 0),
+        ("redis://kv@host:7000/2", [Endpoint("host", 7000)], "kv", 2),
+        (" rediss://host:1/?db=3", [Endpoint("host", 1)], "", 3),
+        ("VALKEYS://[::1]:5", [Endpoint("::1", 5)], "", 0),
+        ("unix:///run/a%20b.sock?db=4", [Endpoint(path="/run/a b.sock")], "", 4),
+        ("unix://kv@/run/s", [Endpoint(path="/run/s")], "kv", 0),
+        ("valkey://a:1,b,a:1", [Endpoint("a", 1), Endpoint("b", 6379)], "", 0),
+        ("redis-sentinel://a,b:2", [Endpoint("a", 26379), Endpoint("b", 2)], "", 0),
+    ],
+)
+def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int) -> None:
+    address = parse_url(url)
+
+    assert (list(address.endpoints), address.username, address.database) == (endpoints, username, database)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "url is missing"),
+        ({"url": "host:6379"}, "url: expected a URL such as valkey://host:6379"),
+        ({"url": "http://host"}, "expected a URL such as valkey"),
+        ({"url": "valkey://"}, "expected name, name:port or [address]:port for each host"),
+        ({"url": "valkey://host:port"}, "expected name, name:port or [address]:port for each host"),
+        ({"url": "valkey://host:99999"}, "expected name, name:port or [address]:port for each host"),
+        ({"url": "valkey://host/db"}, "number of a database"),
+        ({"url": "valkey://host?timeout=3"}, "expected name, name:port or [address]:port for each host"),
+        ({"url": "unix://"}, "expected a socket's path"),
+        ({"url": "unix://relative/path"}, "expected a socket's path"),
+        ({"url": "redis://me:geheim@host"}, "no password in the URL"),
+        ({"url": "redis://:geheim@host"}, "no password in the URL"),
+        ({"url": "redis://:ge/he@im@host"}, "expected"),
+        ({"url": "valkey://a,b"}, "several hosts need mode: cluster or mode: sentinel"),
+        ({"url": "valkey://a/1", "mode": "cluster"}, "a cluster has the database 0 alone"),
+        ({"url": "unix:///s", "mode": "cluster"}, "a Unix socket leads to one"),
+        ({"url": "valkey-sentinel://a", "mode": "single"}, "the URL names Sentinels"),
+        ({"url": "valkeys://a", "tls": "no"}, "the URL asks for TLS, but tls is false"),
+        ({"url": "valkey://x@a", "username": "y"}, "name different users"),
+        ({"url": "valkey://a", "mode": "clustr"}, "did you mean cluster?"),
+        (
+            {"url": "valkey://a", "password": "geheim"},
+            "there is no key password; did you mean password_file?",
+        ),
+        ({"url": "valkey://a", "password_variable": "geheim!"}, "expected the name of a variable"),
+        ({"url": "valkey://a", "password_variable": "A", "password_file": "/x"}, "are both set"),
+        ({"url": "valkey://a", "key_prefix": "{kv}"}, "without braces"),
+        ({"url": "valkey://a", "ttl_s": 0}, "a number of seconds above 0"),
+        ({"url": "valkey://a", "connections": 65}, "connections is 65"),
+    ],
+)
+def test_wrong_options_are_told_with_the_reason(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_options(ValkeyConfig, options, "tiers[1]")
+
+    assert told in str(caught.value)
+    assert "geheim" not in str(caught.value)
+    assert "ge/he@im" not in str(caught.value)
+
+
+def test_what_is_not_given_follows_from_the_url() -> None:
+    sentinel = ValkeyConfig(url="redis-sentinel://a", tls=True)
+    single = ValkeyConfig.model_validate({"url": "rediss://a", "tls": "none", "ttl_s": "86400"})
+
+    assert (sentinel.how, sentinel.encrypted) == ("sentinel", True)
+    assert (single.how, single.encrypted, single.ttl_s) == ("single", True, 86400)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"password_file": "FOLDER/none"}, "password_file: FOLDER/none cannot be read: No such file"),
+        ({"password_file": "FOLDER/open"}, "chmod 600"),
+        ({"password_file": "FOLDER/empty"}, "is empty"),
+        ({"password_variable": "NOT_SET_HERE"}, "the variable NOT_SET_HERE is not set"),
+        ({"username": "kv"}, "username is 'kv' without a password: set password_file"),
+        ({"sentinel_username": "kv"}, "set sentinel_password_file"),
+        ({"tls": True, "tls_ca_file": "FOLDER/open"}, "tls_ca_file: FOLDER/open cannot be used"),
+        ({"tls": True, "tls_cert_file": "FOLDER/none"}, "tls_cert_file: FOLDER/none"),
+    ],
+)
+def test_files_that_cannot_be_used_stop_the_start(
+    tmp_path: Path, options: dict[str, object], told: str
+) -> None:
+    (tmp_path / "open").write_text("geheim")
+    (tmp_path / "open").chmod(0o644)
+    (tmp_path / "empty").touch(mode=0o600)
+    given = {
+        name: value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    with pytest.raises(ConfigError) as caught:
+        ValkeyTier(ValkeyConfig.model_validate({"url": "valkey://a", **given}))
+
+    assert told.replace("FOLDER", str(tmp_path)) in str(caught.value)
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["valkey", "redis"])
+def test_both_names_lead_to_the_tier(name: str) -> None:
+    rig = Rig()
+    config = load_config(env={}, extra={"tiers": ["cpu", {"name": name, "url": "redis://host"}]})
+
+    tiers = stacked_tiers(Registry(), config, rig.namespace, LimitedLogger(logging.getLogger("test")))
+
+    assert [stacked.id for stacked in tiers] == ["cpu", name]
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://host:6379", "rediss://host", "unix:///run/s", "redis-sentinel://a,b"]
+)
+def test_lmcaches_remote_urls_are_understood(url: str) -> None:
+    config = load_config(env={"LMCACHE_REMOTE_URL": url})
+
+    options = config.tiers[-1].options
+    assert validate_options(ValkeyConfig, options, "test").url == url
+
+
+def test_slots_are_those_of_the_server() -> None:
+    assert [slot_of(name) for name in (b"123456789", b"", b"foo")] == [0x31C3, 0, 12182]
+
+
+def test_slots_and_redirects_are_read() -> None:
+    asked = Endpoint("seed", 1)
+    table = parse_slots([[0, 1, [b"a", 5, b"id"]], [2, 16383, [b"", 6, b"id"], [b"r", 7, b"id"]]], asked)
+
+    assert table[:3] == [Endpoint("a", 5), Endpoint("a", 5), Endpoint("seed", 6)]
+    assert parse_redirect("MOVED 42 h:7") == (42, Endpoint("h", 7))
+    assert parse_redirect("ASK 42 [::1]:7") == (42, Endpoint("::1", 7))
+    assert parse_redirect("MOVED 42 :7", asked) == (42, Endpoint("seed", 7))
+    assert [parse_redirect(text) for text in ("MOVED", "MOVED 99999 h:7", "MOVED 1 h:x", "MOVED 1 :7")] == [
+        None
+    ] * 4
+
+
+@pytest.mark.parametrize(
+    "reply", [None, 3, [[0, 1]], [[0, 16384, [b"a", 5]]], [[5, 4, [b"a", 5]]], [[0, 1, [b"a", b"5"]]], [b"x"]]
+)
+def test_what_is_no_list_of_slots_is_refused(reply: object) -> None:
+    with pytest.raises(ValueError, match="expected first and last slot"):
+        parse_slots(reply, Endpoint("a", 1))
+
+
+def test_a_refusal_says_where_what_and_what_to_do() -> None:
+    error = refusal("valkey at h:1", ErrorReply("OOM", "OOM command not allowed"))
+
+    assert str(error).startswith("valkey at h:1 answered 'OOM command not allowed'; raise its maxmemory")
+    assert len(str(refusal("x", ErrorReply("ERR", "ERR " + "y" * 1000)))) < 300

@@ -1,0 +1,319 @@
+"""The valkey tier while servers are killed, restarted, stopped and replaced: misses, drops, and never late."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_async.errors import (
+    BudgetExceededError,
+    TierClosedError,
+    TierError,
+    TierPartUnavailableError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.plugins.valkey import ValkeyTier
+from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.steps import turns
+from lmcache_async.tiers.base import Allocate
+from lmcache_async.types import ChunkKey
+from tests.tiers.outcomes import get, outcome, put
+from tests.tiers.valkey_servers import Server, ServerCluster, free_port, running, running_cluster, wait_until
+from tests.tiers.valkey_tools import config, of_each
+
+SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}
+SLACK_S = 5.0
+"""What a busy machine may add to a deadline."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ServerCluster]:
+    with running_cluster() as cluster:
+        yield cluster
+
+
+async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(
+    server: Server, arena: Arena, allocate: Allocate
+) -> None:
+    slowest = 0.0
+    seen: set[str] = set()
+    ended = asyncio.Event()
+
+    async def traffic(first: int) -> None:
+        nonlocal slowest
+        number = first
+        while not ended.is_set():
+            start = time.monotonic()
+            with record(arena, number) as buffer:
+                answers = await tier.put_many([(key_of(number), buffer)])
+            results = await tier.get_many([key_of(number)], allocate)
+            slowest = max(slowest, time.monotonic() - start)
+            seen.add(outcome(number, results[0]))  # checks a hit's bytes
+            seen.update("drop" for answer in answers if answer is not None)
+            number = first + (number + 3) % 300
+            await asyncio.sleep(0)
+
+    async def seen_again(what: str) -> None:
+        seen.discard(what)
+        while what not in seen:
+            await asyncio.sleep(0)
+
+    async with ValkeyTier(config(server.tcp_url)) as tier, asyncio.TaskGroup() as group:
+        try:
+            for first in range(3):
+                group.create_task(traffic(1000 * first))
+            for _ in range(3):
+                await seen_again("hit")
+                server.kill()
+                await seen_again("drop")
+                await seen_again("TierUnavailableError")
+                server.start()
+                await seen_again("hit")
+        finally:
+            ended.set()
+    assert seen <= {"hit", "miss", "drop", "TierUnavailableError"}
+    assert slowest < 20 + SLACK_S
+
+
+VERBS = {
+    "get": lambda tier, buffer, allocate: tier.get(key_of(1), allocate),
+    "put": lambda tier, buffer, allocate: tier.put(key_of(1), buffer),
+    "contains": lambda tier, buffer, allocate: tier.contains(key_of(1)),
+    "count_prefix": lambda tier, buffer, allocate: tier.count_prefix([key_of(1)]),
+    "remove": lambda tier, buffer, allocate: tier.remove(key_of(1)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_server_that_hangs_is_given_up_at_the_deadline(
+    server: Server, arena: Arena, allocate: Allocate, verb: str
+) -> None:
+    buffer = record(arena, 1)
+    async with ValkeyTier(config(server.url, **SHORT)) as tier:
+        await tier.put(key_of(1), buffer)
+        server.signal(signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(TierUnavailableError, match=str(server.socket)):
+                await VERBS[verb](tier, buffer, allocate)
+            assert time.monotonic() - start < 0.6 + SLACK_S
+        finally:
+            server.signal(signal.SIGCONT)
+            buffer.release()
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1) == ["hit"]
+
+
+async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(server: Server) -> None:
+    arena = Arena(32 << 20, 16 << 20, huge_pages=False, prefault=False)
+    buffer = arena.lease_nowait(16 << 20)
+    assert buffer is not None
+    async with ValkeyTier(config(server.url, **SHORT)) as tier:
+        await tier.put(key_of(1), buffer)
+        server.signal(signal.SIGSTOP)  # its socket takes a part of it
+        with pytest.raises(TierUnavailableError, match="no end of storing 16777216 bytes"):
+            await tier.put(key_of(1), buffer)
+        buffer.release()
+        server.signal(signal.SIGCONT)
+    assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+async def test_a_tier_opens_without_its_server_and_finds_it_later(
+    server: Server, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.kill()
+    async with ValkeyTier(config(server.tcp_url)) as tier:
+        with pytest.raises(TierUnavailableError, match=f"127.0.0.1:{server.port}: no connection: .*url"):
+            await tier.contains(key_of(1))
+        server.start()
+        assert await put(tier, arena, 1) == [None]
+        assert await get(tier, allocate, 1) == ["hit"]
+    assert "begins without its server" in caplog.text
+
+
+async def test_a_cluster_serves_on_without_one_of_its_nodes(
+    cluster: ServerCluster, arena: Arena, allocate: Allocate
+) -> None:
+    settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
+    homes = of_each(settings, 3)
+    lost, first, second = homes
+    async with ValkeyTier(settings) as tier:
+        assert await put(tier, arena, *lost, *first, *second) == [None] * 9
+        cluster.servers[0].kill()
+        try:
+            assert await get(tier, allocate, *first, *second) == ["hit"] * 6
+            assert await get(tier, allocate, *lost) == ["TierPartUnavailableError"] * 3
+            assert await get(tier, allocate, first[0], lost[0], second[0]) == [
+                "hit",
+                "TierPartUnavailableError",
+                "hit",
+            ]
+            keys = [key_of(number) for number in (first[0], second[0], lost[0], first[1])]
+            assert await tier.count_prefix(keys) == 2
+            assert await tier.contains_many(keys) == [True, True, False, True]
+            answers = await put(tier, arena, lost[0], first[0])
+            assert [type(answer) for answer in answers] == [TierPartUnavailableError, type(None)]
+            found: list[ChunkKey] = []
+            with pytest.raises(TierUnavailableError):
+                await _list(tier, found)
+            assert set(found) == {key_of(number) for number in (*first, *second)}
+        finally:
+            cluster.servers[0].start()
+            cluster.wait_whole()
+        assert await _until_stored(tier, arena, lost[0])
+        assert await get(tier, allocate, lost[0]) == ["hit"]
+
+
+async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
+    async for key in tier.keys():
+        found.append(key)
+
+
+async def test_a_node_that_hangs_holds_the_others_up_once(
+    cluster: ServerCluster, arena: Arena, allocate: Allocate
+) -> None:
+    settings = config(cluster.url, mode="cluster", **SHORT, node_pause_s=60)
+    (stuck,), (first,), (second,) = of_each(settings, 1)
+    async with ValkeyTier(settings) as tier:
+        assert await put(tier, arena, stuck, first, second) == [None] * 3
+        cluster.servers[0].signal(signal.SIGSTOP)
+        try:
+            keys = [key_of(first), key_of(second), key_of(stuck)]
+            assert await tier.count_prefix(keys) == 2
+            start = time.monotonic()
+            for _ in range(100):
+                assert await tier.count_prefix(keys) == 2
+                assert await get(tier, allocate, first, stuck) == ["hit", "TierPartUnavailableError"]
+            assert time.monotonic() - start < 0.5 + SLACK_S  # once more at most, not 200 times
+        finally:
+            cluster.servers[0].signal(signal.SIGCONT)
+            cluster.wait_whole()
+
+
+async def _until_stored(tier: ValkeyTier, arena: Arena, number: int) -> bool:
+    while (await put(tier, arena, number)) != [None]:
+        await asyncio.sleep(0)
+    return True
+
+
+async def test_a_slot_that_moves_is_followed(
+    cluster: ServerCluster, arena: Arena, allocate: Allocate
+) -> None:
+    settings = config(cluster.url, mode="cluster")
+    [[number, other], _, _] = of_each(settings, 2)
+    source, target = cluster.servers[:2]
+    name = f"{settings.key_prefix}{key_of(number).hex()}"
+    slot = source.ask("CLUSTER", "KEYSLOT", name)
+    ids = [server.ask("CLUSTER", "MYID").decode() for server in (source, target)]
+    async with ValkeyTier(settings) as tier:
+        await put(tier, arena, number, other)
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        # Half way: the source asks us to ask the target.
+        assert await get(tier, allocate, number, other) == ["hit", "hit"]
+        assert await tier.contains_many([key_of(number), key_of(other)]) == [True, True]
+        assert await put(tier, arena, number) == [None]
+        for server in (target, source):
+            server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+        # Moved for good.
+        assert await get(tier, allocate, number, other) == ["hit", "hit"]
+        assert await tier.contains(key_of(number))
+        assert await tier.remove(key_of(number))
+        for server in (source, target):
+            server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
+
+
+async def test_a_cluster_without_any_node_is_an_error_in_time(arena: Arena, allocate: Allocate) -> None:
+    settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
+    async with ValkeyTier(settings) as tier:
+        with pytest.raises(TierUnavailableError, match="no node tells the slots"):
+            await tier.contains(key_of(1))
+        assert await get(tier, allocate, 1, 2) == ["TierUnavailableError"] * 2
+        assert all(isinstance(answer, TierError) for answer in await put(tier, arena, 1, 2))
+
+
+async def test_a_new_master_is_found_by_sentinel(server: Server, arena: Arena, allocate: Allocate) -> None:
+    quick = ("--repl-diskless-sync-delay", "0")
+    watched = (
+        f"sentinel monitor kv 127.0.0.1 {server.port} 1\n"
+        "sentinel down-after-milliseconds kv 300\nsentinel failover-timeout kv 2000\n"
+    )
+    with (
+        running("--replicaof", f"127.0.0.1 {server.port}", *quick) as replica,
+        running("--sentinel", config=watched) as sentinel,
+    ):
+        wait_until(lambda: b"slave0" in sentinel.ask("INFO", "replication") or _knows_replica(sentinel))
+        url = f"valkey-sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
+        async with ValkeyTier(config(url, sentinel_service="kv")) as tier:
+            assert await put(tier, arena, 1, 2) == [None, None]
+            assert server.ask("DBSIZE") == 2
+            wait_until(lambda: replica.ask("DBSIZE") == 2)
+            server.kill()
+            assert await _until_stored(tier, arena, 3)
+            assert await get(tier, allocate, 1, 2, 3) == ["hit"] * 3
+            assert replica.ask("ROLE")[0] == b"master"
+
+
+def _knows_replica(sentinel: Server) -> bool:
+    replicas = sentinel.ask("SENTINEL", "REPLICAS", "kv")
+    return isinstance(replicas, list) and len(replicas) == 1
+
+
+async def test_sentinels_that_know_no_such_master_say_so(server: Server) -> None:
+    with running("--sentinel", config=f"sentinel monitor kv 127.0.0.1 {server.port} 1\n") as sentinel:
+        settings = config(f"valkey-sentinel://127.0.0.1:{sentinel.port}", sentinel_service="other")
+        async with ValkeyTier(settings) as tier:
+            with pytest.raises(TierUnavailableError, match="knows no master 'other': see sentinel_service"):
+                await tier.contains(key_of(1))
+
+
+async def test_sentinels_that_hang_hold_many_callers_up_no_longer_than_one(
+    server: Server, arena: Arena, allocate: Allocate
+) -> None:
+    watched = f"sentinel monitor kv 127.0.0.1 {server.port} 1\n"
+    with running("--sentinel", config=watched) as stuck, running("--sentinel", config=watched) as sentinel:
+        stuck.signal(signal.SIGSTOP)
+        url = f"valkey-sentinel://127.0.0.1:{stuck.port},127.0.0.1:{sentinel.port}"
+        async with ValkeyTier(config(url, sentinel_service="kv", **SHORT)) as tier:
+            assert await put(tier, arena, 1) == [None]
+            assert await get(tier, allocate, 1) == ["hit"]
+        sentinel.signal(signal.SIGSTOP)
+        async with ValkeyTier(config(url, sentinel_service="kv", **SHORT)) as tier:
+            start = time.monotonic()
+            calls = [tier.contains(key_of(number)) for number in range(100)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {TierUnavailableError}
+            assert time.monotonic() - start < 0.6 + SLACK_S
+
+
+async def test_closing_ends_a_call_that_is_connecting() -> None:
+    with socket.socket() as deaf:  # takes connections and says nothing
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        url = f"valkey://127.0.0.1:{deaf.getsockname()[1]}"
+        tier = ValkeyTier(config(url, connect_timeout_s=600, lookup_timeout_s=0.1))
+        await tier.__aenter__()
+        call = asyncio.ensure_future(tier.get(key_of(1), allocate_nothing))
+        await turns(20)
+        await asyncio.wait_for(tier.__aexit__(None, None, None), SLACK_S)
+        with pytest.raises(TierClosedError):
+            await call
+
+
+async def allocate_nothing(nbytes: int) -> Buffer:
+    raise BudgetExceededError(f"no {nbytes} bytes for this test")

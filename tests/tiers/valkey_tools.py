@@ -1,0 +1,33 @@
+"""What the valkey tier's tests have in common."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from lmcache_async.plugins.valkey import ValkeyConfig
+from lmcache_async.plugins.valkey.cluster import slot_of
+from lmcache_async.testing.records import key_of
+
+
+def config(url: str, **options: object) -> ValkeyConfig:
+    """Keys of its own; deadlines for a busy machine."""
+    waits = {"connect_timeout_s": 10, "lookup_timeout_s": 10, "transfer_timeout_s": 10}
+    return ValkeyConfig.model_validate({"url": url, "key_prefix": f"{uuid.uuid4().hex}:", **waits, **options})
+
+
+def home_of(settings: ValkeyConfig, number: int) -> int:
+    """Which of three masters with a third of the slots each has the chunk."""
+    return slot_of(f"{settings.key_prefix}{key_of(number).hex()}".encode()) * 3 // 16384
+
+
+def of_each(settings: ValkeyConfig, count: int) -> Sequence[list[int]]:
+    """`count` chunks of each of the three masters."""
+    found: list[list[int]] = [[], [], []]
+    number = 0
+    while min(map(len, found)) < count:
+        home = found[home_of(settings, number)]
+        if len(home) < count:
+            home.append(number)
+        number += 1
+    return found

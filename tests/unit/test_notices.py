@@ -1,0 +1,103 @@
+"""Who watches an engine's tiers is told what each has got and given up."""
+
+from collections import defaultdict
+
+import pytest
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+
+TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
+SLOTS = list(range(40))
+
+
+class Watching:
+    """Keeps what each tier has, by what it is told."""
+
+    def __init__(self):
+        self.has = defaultdict(set)
+
+    def kept(self, tier, keys):
+        self.has[tier].update(keys)
+
+    def gone(self, tier, keys):
+        self.has[tier].difference_update(keys)
+
+
+def opened(rig, watcher, registry=None, **settings):
+    return CacheEngine.open(
+        rig.config(**settings),
+        layout=rig.layout,
+        namespace=rig.namespace,
+        registry=registry,
+        watcher=watcher,
+    )
+
+
+async def held(engine, tier):
+    [stacked] = [one for one in engine._parts.stack.tiers if one.id == tier]
+    return {key async for key in stacked.tier.keys()}  # noqa: SIM118 - a tier's
+
+
+async def agree(engine, watcher, *tiers):
+    assert await engine.flush(timeout_s=10)
+    for tier in tiers:
+        assert watcher.has[tier] == await held(engine, tier)
+
+
+@pytest.mark.parametrize("disk_chunks", [4, 100])
+async def test_what_is_told_is_what_the_tiers_have(tmp_path, disk_chunks):
+    """Stores, evictions of both tiers, promotion and clearing."""
+    rig, watcher = Rig(slabs=8), Watching()
+    disk = {"name": "disk", "path": str(tmp_path), "max_bytes": disk_chunks * rig.slab_bytes}
+    async with opened(rig, watcher, tiers=["cpu", disk]) as engine:
+        for first in range(0, 900, 100):
+            await engine.store([first + token for token in TOKENS], SLOTS)
+            await agree(engine, watcher, "cpu", "disk")
+        statistics = engine.statistics()
+        assert statistics.tiers["cpu"].evictions
+        assert bool(statistics.tiers["disk"].evictions) == (disk_chunks == 4)
+
+        await engine.clear(memory_only=True)
+        assert watcher.has["cpu"] == set()
+        await engine.retrieve([800 + token for token in TOKENS], SLOTS)
+        await agree(engine, watcher, "cpu", "disk")
+        assert watcher.has["cpu"]
+        await engine.clear()
+        await agree(engine, watcher, "cpu", "disk")
+        assert not watcher.has["disk"]
+
+
+async def test_a_record_in_doubt_is_gone(tmp_path):
+    rig, watcher = Rig(), Watching()
+    async with opened(
+        rig, watcher, tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}]
+    ) as engine:
+        await engine.store(TOKENS, SLOTS)
+        assert len(watcher.has["disk"]) == 5
+        path = next(one for one in tmp_path.rglob("*") if one.is_file() and one.stat().st_size > 4096)
+        content = bytearray(path.read_bytes())
+        content[4096] ^= 255
+        path.write_bytes(content)
+        await engine.retrieve(TOKENS, SLOTS)
+
+        await agree(engine, watcher, "disk")
+        assert len(watcher.has["disk"]) == 4
+
+
+class _Refuses(DictTier):
+    async def put(self, key, buffer):
+        raise TierUnavailableError("not today")
+
+
+async def test_what_a_tier_refuses_is_not_told():
+    rig, watcher = Rig(), Watching()
+    registry = FakeRegistry(tiers={"refuses": _Refuses})
+    async with opened(rig, watcher, registry, tiers=["cpu", "refuses"]) as engine:
+        await engine.store(TOKENS, SLOTS)
+
+        await agree(engine, watcher, "cpu")
+        assert watcher.has["refuses"] == set()

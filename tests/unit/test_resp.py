@@ -1,0 +1,194 @@
+"""Replies in any pieces, and bytes that are none; no server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.resp.reading import SMALL_BYTES, Reader, Record, Replies
+from lmcache_async.resp.wire import (
+    MAX_BULK,
+    MAX_LINE,
+    ErrorReply,
+    ProtocolError,
+    encode,
+    encode_each,
+    encode_head,
+    encode_tail,
+    parse_reply,
+)
+
+WORDS = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=20)
+REPLIES = st.recursive(
+    st.integers(-(1 << 62), 1 << 62)
+    | st.binary(max_size=100)
+    | st.none()
+    | st.builds(lambda code, text: ErrorReply(code, f"{code} {text}"), WORDS, WORDS),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=10,
+)
+RECORDS = st.integers(0, 3 * SMALL_BYTES) | st.none() | st.just(ErrorReply("LOADING", "LOADING wait"))
+EXPECTED = st.lists(
+    st.tuples(st.just("replies"), st.lists(REPLIES, min_size=1, max_size=4))
+    | st.tuples(st.just("record"), RECORDS),
+    min_size=1,
+    max_size=5,
+)
+
+
+def wire(reply: object) -> bytes:
+    """As a server writes it."""
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case int():
+            return b":%d\r\n" % reply
+        case ErrorReply():
+            return b"-" + reply.text.encode() + b"\r\n"
+        case bytes():
+            return b"$%d\r\n%b\r\n" % (len(reply), reply)
+        case list():
+            return b"*%d\r\n" % len(reply) + b"".join(map(wire, reply))
+    raise AssertionError(reply)
+
+
+def content(length: int) -> bytes:
+    return bytes(range(251)) * (length // 251) + bytes(range(length % 251))
+
+
+def feed(reader: Reader, data: bytes, sizes: list[int]) -> list[bytearray]:
+    """Give it all of the data in pieces of these sizes, as a transport does; the memory of its records."""
+    memory: list[bytearray] = []
+    at, turn = 0, 0
+    while at < len(data):
+        view = reader.get_buffer()
+        assert len(view) > 0
+        size = min(len(view), sizes[turn % len(sizes)], len(data) - at)
+        view[:size] = data[at : at + size]
+        view.release()
+        reader.received(size)
+        at, turn = at + size, turn + 1
+        while reader.paused:
+            head = reader._expected[0]
+            assert isinstance(head, Record)
+            length = head.length.result()
+            assert isinstance(length, int)
+            if length > 1 << 20:
+                raise ProtocolError("more than a slab")  # as the tier does
+            memory.append(bytearray(length))
+            reader.take_record(memoryview(memory[-1]))
+    return memory
+
+
+@given(
+    asked=EXPECTED,
+    sizes=st.lists(st.integers(1, 7) | st.integers(1, 2 * SMALL_BYTES), min_size=1, max_size=20),
+)
+def test_replies_in_any_pieces_reach_those_who_asked(
+    asked: list[tuple[str, object]], sizes: list[int]
+) -> None:
+    async def run() -> None:
+        reader = Reader()
+        waiting: list[Replies | Record] = []
+        data = b""
+        for kind, value in asked:
+            if kind == "replies":
+                assert isinstance(value, list)
+                waiting.append(Replies(len(value)))
+                data += b"".join(map(wire, value))
+            else:
+                waiting.append(Record())
+                data += wire(content(value) if isinstance(value, int) else value)
+            reader.expect(waiting[-1])
+
+        memory = iter(feed(reader, data, sizes))
+
+        assert reader.idle
+        assert not reader.paused
+        for one, (_, value) in zip(waiting, asked, strict=True):
+            if isinstance(one, Replies):
+                assert one.done.result() == value
+            else:
+                assert one.length.result() == value
+                if isinstance(value, int):
+                    assert one.done.done()
+                    assert next(memory) == content(value)
+        assert next(memory, None) is None
+
+    asyncio.run(run())
+
+
+@given(
+    noise=st.binary(min_size=1, max_size=200)
+    | st.lists(REPLIES, min_size=1).map(lambda r: b"".join(map(wire, r))),
+    damage=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=3),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+    records=st.booleans(),
+)
+def test_any_bytes_are_answers_or_a_protocol_error(
+    noise: bytes, damage: list[tuple[int, int]], sizes: list[int], records: bool
+) -> None:
+    async def run() -> None:
+        data = bytearray(noise)
+        for place, value in damage:
+            data[place % len(data)] = value
+        reader = Reader()
+        for _ in range(3):
+            reader.expect(Record() if records else Replies(2))
+        with contextlib.suppress(ProtocolError):
+            feed(reader, bytes(data), sizes)
+        reader.fail(lambda: RuntimeError("of this test"))
+        assert not reader.paused
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"?\r\n", b"\r\n", b":x\r\n", b":\r\n", b"$-2\r\n", b"*-2\r\n", b":1_0\r\n", b": 1\r\n"),
+        *(
+            b"$3\r\nabcde",
+            b"$%d\r\n" % (MAX_BULK + 1),
+            b"*99999999999\r\n",
+            b"*1\r\n" * 20,
+            b"+" * (MAX_LINE + 2),
+        ),
+    ],
+)
+def test_what_is_no_reply_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_reply(bytearray(data), 0, len(data))
+
+
+async def test_what_nobody_asked_for_is_refused_with_its_words() -> None:
+    with pytest.raises(ProtocolError, match="max number of clients"):
+        feed(Reader(), b"-ERR max number of clients reached\r\n", [100])
+
+
+async def test_a_record_that_does_not_end_where_it_should_is_refused() -> None:
+    reader = Reader()
+    reader.expect(Record())
+    with pytest.raises(ProtocolError, match="does not end"):
+        feed(reader, b"$3\r\nabcd\r\n", [100])
+
+
+async def test_a_long_list_is_read_without_reading_it_again_for_every_byte() -> None:
+    reader = Reader()
+    replies = Replies(1)
+    reader.expect(replies)
+    names = [b"%050d" % number for number in range(5000)]
+    feed(reader, wire(names), [SMALL_BYTES])
+    assert replies.done.result() == [names]
+
+
+def test_commands_are_lists_of_strings() -> None:
+    assert encode(b"GET", b"k") == b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n"
+    assert encode_each(b"GET", [b"k", b"ab"]) == encode(b"GET", b"k") + encode(b"GET", b"ab")
+    head = encode_head(b"SET", b"k", nbytes=3, after=2)
+    assert head + b"abc" + encode_tail(b"PX", b"5") == encode(b"SET", b"k", b"abc", b"PX", b"5")
+    assert encode_head(b"SET", b"k", nbytes=0, after=0) + encode_tail() == encode(b"SET", b"k", b"")

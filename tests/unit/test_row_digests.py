@@ -1,0 +1,152 @@
+"""Checksums taken while rows are copied: those of the library, of every length and cut, or none at all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.device import cpu, rows
+from lmcache_async.device.copier import CopyJob
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.testing.caches import CacheForm, cache_forms
+
+UNIT, LEAST = 64, 256
+
+needs_module = pytest.mark.parametrize("module", [way for way in rows.ways() if way is not None])
+
+
+def noise(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@needs_module
+@given(
+    row=st.sampled_from([64, 128, 192, 1024, 1088, 4096]),
+    order=st.permutations(range(12)),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    shift=st.integers(0, 70),
+    to_payload=st.booleans(),
+    stream=st.booleans(),
+)
+def test_a_digest_is_the_librarys_of_what_was_copied(module, row, order, cuts, shift, to_payload, stream):
+    memory, payload = noise(12 * row + shift)[shift:], noise(12 * row + shift, 1)[shift:]
+    starts = np.array(order, np.int64) * row
+    digest = module.start_digest(payload.nbytes)
+
+    edges = [0, *sorted(cuts), 12]
+    for low, high in itertools.pairwise(edges):
+        part = payload[low * row : high * row]
+        module.copy(memory, starts[low:high], part, row, to_payload, stream, digest)
+
+    assert np.array_equal(memory.reshape(12, row)[order], payload.reshape(12, row))
+    assert module.finish_digest(digest) == xxhash.xxh3_128_digest(payload)
+
+
+@needs_module
+@pytest.mark.parametrize("units", [*range(4, 40), 16 * 16, 16 * 16 + 1, 16 * 17 - 1, 4096])
+def test_every_number_of_units_is_right_also_at_the_ends_of_blocks(module, units):
+    memory = noise(units * UNIT, units)
+    payload = np.empty_like(memory)
+    digest = module.start_digest(memory.nbytes)
+    module.copy(memory, np.arange(units) * UNIT, payload, UNIT, True, False, digest)
+
+    assert module.finish_digest(digest) == xxhash.xxh3_128_digest(memory)
+
+
+@needs_module
+@pytest.mark.parametrize("size", [-64, 0, 64, 192, 257, 300])
+def test_a_digest_of_another_length_is_refused(module, size):
+    with pytest.raises(ValueError, match=f"whole 64 bytes and at least 256, not of {size}"):
+        module.start_digest(size)
+
+
+@needs_module
+def test_what_a_digest_cannot_take_in_is_not_copied(module):
+    memory, payload = noise(1024), np.zeros(1024, np.uint8)
+
+    def copy(starts, size, digest):
+        some = np.array(starts, np.int64)
+        module.copy(memory, some, payload[: len(some) * size], size, True, False, digest)
+
+    with pytest.raises(ValueError, match="awaits 256 bytes cannot take in 320"):
+        copy([0], 320, module.start_digest(256))
+    with pytest.raises(ValueError, match="cannot take in 32, in rows of 32"):
+        copy([0], 32, module.start_digest(256))
+    with pytest.raises(ValueError, match="row 1 is passed over"):
+        copy([0, -1], 64, module.start_digest(256))
+    for none in (bytearray(), bytearray(79), bytearray(72 * b"\xff" + bytes(8))):
+        with pytest.raises(ValueError, match="no digest"):
+            copy([0], 64, none)
+    assert not payload.any()
+
+
+@needs_module
+def test_a_digest_that_has_not_seen_all_is_none(module):
+    memory = noise(256)
+    digest = module.start_digest(256)
+    module.copy(memory, np.zeros(1, np.int64), np.empty(192, np.uint8), 192, True, False, digest)
+
+    with pytest.raises(ValueError, match="awaits 64 bytes more"):
+        module.finish_digest(digest)
+    with pytest.raises(ValueError, match="no digest"):
+        module.finish_digest(bytearray(79))
+
+
+def gather(form, chunks, *, threads=2, digest=True):
+    """The payloads of `chunks` and what the copier says of them."""
+    cache = form.build(8)
+    jobs = [CopyJob(np.array(c, np.int64), noise(cache.layout.payload_bytes(len(c)), 7)) for c in chunks]
+    copier = CpuCopier(cache.layout, threads=threads)
+    try:
+        digests = asyncio.run(copier.gather(jobs, digest=digest))
+    finally:
+        copier.close()
+    return [job.payload for job in jobs], digests
+
+
+@needs_module
+@given(st.data(), cache_forms())
+def test_a_gather_with_digests_copies_the_same_and_tells_the_truth(module, data, form):
+    del module
+    num_rows = form.build(8).layout.num_rows
+    order = data.draw(st.permutations(range(num_rows)))
+    edges = sorted({0, num_rows, *data.draw(st.lists(st.integers(0, num_rows), max_size=3))})
+    chunks = [order[low:high] for low, high in itertools.pairwise(edges)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "MIN_THREAD_BYTES", 1)
+        patch.setattr(cpu, "STREAM_BYTES", data.draw(st.sampled_from((1, 1 << 30))))
+        threads = data.draw(st.integers(1, 3))
+        payloads, digests = gather(form, chunks, threads=threads)
+        expected, none = gather(form, chunks, digest=False)
+
+    assert none is None
+    assert all(map(np.array_equal, payloads, expected))
+    assert digests is None or digests == [xxhash.xxh3_128_digest(payload) for payload in payloads]
+
+
+WIDE = CacheForm(separate=True)  # rows of 128 bytes
+
+
+@needs_module
+def test_digests_come_where_the_module_can_take_them(module):
+    del module
+    payloads, digests = gather(WIDE, [range(4), range(4, 8)])
+    assert digests == [xxhash.xxh3_128_digest(payload) for payload in payloads]
+
+
+def test_no_digest_comes_without_the_module(monkeypatch):
+    monkeypatch.setattr(rows, "compiled", None)
+    assert gather(WIDE, [range(4)])[1] is None
+
+
+@needs_module
+def test_no_digest_comes_of_a_chunk_with_skipped_rows(module):
+    del module
+    assert gather(WIDE, [[0, -1], [2, 3]])[1] is None

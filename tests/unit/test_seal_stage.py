@@ -1,0 +1,78 @@
+"""Sealing in the engine: checksums that the copy took, and those that may not be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmcache_async.device import rows
+from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.pipeline.batch import FilledBatch
+from lmcache_async.registry import STAGES
+from lmcache_async.testing.rig import Rig
+from tests.made import Made
+
+TOKENS = list(range(100, 140))  # 5 chunks
+STORE = ["hash", "lookup", "allocate", "device_to_host", "seal", "write"]
+
+
+@pytest.fixture
+def digests(monkeypatch):
+    """Of each gather whether checksums were wanted of it, and what it gave."""
+    gather, given = CpuCopier.gather, []
+
+    async def told(self, *arguments, **options):
+        result = await gather(self, *arguments, **options)
+        given.append((options["digest"], result))
+        return result
+
+    monkeypatch.setattr(CpuCopier, "gather", told)
+    return given
+
+
+@pytest.fixture
+def rig():
+    return Rig(head_dim=16)  # rows of 64 bytes, of which digests can be taken
+
+
+async def flip(batch: FilledBatch) -> FilledBatch:
+    """Change every payload in its place."""
+    for buffer in batch.buffers:
+        buffer.array[4096:] ^= 0x55
+    return batch
+
+
+async def stored_and_loaded(rig, registry, stages):
+    """The KV that comes back through the disk-like tier alone, which checks every checksum."""
+    slots = range(len(TOKENS))
+    rig.write(slots, rig.content(TOKENS))
+    settings = {"tiers": ["dict"], "store.stages": stages}
+    async with rig.open(registry=registry, **settings) as engine:
+        report = await engine.store(TOKENS, slots)
+        assert report.stored == 5
+        assert await engine.flush(timeout_s=5)
+        rig.wipe()
+        assert (await engine.retrieve(TOKENS, slots)).all()
+    return rig.read(slots)
+
+
+@pytest.mark.skipif(rows.compiled is None, reason="no compiler, no digests")
+async def test_checksums_taken_by_the_copy_are_those_of_the_records(rig, digests):
+    loaded = await stored_and_loaded(rig, Made().registry, STORE)
+
+    assert torch.equal(loaded, rig.content(TOKENS))
+    assert digests
+    assert all(wanted and given for wanted, given in digests)
+
+
+async def test_checksums_are_taken_anew_behind_a_stage_that_changes_payloads(rig, digests):
+    registry = Made().registry
+    registry._given[STAGES]["flip"] = flip
+    stages = [*STORE[:4], "flip", *STORE[4:]]
+
+    loaded = await stored_and_loaded(rig, registry, stages)
+
+    original = rig.content(TOKENS).numpy().view("u1") ^ 0x55
+    assert (loaded.numpy().view("u1") == original).all()
+    assert digests
+    assert not any(wanted or given for wanted, given in digests)

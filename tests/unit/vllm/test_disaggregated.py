@@ -1,0 +1,294 @@
+"""Prefill in one simulated vLLM and decode in another, with a tier between them that obeys the test.
+
+The simulator fails a test by itself when a request would read KV that is not the KV of its tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_async.engine import engine as engine_module
+from lmcache_async.integration.vllm.handover import FIELD
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+from tests.unit.vllm.shelf import Shelf
+from tests.unit.vllm.test_simulated import (
+    Simulators,
+    assert_nothing_is_held,
+    expected,
+    prompt,
+    scheduler_half,
+)
+
+Params = dict[str, Any] | None
+
+
+class Pair:
+    """A producer and a consumer with a shelf between them."""
+
+    def __init__(self, simulators: Simulators, shelf: Shelf) -> None:
+        self.simulators = simulators
+        self.shelf = shelf
+
+    def vllm(self, role: str, options: dict[str, Any] | None = None, **setup: Any) -> SimulatedVLLM:
+        given = {"tiers": ["cpu", "shelf"], "vllm.wait_for_producer_s": 20.0, **(options or {})}
+        return self.simulators(given, kv_role=role, **setup)
+
+    def prefill(self, producer: SimulatedVLLM, name: str, tokens: list[int], **options: Any) -> Params:
+        """As a proxy does it: one token, and what the answer says of the KV."""
+        producer.add(name, tokens, max_tokens=1, **options)
+        producer.run()
+        assert producer.outputs[name] == expected(tokens, 1)
+        return producer.kv_transfer_params[name]
+
+    def waiting(self, consumer: SimulatedVLLM, asks: int = 3) -> None:
+        """Step until its requests have asked so often in vain."""
+        counts = scheduler_half(consumer)._client.waits
+
+        def asked() -> bool:
+            consumer.step()
+            return bool(counts.asks >= asks)
+
+        self.simulators.until(asked)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, socket_dir: Path, until: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    shelf = Shelf()
+    registry = FakeRegistry(tiers={"shelf": shelf.tier_class()})
+    monkeypatch.setattr(engine_module, "Registry", lambda: registry)
+    simulators = Simulators(tmp_path, socket_dir, until)
+    yield Pair(simulators, shelf)
+    for sim in simulators.made:
+        sim.close()
+
+
+def waits(consumer: SimulatedVLLM) -> Any:
+    return scheduler_half(consumer)._client.waits
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("length", [8, 40, 64, 300, 512])
+def test_what_one_computes_the_other_decodes_from(pair: Pair, length: int, ranks: int, overlapped: bool):
+    producer = pair.vllm("kv_producer", ranks=ranks, overlapped=overlapped)
+    consumer = pair.vllm("kv_consumer", ranks=ranks, overlapped=overlapped)
+    tokens = prompt(length)
+    params = pair.prefill(producer, "p", tokens)
+    consumer.add("d", tokens, params=params)
+    consumer.run()
+
+    whole = length - length % 16
+    assert (params[FIELD]["tokens"] if params else 0) == whole
+    assert consumer.cached_tokens["d"] == (0, whole)
+    assert consumer.computed_tokens == (length - whole or 1) + 3
+    assert consumer.outputs["d"] == expected(tokens, 4)
+    assert (waits(consumer).kept, waits(consumer).late) == (int(whole > 0), 0)
+    for sim in (producer, consumer):
+        assert_nothing_is_held(sim)
+
+
+def test_what_is_still_being_written_is_waited_for_and_others_run_meanwhile(pair: Pair):
+    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+    pair.shelf.slow = True
+    tokens, other = prompt(300), prompt(100, seed=1)
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    pair.waiting(consumer)
+    consumer.add("other", other)
+    while "other" not in consumer.finish_reasons:
+        consumer.step()
+    assert consumer.outputs["d"] == []
+    pair.shelf.arrive()
+    consumer.run()
+
+    assert consumer.cached_tokens["d"] == (0, 288)
+    assert (consumer.outputs["d"], consumer.outputs["other"]) == (expected(tokens, 4), expected(other, 4))
+    assert_nothing_is_held(consumer)
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_a_producer_that_died_costs_the_configured_time_and_no_answer(pair: Pair, chunks: int):
+    producer = pair.vllm("kv_producer")
+    consumer = pair.vllm("kv_consumer", {"vllm.wait_for_producer_s": 0.05})
+    tokens = prompt(300)
+    pair.prefill(producer, "part", tokens[: chunks * 64 or 1])
+    pair.simulators.settle(producer)
+    pair.shelf.slow = True
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    consumer.run()
+
+    assert consumer.cached_tokens["d"] == (0, chunks * 64)
+    assert consumer.outputs["d"] == expected(tokens, 4)
+    assert (waits(consumer).kept, waits(consumer).late) == (0, 1)
+    assert_nothing_is_held(consumer)
+
+
+def test_many_requests_of_a_producer_that_died_all_get_their_answers(pair: Pair):
+    producer = pair.vllm("kv_producer")
+    consumer = pair.vllm("kv_consumer", {"vllm.wait_for_producer_s": 0.2})
+    pair.shelf.slow = True
+    prompts = {f"r{index}": prompt(70 + index, seed=index) for index in range(20)}
+    for name, tokens in prompts.items():
+        consumer.add(name, tokens, params=pair.prefill(producer, name, tokens))
+    consumer.run()
+
+    for name, tokens in prompts.items():
+        assert consumer.outputs[name] == expected(tokens, 4)
+    assert waits(consumer).late == 20
+    assert_nothing_is_held(consumer)
+
+
+def test_a_promise_of_more_than_the_prompt_or_of_another_model_is_not_waited_for(pair: Pair):
+    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+    other = pair.vllm("kv_producer", {"weights_fingerprint": "text:others"})
+    tokens = prompt(300)
+    pair.shelf.slow = True
+    longer = pair.prefill(producer, "longer", [*tokens, *prompt(100, seed=1)])
+    foreign = pair.prefill(other, "foreign", tokens)
+    for name, params in [("longer", longer), ("foreign", foreign)]:
+        assert params is not None
+        consumer.add(name, tokens, params=params)
+    consumer.run()
+
+    assert consumer.outputs["longer"] == consumer.outputs["foreign"] == expected(tokens, 4)
+    assert (waits(consumer).doubted, waits(consumer).promises) == (2, 0)
+
+
+def test_aborting_a_request_that_waits_leaves_nothing_behind(pair: Pair):
+    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+    pair.shelf.slow = True
+    tokens = prompt(300)
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    pair.waiting(consumer)
+    consumer.abort("d")
+    consumer.run()
+    client = scheduler_half(consumer)._client
+    pair.simulators.until(lambda: client._waiting._waiting == 0)
+
+    assert_nothing_is_held(consumer)
+    pair.shelf.arrive()
+    consumer.add("again", tokens)
+    consumer.run()
+    assert consumer.cached_tokens["again"] == (0, 288)
+    assert_nothing_is_held(consumer)
+
+
+def test_resetting_the_cache_ends_a_wait(pair: Pair):
+    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+    pair.shelf.slow = True
+    tokens = prompt(300)
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    pair.waiting(consumer)
+    consumer.scheduler.reset_prefix_cache(reset_connector=True)
+    consumer.run()
+
+    assert consumer.cached_tokens["d"] == (0, 0)
+    assert consumer.outputs["d"] == expected(tokens, 4)
+    assert_nothing_is_held(consumer)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_a_consumer_short_of_blocks_preempts_and_still_answers_right(pair: Pair, overlapped: bool):
+    producer = pair.vllm("kv_producer")
+    consumer = pair.vllm("kv_consumer", num_blocks=24, overlapped=overlapped, max_num_seqs=4)
+    prompts = {f"r{index}": prompt(60, seed=index) for index in range(4)}
+    for name, tokens in prompts.items():
+        consumer.add(name, tokens, max_tokens=70, params=pair.prefill(producer, name, tokens))
+    consumer.run()
+
+    assert consumer.preemptions > 0
+    for name, tokens in prompts.items():
+        assert consumer.outputs[name] == expected(tokens, 70)
+    assert_nothing_is_held(consumer)
+
+
+def test_when_the_shared_tier_refuses_consumers_are_not_told_to_wait(pair: Pair):
+    producer = pair.vllm("kv_producer")
+    pair.shelf.broken = True
+    first = pair.prefill(producer, "first", prompt(200))  # one step, so its end is not known before it ends
+    pair.simulators.settle(producer)
+    producer.add("tells", prompt(10, seed=1), max_tokens=2)  # a step, which brings the tiers' answer
+    producer.run()
+    second = pair.prefill(producer, "second", prompt(300, seed=2))
+    pair.shelf.broken = False
+    numbers = itertools.count(3)
+
+    def promises_again() -> bool:  # when the breaker before the tier has let a store through
+        number = next(numbers)
+        return pair.prefill(producer, f"later {number}", prompt(300, seed=number)) is not None
+
+    pair.simulators.until(promises_again)
+    assert first is not None  # nobody knew yet
+    assert second is None
+
+
+def test_what_the_shared_tier_lost_is_written_again_from_a_hit_in_memory(pair: Pair):
+    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+    tokens = prompt(300)
+    pair.prefill(producer, "p", tokens)
+    pair.simulators.settle(producer)
+    pair.shelf.visible.clear()
+    params = pair.prefill(producer, "again", tokens)
+    assert producer.cached_tokens["again"] == (0, 288)
+    consumer.add("d", tokens, params=params)
+    consumer.run()
+
+    assert consumer.cached_tokens["d"] == (0, 288)
+    assert consumer.outputs["d"] == expected(tokens, 4)
+
+
+def test_both_with_both_roles_hand_over_when_asked_and_wait_when_promised(pair: Pair):
+    first, second = pair.vllm("kv_both"), pair.vllm("kv_both")
+    pair.shelf.slow = True
+    tokens = prompt(300)
+    assert pair.prefill(first, "cached", tokens) is None
+    params = pair.prefill(first, "p", tokens, params={"do_remote_decode": True})
+    second.add("d", tokens, params=params)
+    pair.waiting(second)
+    pair.shelf.arrive()
+    second.run()
+
+    assert second.cached_tokens["d"] == (0, 288)
+    assert second.outputs["d"] == expected(tokens, 4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_lengths_deaths_and_aborts_gives_every_request_its_own_answer(pair: Pair, seed: int):
+    chosen = random.Random(seed)
+    ranks, chunk = chosen.choice([1, 2]), chosen.choice([16, 32, 64])
+    options = {"chunk_size": chunk, "arena.max_bytes": chosen.choice(["256KiB", "1MiB"])}
+    producer = pair.vllm("kv_producer", options, ranks=ranks, overlapped=chosen.random() < 0.5)
+    wait = {"vllm.wait_for_producer_s": chosen.choice([0.02, 0.2])}
+    consumer = pair.vllm(
+        "kv_consumer",
+        options | wait,
+        ranks=ranks,
+        overlapped=chosen.random() < 0.5,
+        num_blocks=chosen.choice([24, 200]),
+        max_num_seqs=chosen.choice([2, 8]),
+    )
+    roots = [prompt(280, seed=1000 + index) for index in range(2)]
+    prompts = {}
+    for index in range(16):
+        tokens = chosen.choice(roots)[: chosen.randrange(1, 280)] + prompt(chosen.choice([0, 1, 20]), index)
+        prompts[f"r{index}"] = tokens
+        pair.shelf.slow, pair.shelf.broken = chosen.random() < 0.3, chosen.random() < 0.1
+        consumer.add(f"r{index}", tokens, params=pair.prefill(producer, f"r{index}", tokens))
+        for _ in range(chosen.randrange(4)):
+            consumer.step()
+        if chosen.random() < 0.3:
+            pair.shelf.arrive()
+        if chosen.random() < 0.1 and f"r{index}" not in consumer.finish_reasons:
+            consumer.abort(f"r{index}")
+    consumer.run()
+
+    for name, tokens in prompts.items():
+        if consumer.finish_reasons[name] != "abort":
+            assert consumer.outputs[name] == expected(tokens, 4)
+    assert_nothing_is_held(consumer)

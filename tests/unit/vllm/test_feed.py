@@ -1,0 +1,95 @@
+"""What the model's thread takes of an engine's metrics, between any two moments of the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from lmcache_async.integration.vllm.feed import StatsFeed
+from lmcache_async.testing.rig import Rig
+
+if TYPE_CHECKING:
+    from lmcache_async.observability.families import Family
+
+TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
+SLOTS = list(range(40))
+
+
+def stores(families: list[Family]) -> float:
+    return sum(s.value for f in families if f.name == "lmcache_async_stores_total" for s in f.samples)
+
+
+async def taken(feed: StatsFeed) -> list[Family]:
+    async with asyncio.timeout(30):
+        while not (families := feed.take()):
+            await asyncio.sleep(0.001)
+    return families
+
+
+async def test_each_count_is_taken_once_and_zeros_come_first() -> None:
+    async with Rig().open() as engine:
+        feed = StatsFeed(engine)
+        first = await taken(feed)
+        await engine.store(TOKENS, SLOTS)
+        await engine.store(TOKENS, SLOTS)
+        later = 0.0
+        while later < 2:
+            later += stores(await taken(feed))
+        feed.close()
+
+    assert stores(first) == 0
+    assert "lmcache_async_stores_total" in {family.name for family in first}
+    assert later == 2
+    assert feed.take() == []
+
+
+async def test_what_is_not_taken_is_kept_as_one_and_not_counted_twice() -> None:
+    async with Rig().open() as engine:
+        feed = StatsFeed(engine)
+        for _ in range(3):
+            await engine.store(TOKENS, SLOTS)
+            feed._collect()
+
+        assert stores(feed.take()) == 3
+        assert feed.take() == []
+        feed.close()
+
+
+async def test_the_models_thread_does_not_wait_for_the_loop_and_takes_no_news_for_none() -> None:
+    async with Rig().open() as engine:
+        feed = StatsFeed(engine)
+        feed._collect()
+        with feed._lock:  # the loop compares just now
+            assert feed.take() == []
+
+        class Lock:
+            """The loop finds in the last moment that nothing is new."""
+
+            def acquire(self, *, blocking: bool) -> bool:
+                assert not blocking
+                feed._ready = None
+                return True
+
+            def release(self) -> None:
+                pass
+
+        lock: Any = Lock()
+        feed._lock = lock
+        assert feed.take() == []
+        feed.close()
+
+
+async def test_a_store_tells_once_however_many_chunks_it_has() -> None:
+    rig = Rig(blocks=64, slabs=40)
+    calls = []
+    async with rig.open() as engine:
+        feed = StatsFeed(engine)
+        await taken(feed)
+        changed = engine.totals.changed
+        assert changed is not None
+        engine.totals.changed = lambda: (calls.append(1), changed())[1]
+        await engine.store(list(range(256)), list(range(256)))  # 32 chunks in 11 batches
+        await engine.retrieve(list(range(256)), list(range(256)))
+        feed.close()
+
+    assert len(calls) == 2

@@ -1,0 +1,299 @@
+"""What a producer's scheduler half promises, and what a consumer's does with a promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from lmcache_async.config import load_config
+from lmcache_async.integration.vllm.config import roles_of
+from lmcache_async.integration.vllm.handover import FIELD, Promise
+from lmcache_async.integration.vllm.metadata import WorkerReport
+from lmcache_async.integration.vllm.requests import Roles
+from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, Bench, hit, spans
+
+PRODUCER = Roles(hands_over=True)
+PROMISE = Promise("p", 20, "0" * 32, "1" * 32, 30.0)
+
+
+def finish(bench: Bench, request: Request) -> Promise | None:
+    return bench.half.finished(request)
+
+
+def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
+    """A request of which all is computed, and the next token sampled."""
+    request = bench.request(num_tokens, **options)
+    bench.step((request, num_tokens))
+    request.append_output_token_ids(5)
+    return request
+
+
+@pytest.mark.parametrize("num_tokens", [2, 7, 8, 9, 16, 20, 21, 24])
+def test_a_producer_promises_every_whole_block_of_the_prompt(num_tokens: int):
+    bench = Bench(roles=PRODUCER)
+    promise = finish(bench, prefilled(bench, num_tokens))
+
+    assert promise is not None
+    assert promise.tokens == num_tokens // BLOCK * BLOCK
+    assert Promise.of(promise.params()) == promise
+
+
+def test_of_less_than_a_block_nothing_is_promised():
+    bench = Bench(roles=PRODUCER)
+
+    assert finish(bench, prefilled(bench, 1)) is None
+
+
+def test_what_was_computed_twice_or_generated_is_not_promised_beyond_the_prompt():
+    bench = Bench(roles=PRODUCER)
+    request = prefilled(bench, 7)
+    for token in range(20):
+        bench.step((request, 1))
+        request.append_output_token_ids(token)
+
+    promise = finish(bench, request)
+    assert promise is not None
+    assert promise.tokens == 6
+
+
+def test_a_request_that_was_aborted_in_its_prefill_promises_what_is_computed():
+    bench = Bench(roles=PRODUCER)
+    request = bench.request(40)
+    bench.step((request, 20))
+    request.status = RequestStatus.FINISHED_ABORTED
+
+    promise = finish(bench, request)
+    assert promise is not None
+    assert promise.tokens == 16
+
+
+@pytest.mark.parametrize("options", [{"params": {"skip_save": True}}], ids=["not stored"])
+def test_what_is_not_stored_is_not_promised(options: dict[str, Any]):
+    bench = Bench(roles=PRODUCER)
+
+    assert finish(bench, prefilled(bench, 20, **options)) is None
+
+
+def test_what_has_no_keys_yet_is_not_promised():
+    bench = Bench(roles=PRODUCER)
+    bench.client.hashes = False
+
+    assert finish(bench, prefilled(bench, 20)) is None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_request_to_be_handed_over_waits_for_its_keys_if_vllm_has_all_of_it(loads: bool):
+    bench = Bench(roles=replace(PRODUCER, loads=loads))
+    bench.client.hashes = False
+    request = bench.request(20)
+    assert bench.half.match(request, 18) == (None, False)
+    bench.client.hashes = True
+    bench.client.hash(bench.half._requests[request.request_id].chain, 20)
+
+    assert bench.half.match(request, 18) == (0, False)
+
+
+def test_but_no_longer_than_for_a_lookup():
+    bench = Bench(roles=PRODUCER)
+    bench.client.hashes = False
+    request = bench.request(20)
+    for at, offered in [(0.0, None), (0.05, None), (0.15, 0)]:
+        bench.client.time = at
+        assert bench.half.match(request, 18) == (offered, False)
+
+
+def test_who_only_caches_promises_when_it_is_asked_to():
+    bench = Bench()
+
+    assert finish(bench, prefilled(bench, 20)) is None
+    assert finish(bench, prefilled(bench, 20, params={"do_remote_decode": False})) is None
+    promise = finish(bench, prefilled(bench, 20, params={"do_remote_decode": True}))
+    assert promise is not None
+    assert promise.tokens == 20
+
+
+def test_a_producer_offers_its_hits_to_the_tiers_that_lack_them():
+    bench = Bench(roles=PRODUCER)
+    request = bench.request(20)
+    bench.answer(request, hit(2))
+    assert bench.half.match(request, 0) == (16, True)
+    bench.allocate(request, 16, 16)
+    bench.step()
+    bench.report(finished={request.request_id})
+    request.num_computed_tokens = 16
+    jobs = bench.step((request, 4)).stores
+
+    assert spans(jobs) == [(0, 16), (16, 20)]
+    assert all(job.hand_over for job in jobs)
+
+
+def report(bench: Bench, unshared: dict[int, int]) -> None:
+    bench.half._handover.written(unshared, bench.half._requests.values)
+
+
+def test_what_did_not_reach_a_shared_tier_is_not_promised():
+    bench = Bench(roles=PRODUCER)
+    request = bench.request(60)
+    first = bench.step((request, 30)).stores
+    second = bench.step((request, 30)).stores
+    assert spans(first + second) == [(0, 24), (24, 56), (56, 60)]
+    report(bench, {first[0].job_id: 0})
+    report(bench, {second[0].job_id: 2})
+    report(bench, {second[1].job_id: 0})
+    promise = finish(bench, request)
+
+    assert promise is not None
+    assert promise.tokens == 24
+
+
+def test_while_nothing_reaches_a_shared_tier_nothing_is_promised():
+    bench = Bench(roles=PRODUCER)
+    requests = [prefilled(bench, 20) for _ in range(3)]
+    report(bench, {99: 1})
+    assert finish(bench, requests[0]) is None
+    report(bench, {98: 0, 97: 3})
+    assert finish(bench, requests[1]) is None
+    report(bench, {96: 0})
+    assert finish(bench, requests[2]) is not None
+
+
+def test_reports_of_ranks_are_added_and_a_zero_counts():
+    one, other = WorkerReport({1: 1}, {1: 0, 2: 1}), WorkerReport({1: 1, 3: 1}, {1: 0, 2: 2})
+
+    assert one.aggregate(other) == WorkerReport({1: 2, 3: 1}, {1: 0, 2: 3})
+
+
+# A promise on its way
+
+
+GOOD = PROMISE.params()[FIELD]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        [],
+        {},
+        GOOD | {"version": 2},
+        GOOD | {"tokens": "20"},
+        GOOD | {"tokens": 0},
+        GOOD | {"tokens": 1 << 40},
+        GOOD | {"namespace": "0" * 31},
+        GOOD | {"end": "x" * 32},
+        GOOD | {"wait_s": -1},
+        GOOD | {"wait_s": float("nan")},
+        GOOD | {"wait_s": None},
+        {key: GOOD[key] for key in GOOD if key != "end"},
+    ],
+)
+def test_what_is_no_promise_is_none(value: object):
+    assert Promise.of({FIELD: value}) is None
+
+
+def test_a_promise_comes_through_a_proxy_with_what_else_there_is():
+    params = {"do_remote_prefill": True, "remote_host": None, FIELD: GOOD | {"later": "versions add to it"}}
+
+    assert Promise.of(params) == PROMISE
+
+
+def test_a_long_name_is_cut():
+    promise = Promise.of({FIELD: GOOD | {"request_id": "x" * 1000}})
+
+    assert promise == replace(PROMISE, request_id="x" * 64)
+
+
+# The consumer
+
+
+def asked_with(bench: Bench) -> tuple[Promise | None, float]:
+    lookup = bench.client.asked[-1]
+    return lookup.promise, lookup.wait_s
+
+
+def test_a_promise_is_waited_for_as_long_as_is_configured():
+    bench = Bench(**{"vllm.wait_for_producer_s": 3.0})
+    request = bench.request(20, params=PROMISE.params())
+
+    assert asked_with(bench) == (PROMISE, 3.0)
+    for at, offered in [(0.0, None), (3.05, None), (3.2, 0)]:
+        bench.client.time = at
+        assert bench.half.match(request, 0) == (offered, False)
+    assert bench.half.asking.timeouts == 1
+
+
+def test_but_no_longer_than_it_can_come_true():
+    bench = Bench()
+    bench.request(20, params=replace(PROMISE, wait_s=0.5).params())
+
+    assert asked_with(bench)[1] == 0.5
+
+
+def test_the_wait_goes_on_when_a_request_is_preempted_and_does_not_begin_again():
+    bench = Bench()
+    request = bench.request(20, params=PROMISE.params())
+    for at, left in [(0.5, 1.5), (3.0, 0.0)]:
+        bench.client.time = at
+        request.num_preemptions += 1
+        assert bench.half.match(request, 0) == (None, False)
+        assert asked_with(bench) == (PROMISE, left)
+    assert len(bench.client.released) == 2
+
+
+def test_a_request_that_waits_and_is_aborted_leaves_nothing():
+    bench = Bench()
+    request = bench.request(20, params=PROMISE.params())
+    assert bench.half.match(request, 0) == (None, False)
+    bench.finish(request)
+
+    assert bench.client.released == bench.client.asked
+    assert not bench.half._requests
+
+
+def test_an_answer_after_a_long_wait_is_not_too_old():
+    bench = Bench(**{"vllm.wait_for_producer_s": 10.0})
+    request = bench.request(20, params=PROMISE.params())
+    bench.client.time = 9.0
+    bench.client.asked[-1].answered_at = 8.9
+    bench.answer(request, hit(1))
+
+    assert bench.half.match(request, 0) == (8, True)
+    assert len(bench.client.asked) == 1
+
+
+def test_what_vllm_has_itself_is_not_waited_for():
+    bench = Bench()
+    request = bench.request(40, params=PROMISE.params())
+
+    assert bench.half.match(request, 18) == (None, False)
+    assert bench.half.match(request, 20) == (0, False)
+
+
+def test_what_was_promised_is_loaded_though_computing_would_be_sooner():
+    bench = Bench(**{"vllm.prefill_tokens_per_s": 1e6})
+    for believed, loaded in [(False, 0), (True, 16)]:
+        request = bench.request(20, params=PROMISE.params())
+        bench.client.asked[-1].believed = believed
+        bench.answer(request, replace(hit(2), costs=((2, 5.0),)))
+        assert bench.half.match(request, 0)[0] == loaded
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "roles"),
+    [
+        ("kv_both", {}, Roles()),
+        ("kv_producer", {}, Roles(hands_over=True)),
+        ("kv_producer", {"vllm.producer_loads": False}, Roles(loads=False, hands_over=True)),
+        ("kv_consumer", {}, Roles(stores=False)),
+        ("kv_consumer", {"vllm.consumer_stores": True}, Roles()),
+    ],
+)
+def test_roles(role: str, extra: dict[str, Any], roles: Roles):
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(kv_connector="LMCacheAsyncConnector", kv_role=role)  # type: ignore[arg-type]
+
+    assert roles_of(transfer, load_config(env={}, extra={"chunk_size": CHUNK, **extra})) == roles

@@ -1,0 +1,170 @@
+"""VLLM's KV events of our tiers, as its scheduler publishes them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from lmcache_async.integration.vllm.notices import MAX_KNOWN, MAX_NOTICES, Gone, Kept, Notices
+from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Until = Callable[[Callable[[], bool]], None]
+
+CHUNK = 64
+
+
+@pytest.fixture
+def make(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Callable[..., SimulatedVLLM]]:
+    made = []
+
+    def simulator(**setup: Any) -> SimulatedVLLM:
+        options = {
+            "chunk_size": CHUNK,
+            "arena.max_bytes": "1MiB",
+            "arena.prefault": False,
+            "vllm.load_policy": "always",
+            "vllm.lookup_timeout_s": 20.0,
+            "vllm.socket_dir": str(socket_dir),
+            "tiers": [
+                "cpu",
+                {"name": "disk", "id": "nvme", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"},
+            ],
+        }
+        sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, **setup))
+        made.append(sim)
+        until(lambda: sim.connector._scheduler._client.ready)
+        return sim
+
+    yield simulator
+    for sim in made:
+        sim.close()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+def published(sim: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Events of our tiers, those of the device left out; a list that grows."""
+    events: list[Any] = []
+
+    def publish(batch: Any) -> None:
+        events.extend(event for event in batch.events if getattr(event, "ownership", None))
+
+    monkeypatch.setattr(sim.scheduler.kv_event_publisher, "publish", publish)
+    return events
+
+
+def steps_until(sim: SimulatedVLLM, until: Until, condition: Callable[[], bool]) -> None:
+    """Step with other requests, whose prompts are too short for a chunk."""
+
+    def stepped() -> bool:
+        sim.add(f"beside {len(sim.outputs)}", prompt(20, len(sim.outputs)), max_tokens=1)
+        sim.run()
+        return condition()
+
+    until(stepped)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_tier_tells_of_the_chunks_that_it_gets(
+    make: Any, until: Until, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    sim = make(kv_events=True, ranks=ranks)
+    events = published(sim, monkeypatch)
+    tokens = prompt(5 * CHUNK + 20)
+    sim.add("one", tokens, max_tokens=1)
+    sim.run()
+    steps_until(sim, until, lambda: len(events) >= 10)
+
+    for tier, medium in (("cpu", "CPU"), ("nvme", "STORAGE")):
+        mine = [event for event in events if event.ownership == tier]
+        assert all(isinstance(event, BlockStored) for event in mine)
+        by_hash = {event.block_hashes[0]: event for event in mine}
+        assert len(by_hash) == 5  # and not the partial one, and not those of the other rank
+        found: list[int] = []
+        parent = None
+        while nexts := [event for event in by_hash.values() if event.parent_block_hash == parent]:
+            [event] = nexts
+            found += event.token_ids
+            parent = event.block_hashes[0]
+            assert (event.medium, event.locality) == (medium, "LOCAL")
+            assert (event.block_size, event.lora_name) == (CHUNK, None)
+        assert found == tokens[: 5 * CHUNK]
+
+
+def test_what_a_full_tier_gives_up_is_removed(
+    make: Any, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = make(kv_events=True)
+    events = published(sim, monkeypatch)
+    seeds = iter(range(1, 10000))
+
+    def evicted() -> bool:
+        sim.add(f"fills {next(seeds)}", prompt(8 * CHUNK, next(seeds)), max_tokens=1)
+        sim.run()
+        return any(isinstance(event, BlockRemoved) for event in events)
+
+    until(evicted)
+
+    engine = sim.ranks[0].connector._worker._transfers._engine
+    until(lambda: engine.statistics().running == 0)
+    steps_until(
+        sim, until, lambda: engine.statistics().running == 0 and not sim.connector._scheduler._notices
+    )
+    has: set[bytes] = set()
+    for event in events:
+        if event.ownership == "cpu":
+            if isinstance(event, BlockStored):
+                has.update(event.block_hashes)
+            else:
+                has.difference_update(event.block_hashes)
+    assert len(has) <= engine.statistics().arena.num_slabs
+    assert len(has) >= engine.statistics().arena.num_slabs // 2
+
+
+def test_a_salted_prompt_is_not_told_of_and_nothing_is_where_nobody_wants_it(
+    make: Any, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = make(kv_events=True)
+    events = published(sim, monkeypatch)
+    sim.add("salted", prompt(3 * CHUNK, 1), max_tokens=1, cache_salt="mine")
+    sim.add("open", prompt(3 * CHUNK, 2), max_tokens=1)
+    sim.run()
+    steps_until(sim, until, lambda: len(events) >= 6)
+
+    told = {token for event in events for token in event.token_ids}
+    assert not told - set(prompt(3 * CHUNK, 2))
+
+
+def test_without_kv_events_no_tier_is_watched(make: Any, until: Until) -> None:
+    sim = make()
+    sim.add("one", prompt(300), max_tokens=1)
+    sim.run()
+
+    assert sim.ranks[0].connector._worker._notices is None
+    assert list(sim.connector.take_events()) == []
+
+
+def test_notices_are_bounded() -> None:
+    notices = Notices(CHUNK)
+    for number in range(MAX_NOTICES + 5):
+        notices.gone("cpu", (number.to_bytes(16),))  # type: ignore[arg-type]
+
+    taken = notices.take()
+
+    assert len(taken) == MAX_NOTICES
+    assert taken[-1] == Gone("cpu", ((MAX_NOTICES + 4).to_bytes(16),))
+    assert notices.take() == ()
+    assert MAX_KNOWN < MAX_NOTICES
+    notices.kept("cpu", [b"of nobody knows what"])  # type: ignore[list-item]
+    assert not any(isinstance(notice, Kept) for notice in notices.take())

@@ -1,0 +1,271 @@
+"""The dashboard and the alerts of the examples, against the series that really come out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
+
+from lmcache_async.daemon.metrics import SERIES as DAEMON_SERIES
+from lmcache_async.daemon.metrics import daemon_families
+from lmcache_async.daemon.peers import PeerStatistics
+from lmcache_async.daemon.pool import Pool
+from lmcache_async.engine.metrics import engine_families
+from lmcache_async.engine.series import SERIES
+from lmcache_async.integration.vllm.accounts import SCHEDULER_SERIES
+from lmcache_async.integration.vllm.prom import _unregister
+from lmcache_async.observability.families import exposition
+from lmcache_async.testing.records import key_of
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "observability"
+SCRAPED = {"job", "instance"}
+"""Labels that Prometheus itself gives to whatever it reads."""
+
+
+@dataclass
+class Series:
+    """Samples by name, each with its labels."""
+
+    samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    def read(self, text: str) -> None:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self.samples.setdefault(sample.name, []).append({"job": "any", **sample.labels})
+
+    def labels(self, name: str) -> set[str]:
+        return {label for labels in self.samples[name] for label in labels} | SCRAPED
+
+
+@dataclass(frozen=True)
+class Query:
+    where: str
+    text: str
+
+    @property
+    def parsed(self) -> Any:
+        fixed = re.sub(r"\$__(rate_interval|range)", "5m", self.text)
+        fixed = re.sub(r'"\$\w+"', '".*"', fixed)  # a variable of the dashboard, at All
+        return promql_parser.parse(fixed)
+
+    def __str__(self) -> str:
+        return self.where
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((EXAMPLES / "dashboard.json").read_text())
+
+
+def rules() -> list[dict[str, Any]]:
+    return yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
+
+
+PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+QUERIES = [Query(f"{p['title']}: {t['refId']}", t["expr"]) for p in PANELS for t in p["targets"]]
+QUERIES += [Query(rule["alert"], rule["expr"]) for rule in rules()]
+
+
+@pytest.fixture(scope="module")
+def series() -> Iterator[Series]:
+    """Of a vLLM's /metrics, of an engine whose disk was damaged, and of a daemon."""
+    found = Series()
+    directory = Path(tempfile.mkdtemp(prefix="lma"))
+    try:
+        found.read(vllm_metrics(directory))
+        found.read(asyncio.run(damaged_engine(directory)))
+        found.read(daemon())
+        yield found
+    finally:
+        _unregister()
+        shutil.rmtree(directory)
+
+
+def vllm_metrics(directory: Path) -> str:
+    options = {
+        "chunk_size": 64,
+        "arena.max_bytes": "8MiB",
+        "arena.prefault": False,
+        "vllm.load_policy": "always",
+        "vllm.lookup_timeout_s": 20.0,
+        "vllm.socket_dir": str(directory),
+        "tiers": ["cpu", {"name": "disk", "path": str(directory / "tier"), "max_bytes": "64MiB"}],
+    }
+    chosen = random.Random(0)
+    tokens = [chosen.randrange(VOCABULARY) for _ in range(500)]
+    sim = SimulatedVLLM(Setup(folder=directory / "model", options=options))
+    try:
+        prom = KVConnectorProm(sim.config, ["model_name", "engine"], {0: ["tiny", "0"]})
+        for number in range(4000):
+            sim.add(f"request {number}", tokens, max_tokens=1)
+            sim.run()
+            sim.scheduler.reset_prefix_cache()
+            for stats in sim.connector_stats:
+                prom.observe(stats)
+            sim.connector_stats = []
+            text = generate_latest(REGISTRY).decode()
+            if 'lmcache_async_retrieve_hit_tokens_total{engine="0",model_name="tiny",tier="cpu"} 0.0' in text:
+                continue
+            if "lmcache_async_load_tokens_total{" in text:
+                return text
+        raise AssertionError(text)
+    finally:
+        sim.close()
+
+
+async def damaged_engine(directory: Path) -> str:
+    rig = Rig()
+    path = directory / "damaged"
+    tokens, slots = list(range(100, 140)), list(range(40))
+    async with rig.open(tiers=[{"name": "disk", "path": str(path), "max_bytes": "1MiB"}]) as engine:
+        await engine.store(tokens, slots)
+        record = next(one for one in path.rglob("*") if one.is_file() and one.stat().st_size > 4096)
+        content = bytearray(record.read_bytes())
+        content[4096] ^= 255
+        record.write_bytes(content)
+        await engine.retrieve(tokens, slots)
+        return exposition(engine_families(engine.statistics(), engine.totals)).decode()
+
+
+def daemon() -> str:
+    pool = Pool(memoryview(bytearray(64 << 10)))
+    slot = pool.reserve("team", 4096, key=key_of(1))
+    assert slot is not None
+    pool.commit("team", key_of(1), slot)
+    return exposition(daemon_families(pool.statistics(), PeerStatistics(0, 8))).decode()
+
+
+def parts(expression: Any) -> list[Any]:
+    """The expression and all inside it."""
+    found = []
+    promql_parser.walk(expression, lambda node: found.append(node) or True)
+    return found
+
+
+def matches(matcher: Any, labels: dict[str, str]) -> bool:
+    value = labels.get(matcher.name, "")
+    match str(matcher.op).rsplit(".", maxsplit=1)[-1]:
+        case "Equal":
+            return bool(value == matcher.value)
+        case "NotEqual":
+            return bool(value != matcher.value)
+        case "Re":
+            return re.fullmatch(matcher.value, value) is not None
+        case _:
+            return re.fullmatch(matcher.value, value) is None
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=str)
+def test_a_query_finds_real_series_by_labels_that_they_have(query: Query, series: Series) -> None:
+    nodes = parts(query.parsed)
+    selectors = [
+        node.vector_selector if isinstance(node, promql_parser.MatrixSelector) else node
+        for node in nodes
+        if isinstance(node, promql_parser.VectorSelector | promql_parser.MatrixSelector)
+    ]
+
+    assert selectors
+    known: set[str] = set()
+    for selector in selectors:
+        assert selector.name in series.samples, f"nothing gives {selector.name}"
+        found = series.samples[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in series.labels(selector.name), f"{selector.name} has no {matcher.name}"
+        assert any(all(matches(m, labels) for m in selector.matchers.matchers) for labels in found)
+        known |= series.labels(selector.name)
+    for node in nodes:
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            assert set(node.modifier.labels) <= known
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_legend_names_labels_that_its_query_leaves(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        kept: set[str] = set()
+        for node in parts(Query("", target["expr"]).parsed):
+            if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+                kept |= set(node.modifier.labels)
+        assert named <= kept
+        assert len(panel["targets"]) == 1 or target["legendFormat"]
+
+
+def test_panels_have_their_own_ids_and_places() -> None:
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+def test_the_dashboards_variables_ask_for_real_series(series: Series) -> None:
+    asked = [one["definition"] for one in dashboard()["templating"]["list"] if one["type"] == "query"]
+    for query in asked:
+        [(name, label)] = re.findall(r"label_values\((\w+), (\w+)\)", query)
+        assert label in series.labels(name)
+    used = set(re.findall(r"\$(\w+)", "".join(query.text for query in QUERIES)))
+    assert used - {"__rate_interval", "__range"} == {"job", "tier"}
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_and_what_to_do(rule: dict[str, Any], series: Series) -> None:
+    said = " ".join(rule["annotations"].values())
+    kept = {
+        label
+        for node in parts(Query("", rule["expr"]).parsed)
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None
+        for label in node.modifier.labels
+    }
+
+    assert set(rule["annotations"]) == {"summary", "description"}
+    assert rule["labels"]["severity"] in {"info", "warning", "critical"}
+    assert set(re.findall(r"\$labels\.(\w+)", said)) <= kept
+    for name in re.findall(r"lmcache_async_\w+", said):
+        assert name in series.samples or f"{name}_bucket" in series.samples
+
+
+def test_prometheus_reads_the_rules_and_two_jobs() -> None:
+    config = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
+
+    assert all((EXAMPLES / name).is_file() for name in config["rule_files"])
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["vllm", "lmcache-async-daemon"]
+
+
+def test_the_docs_have_every_series_as_the_code_does() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text()
+    told = re.findall(r"^\| `(lmcache_async_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+
+    assert told == [
+        (family.name, family.kind, ", ".join(f"`{label}`" for label in family.labels) or "none", family.help)
+        for family in (*SERIES, *SCHEDULER_SERIES, *DAEMON_SERIES)
+    ]
+
+
+def test_the_page_names_only_series_that_there_are() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text()
+    names = {family.name for family in (*SERIES, *SCHEDULER_SERIES, *DAEMON_SERIES)}
+
+    assert set(re.findall(r"lmcache_async_\w*\w", page)) - {"lmcache_async_"} <= names

@@ -1,0 +1,292 @@
+"""What comes out of vLLM's own /metrics: both halves under its real scheduler, and its real Prometheus client."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
+from lmcache_async.integration.vllm.prom import LMCacheAsyncPromMetrics, _unregister, observations
+from lmcache_async.integration.vllm.stats import (
+    MAX_PARTS,
+    PARTS,
+    LMCacheAsyncStats,
+    all_series,
+    merged_counts,
+    part_of,
+)
+from lmcache_async.observability.families import Filling
+from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
+from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+from lmcache_async.tiers.layers.metrics import BUCKETS_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Until = Callable[[Callable[[], bool]], None]
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+TABLE = all_series()
+
+
+@pytest.fixture(autouse=True)
+def _own_metrics() -> Iterator[None]:
+    yield
+    _unregister()
+
+
+@pytest.fixture
+def multi() -> bool:
+    return False
+
+
+@pytest.fixture
+def simulator(tmp_path: Path, socket_dir: Path, until: Until, multi: bool) -> Iterator[SimulatedVLLM]:
+    options = {
+        "chunk_size": 64,
+        "arena.max_bytes": "8MiB",
+        "arena.prefault": False,
+        "vllm.load_policy": "always",
+        "vllm.lookup_timeout_s": 20.0,
+        "vllm.prefill_tokens_per_s": 100,
+        "vllm.socket_dir": str(socket_dir),
+        "tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}],
+    }
+    sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, ranks=2, multi=multi))
+    until(lambda: ours(sim.connector)._scheduler._client.ready)
+    yield sim
+    sim.close()
+
+
+def ours(connector: Any) -> LMCacheAsyncConnector:
+    return connector._connectors[0] if isinstance(connector, MultiConnector) else connector
+
+
+def values(**labels: str) -> dict[tuple[str, ...], float]:
+    """What a Prometheus server would read of ours, by name and our own labels' values, in the order of the labels' names."""
+    return {
+        (sample.name.removeprefix("lmcache_async_"), *(v for k, v in sample.labels.items() if k not in LABELS)): sample.value
+        for family in text_string_to_metric_families(generate_latest(REGISTRY).decode())
+        for sample in family.samples
+        if sample.name.startswith("lmcache_async_") and {**sample.labels, **labels} == sample.labels
+    }  # fmt: skip
+
+
+def server_metrics(sim: SimulatedVLLM) -> KVConnectorProm:
+    return KVConnectorProm(sim.config, list(LABELS), {0: list(LABELS.values())})
+
+
+def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> None:
+    """Hand over what the steps gave, as vLLM's front end does behind its socket."""
+    told, sim.connector_stats = sim.connector_stats, []
+    for stats in told:
+        prom.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), engine)
+
+
+def settle(sim: SimulatedVLLM, until: Until) -> None:
+    sim.run()
+    engines = [ours(rank.connector)._worker._transfers._engine for rank in sim.ranks]
+    until(lambda: all(engine.statistics().running == 0 for engine in engines))
+    assert sim.scheduler.reset_prefix_cache()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+def run_until_told(sim: SimulatedVLLM, prom: KVConnectorProm, until: Until, wanted: dict[Any, float]) -> None:
+    """Steps of other requests bring what the workers have counted in the meantime."""
+    seeds = iter(range(1000, 2000))
+
+    def told() -> bool:
+        sim.add(f"beside {next(seeds)}", prompt(20, next(seeds)), max_tokens=1)
+        sim.run()
+        served(sim, prom)
+        found = values()
+        return all(found.get(key) == value for key, value in wanted.items())
+
+    until(told)
+
+
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
+def test_a_hit_is_told_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until: Until) -> None:
+    sim = simulator
+    prom = server_metrics(sim)
+    tokens = prompt(500)
+    sim.add("cold", tokens)
+    settle(sim, until)
+    sim.add("warm", tokens)
+    sim.run()
+    run_until_told(sim, prom, until, {("retrieve_hit_tokens_total", "cpu"): 2 * 496})
+
+    told = values(**LABELS)
+    assert told["retrieve_seconds_count",] == 2  # a retrieve of each rank
+    assert told["retrieve_asked_tokens_total",] == 2 * 496
+    assert told["lookup_hit_tokens_total", "cpu"] == told["load_tokens_total", "cpu"] == 496
+    assert told["decided_total", "load"] == 1
+    assert told["lookups_total", "hit"] == 1
+    assert told["prefill_saved_seconds_total",] == pytest.approx(4.96)
+    assert told["prefill_tokens_per_second",] == 100
+    assert told["arena_bytes",] > 8 << 20  # of both ranks
+    assert told["tier_chunks", "disk"] >= 2 * 8
+    assert told["breaker_state", "read", "disk"] == 0
+    assert told["tier_call_seconds_count", "cpu", "get_many"] >= 2
+    assert values() == told  # every series has vLLM's labels
+
+
+def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, until: Until) -> None:
+    sim = simulator
+    sim.add("cold", prompt(500))
+    settle(sim, until)
+
+    def silent() -> bool:
+        sides = [*(rank.connector for rank in sim.ranks), sim.connector]
+        return all(side.get_kv_connector_stats() is None for side in sides)
+
+    until(silent)
+    worker = sim.ranks[0].connector._worker
+    assert worker.take_stats() == []
+    assert worker._feed._timer is None or worker._feed._timer.when() > 0
+
+
+def test_statistics_that_fail_cost_a_request_nothing(
+    simulator: SimulatedVLLM, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    sim = simulator
+    monkeypatch.setattr("lmcache_async.integration.vllm.feed.engine_families", broken)
+    monkeypatch.setattr("lmcache_async.integration.vllm.accounts.since", broken)
+    sim.add("cold", prompt(500))
+    settle(sim, until)
+
+    assert sim.finish_reasons == {"cold": "length"}
+    until(lambda: "on purpose" in caplog.text)
+
+
+def test_a_second_engine_in_the_process_starts_anew(simulator: SimulatedVLLM) -> None:
+    first, second = server_metrics(simulator), server_metrics(simulator)
+    part = filled(arena_waiting=3)
+
+    first.observe({PARTS: [part]})
+    assert ("arena_waiting",) not in values()
+    second.observe({PARTS: [part]})
+    assert values()["arena_waiting",] == 3
+
+
+def test_metrics_are_told_through_a_multi_connector(simulator: SimulatedVLLM) -> None:
+    config = simulator.config
+    both = [
+        LMCacheAsyncStats({PARTS: [filled(source, arena_waiting=n)]}) for n, source in ((1, "a"), (2, "b"))
+    ]
+    children = MultiConnector.build_kv_connector_stats({"LMCacheAsyncConnector": both[0]})
+    other = MultiConnector.build_kv_connector_stats({"LMCacheAsyncConnector": both[1]})
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(children.aggregate(other).to_dict()))
+    received = MultiConnector.build_kv_connector_stats(sent)
+    metrics = LMCacheAsyncPromMetrics(
+        config,
+        {Gauge: Gauge, Counter: Counter, Histogram: Histogram},
+        list(LABELS),
+        {0: list(LABELS.values())},
+    )
+
+    metrics.observe(received.to_dict()["LMCacheAsyncConnector"])
+
+    assert values()["arena_waiting",] == 3
+    assert not received.is_empty()
+
+
+def test_vllms_log_line_has_a_few_numbers(simulator: SimulatedVLLM, until: Until) -> None:
+    sim = simulator
+    logged = KVConnectorLogging(sim.config.kv_transfer_config)
+    sim.add("cold", prompt(500))
+    settle(sim, until)
+    until(lambda: _steps_tell(sim, logged, "stored tokens"))
+    lines: list[str] = []
+
+    logged.log(lambda text, *arguments: lines.append(text % arguments))
+
+    assert "stored tokens=" in lines[0]
+    assert "dropped" not in lines[0]
+    assert len(lines[0]) < 300
+
+
+def _steps_tell(sim: SimulatedVLLM, logged: KVConnectorLogging, name: str) -> bool:
+    sim.add(f"beside {len(sim.outputs)}", prompt(20, len(sim.outputs)), max_tokens=1)
+    sim.run()
+    for stats in sim.connector_stats:
+        logged.observe(stats)
+    sim.connector_stats = []
+    told = logged.transfer_stats_accumulator
+    return told is not None and name in told.reduce()
+
+
+def filled(source: str = "rank 0", **gauges: float) -> list[Any]:
+    out = Filling(TABLE.values())
+    for name, value in gauges.items():
+        out.put(f"lmcache_async_{name}", value)
+    out.put("lmcache_async_stores_total", 1)
+    out.put_counts("lmcache_async_retrieve_seconds", [0] * 5 + [2] + [0] * 11, 0.04)
+    return part_of(source, out.families())
+
+
+def test_many_parts_of_an_interval_are_added_up_and_stay_few() -> None:
+    stats = LMCacheAsyncConnector.build_kv_connector_stats()
+    assert stats.is_empty()
+    for number in range(5 * MAX_PARTS):
+        stats = stats.aggregate(
+            LMCacheAsyncStats({PARTS: [filled(f"rank {number % 2}", arena_waiting=number)]})
+        )
+    stats = pickle.loads(pickle.dumps(stats))
+
+    assert len(stats.parts) <= MAX_PARTS
+    counted = merged_counts(stats.parts)
+    assert counted["lmcache_async_stores_total"].samples[0].value == 5 * MAX_PARTS
+    assert counted["lmcache_async_retrieve_seconds"].samples[0].counts[5] == 10 * MAX_PARTS
+    last = {part[0]: part[1]["lmcache_async_arena_waiting"][0][1] for part in stats.parts}
+    assert last == {"rank 0": 5 * MAX_PARTS - 2, "rank 1": 5 * MAX_PARTS - 1}
+    stats.reset()
+    assert stats.is_empty()
+
+
+def test_a_series_of_another_version_and_nonsense_are_passed_over(
+    simulator: SimulatedVLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    prom = server_metrics(simulator)
+
+    prom.observe(
+        {PARTS: [["rank 0", {"lmcache_async_of_tomorrow_total": [[[], 1, []]]}], filled(arena_waiting=1)]}
+    )
+    prom.observe({PARTS: [["rank 0", {"lmcache_async_stores_total": 5}]]})
+
+    assert values()["arena_waiting",] == 1
+    assert "metrics of LMCacheAsyncConnector" in caplog.text
+
+
+@given(st.lists(st.floats(1e-7, 1e3), max_size=30))
+def test_observations_lie_in_their_buckets_and_add_up(seconds: list[float]) -> None:
+    counts = [0] * (len(BUCKETS_S) + 1)
+    for value in seconds:
+        counts[sum(value > bound for bound in BUCKETS_S)] += 1
+
+    found = list(observations(BUCKETS_S, counts, sum(seconds)))
+
+    again = [0] * len(counts)
+    for value, count in found:
+        again[sum(value > bound for bound in BUCKETS_S)] += count
+    assert again == counts
+    assert sum(value * count for value, count in found) == pytest.approx(sum(seconds), rel=1e-6, abs=1e-9)

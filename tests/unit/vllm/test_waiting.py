@@ -1,0 +1,285 @@
+"""The consumer's wait, where time is virtual: how often it asks, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmcache_async.integration.vllm.chains import RequestChain
+from lmcache_async.integration.vllm.handover import Promise
+from lmcache_async.integration.vllm.lookups import Answer, Lookup
+from lmcache_async.integration.vllm.waiting import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    SPACING_S,
+    Waiting,
+    pause_s,
+)
+from lmcache_async.integration.vllm.wire import Identity
+from lmcache_async.testing.simulation import Trace, new_loop
+
+CHUNK, BLOCK = 8, 2
+IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
+PROMPT = list(range(30))
+TIMEOUT_S, WAIT_S = 0.5, 2.0
+STEPS_S = 0.01  # what a loop's steps may take, each some microseconds of virtual time
+AT_ONCE = pytest.approx(0.0, abs=STEPS_S)
+AT_THE_END = pytest.approx(WAIT_S, abs=STEPS_S)
+
+
+def chain_of(tokens: list[int], roots: tuple[bytes, ...] = (b"0" * 16, b"1" * 16)) -> RequestChain:
+    chain = RequestChain("consumer", tokens, len(tokens))
+    chain.open(roots, IDENTITY, "")
+    chain.extend(len(tokens), lambda: None)
+    return chain
+
+
+def promise_of(tokens: list[int], num_tokens: int, **roots: Any) -> Promise:
+    marks = chain_of(tokens, **roots).marks(num_tokens, CHUNK)
+    assert marks is not None
+    return Promise("producer", num_tokens, *marks, 30.0)
+
+
+@dataclass
+class Rank:
+    """Answers as a lookup server does, from keys that appear at their times."""
+
+    index: int
+    appears: dict[bytes, float] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    hangs_from: float = float("inf")
+
+    def put(self, tokens: list[int], at: float, *, first: int = 0) -> None:
+        """All chunks of these tokens from the chunk `first` on, and the partial one at the end."""
+        chain = chain_of(tokens)
+        keys = [chain.key(self.index, chunk) for chunk in range(first, len(tokens) // CHUNK)]
+        keys += [chain.tail.keys[self.index]] if chain.tail else []
+        self.appears.update(dict.fromkeys(keys, at))
+
+    async def call(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        now = asyncio.get_running_loop().time()
+        self.asked.append(message["op"])
+        if now >= self.hangs_from:
+            await asyncio.Event().wait()
+        there = {key for key, at in self.appears.items() if at <= now}
+        keys = split(message["keys"])
+        count = next((at for at, key in enumerate(keys) if key not in there), len(keys))
+        tail = keys if message["op"] == "first" else split(message["tail"]) if count == len(keys) else []
+        first = next((at for at, key in enumerate(tail) if key in there), -1)
+        answer = {"first": first, "first_pinned": first >= 0}
+        if message["op"] == "lookup":
+            answer |= {"count": count, "pinned": count, "tiers": {"cpu": count}, "costs": b""}
+        return answer
+
+
+def split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+class Bench:
+    """Two ranks, and one `Waiting` that asks them."""
+
+    def __init__(self) -> None:
+        self.ranks = [Rank(0), Rank(1)]
+        self.waiting = Waiting(self.ranks, timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
+        self.counts = self.waiting.counts
+
+    def put(self, tokens: list[int], at: float, **options: Any) -> None:
+        for rank in self.ranks:
+            rank.put(tokens, at, **options)
+
+    async def ask(
+        self, promise: Promise | None, *, tokens: list[int] = PROMPT, wait_s: float = WAIT_S
+    ) -> tuple[Answer, Lookup, float]:
+        """The answer, and when it was there."""
+        chain = chain_of(tokens)
+        lookup = Lookup("r#1", len(tokens), 0, now(), 0, promise=promise, wait_s=wait_s)
+        answer = await self.waiting.answer(chain, lookup, chain.end_candidates())
+        return answer, lookup, now()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    loop = new_loop(Random(1), Trace())
+    try:
+        loop.run_until_complete(test(Bench()))
+    finally:
+        loop.close()
+
+
+WHOLE = promise_of(PROMPT, 30)
+
+
+def test_without_a_promise_there_is_no_wait():
+    async def test(bench: Bench) -> None:
+        answer, lookup, when = await bench.ask(None)
+        assert (answer.chunks, when, lookup.believed) == (0, AT_ONCE, False)
+        assert bench.ranks[0].asked == ["lookup", "first"]
+
+    run(test)
+
+
+def test_a_promise_that_is_kept_already_costs_one_question():
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT, 0.0)
+        answer, lookup, when = await bench.ask(WHOLE)
+        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (30, AT_ONCE, True)
+        assert bench.ranks[0].asked == ["lookup"]
+        assert (bench.counts.promises, bench.counts.kept, bench.counts.asks) == (1, 1, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("at", [0.001, 0.05, 0.7, 1.999])
+def test_what_comes_within_the_time_is_waited_for_and_found_soon(at: float):
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT[:16], 0.0)
+        bench.put(PROMPT, at, first=2)
+        answer, _, when = await bench.ask(WHOLE)
+        assert answer.hit_tokens(CHUNK) == 30
+        assert at <= when <= at + LAST_PAUSE_S + STEPS_S
+        assert (bench.counts.kept, bench.counts.late) == (1, 0)
+
+    run(test)
+
+
+def test_while_it_waits_it_asks_for_one_key_alone_and_seldom():
+    async def test(bench: Bench) -> None:
+        answer, _, when = await bench.ask(WHOLE)
+        assert (answer.hit_tokens(CHUNK), when) == (0, AT_THE_END)
+        asked = bench.ranks[0].asked
+        assert asked[:2] == ["lookup", "first"]  # what is there, and where a hole begins
+        assert set(asked[2:-2]) == {"first"}
+        assert asked[-2:] == ["lookup", "first"]  # the last word
+        assert bench.counts.asks == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
+
+    run(test)
+
+
+def test_when_the_time_is_over_what_is_there_is_the_hit():
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT[:8], 0.0)
+        bench.put(PROMPT[:16], 1.0, first=1)
+        answer, lookup, when = await bench.ask(WHOLE)
+        assert (answer.hit_tokens(CHUNK), when) == (16, AT_THE_END)
+        assert lookup.believed
+        assert (bench.counts.kept, bench.counts.late) == (0, 1)
+
+    run(test)
+
+
+def test_a_hole_before_the_last_chunk_is_waited_for_too():
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT, 0.1, first=1)  # tiers may write in any order
+        bench.put(PROMPT[:8], 0.5)
+        answer, _, when = await bench.ask(WHOLE)
+        assert answer.hit_tokens(CHUNK) == 30
+        assert 0.5 <= when <= 0.5 + LAST_PAUSE_S + STEPS_S
+
+    run(test)
+
+
+def test_a_promise_of_a_part_is_kept_by_that_part():
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT[:16], 0.3)
+        answer, _, when = await bench.ask(promise_of(PROMPT, 16))
+        assert answer.hit_tokens(CHUNK) == 16
+        assert 0.3 <= when <= 0.3 + LAST_PAUSE_S + STEPS_S
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        replace(WHOLE, tokens=40),
+        promise_of([*PROMPT, *range(10)], 40),
+        replace(WHOLE, tokens=13),
+        promise_of(PROMPT, 30, roots=(b"2" * 16, b"3" * 16)),
+        promise_of(PROMPT, 30, roots=(b"0" * 16,)),
+        promise_of([7, *PROMPT[1:]], 30),
+        promise_of([7, *PROMPT[1:]], 16),
+    ],
+    ids=[
+        "more than the prompt",
+        "a longer prompt's",
+        "no chunk's end",
+        "other model",
+        "other ranks",
+        "other prompt",
+        "other prompt's part",
+    ],
+)
+def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(promise: Promise):
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT[:8], 0.0)
+        answer, lookup, when = await bench.ask(promise)
+        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (8, AT_ONCE, False)
+        assert (bench.counts.doubted, bench.counts.promises) == (1, 0)
+
+    run(test)
+
+
+def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
+    async def test(bench: Bench) -> None:
+        answer, lookup, when = await bench.ask(WHOLE, wait_s=0.0)
+        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (0, AT_ONCE, True)
+        assert (bench.counts.promises, bench.counts.late) == (0, 0)
+
+    run(test)
+
+
+def test_a_request_that_is_gone_is_not_waited_for():
+    async def test(bench: Bench) -> None:
+        chain = chain_of(PROMPT)
+        lookup = Lookup("r#1", 30, 0, 0.0, 0, promise=WHOLE, wait_s=WAIT_S)
+        asking = asyncio.create_task(bench.waiting.answer(chain, lookup, chain.end_candidates()))
+        await asyncio.sleep(0.3)
+        lookup.abandoned = True
+        await asking
+        assert now() <= 0.3 + LAST_PAUSE_S + STEPS_S
+        assert bench.counts.late == 0
+        assert bench.waiting._waiting == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("hangs_from", [0.2, 1.9])
+def test_a_rank_that_hangs_makes_the_wait_no_longer_than_its_last_question(hangs_from: float):
+    async def test(bench: Bench) -> None:
+        bench.put(PROMPT[:8], 0.0)
+        bench.ranks[1].hangs_from = hangs_from
+        answer, _, when = await bench.ask(WHOLE)
+        assert when <= WAIT_S + TIMEOUT_S + STEPS_S
+        assert (answer.chunks, answer.pinned, answer.resident) == (1, True, False)
+
+    run(test)
+
+
+def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_second():
+    async def test(bench: Bench) -> None:
+        await asyncio.gather(*(bench.ask(WHOLE) for _ in range(300)))
+        assert now() <= WAIT_S + 0.3
+        assert bench.counts.asks <= WAIT_S / SPACING_S + 300 * 2
+        assert bench.counts.late == 300
+
+    run(test)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**5))
+def test_pauses_grow_to_a_bound_and_with_the_number_that_wait(asks: int, waiting: int):
+    pause = pause_s(asks, waiting)
+
+    assert FIRST_PAUSE_S <= pause <= max(LAST_PAUSE_S, waiting * SPACING_S)
+    assert pause <= pause_s(asks + 1, waiting)
+    assert waiting / pause <= 1 / SPACING_S * (1 + 1e-9)

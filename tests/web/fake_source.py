@@ -1,0 +1,35 @@
+"""A source whose figures a test chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_async.web.source import Chart, Sample, Series, gauge_values
+
+
+class FakeSource:
+    """Attributes: name: Shown as the title; broken: Whether telling fails, as a bug would have it."""
+
+    def __init__(self, name: str = "fake") -> None:
+        self.name = name
+        self.broken = False
+        self.told = 0
+
+    def sample(self) -> Sample:
+        if self.broken:
+            raise RuntimeError("no sample")
+        return Sample(time.monotonic(), {}, {"level": 1.0})
+
+    def charts(self, samples: Sequence[Sample]) -> list[Chart]:
+        return [Chart("Level", "count", [Series("level", gauge_values(samples, "level"))])]
+
+    def status(self) -> dict[str, Any]:
+        self.told += 1
+        if self.broken:
+            raise RuntimeError("a secret of the source")
+        return {"kind": "fake", "title": self.name}
+
+    def metrics(self) -> bytes:
+        return b"fake_total 1\n"

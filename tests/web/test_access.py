@@ -1,0 +1,118 @@
+"""Who may read: tokens and names, without a socket."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from lmcache_async.errors import ConfigError
+from lmcache_async.web.access import Tokens, is_loopback_name
+from lmcache_async.web.answers import Answers
+from tests.web.fake_source import FakeSource
+
+TOKEN = "a-token-of-many-characters"
+OTHER = "another-token-of-many-characters"
+
+
+def token_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
+    file = tmp_path / "tokens"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def basic(password: str, user: str = "me") -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("said", "allowed"),
+    [
+        (f"Bearer {TOKEN}", True),
+        (f"bearer {OTHER}", True),
+        (basic(TOKEN), True),
+        (basic(OTHER, user=""), True),
+        ("", False),
+        (TOKEN, False),
+        ("Bearer", False),
+        (f"Bearer {TOKEN}x", False),
+        (f"Bearer {TOKEN[:-1]}", False),
+        ("Basic !!!", False),
+        (basic("", user=TOKEN), False),
+        ("Bearer \udcff", False),
+    ],
+)
+def test_a_token_opens_however_it_is_said(tmp_path: Path, said: str, allowed: bool) -> None:
+    tokens = Tokens.read(token_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
+
+    assert tokens.allow(said) is allowed
+    assert TOKEN not in repr(tokens)
+
+
+def test_without_a_file_nobody_says_a_token() -> None:
+    assert Tokens.read(None).allow("")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("short\n", 0o600, "line 1: a token has at least 16"),
+        ("two words are no token at all\n", 0o600, "none a space"),
+        ("# nothing else\n", 0o600, "holds no token"),
+        (TOKEN, 0o644, "everybody may read it"),
+    ],
+)
+def test_a_file_that_is_no_use_stops_the_start(tmp_path: Path, text: str, mode: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        Tokens.read(token_file(tmp_path, text, mode))
+
+    assert TOKEN not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("127.0.0.1:7421", True),
+        ("localhost", True),
+        ("LOCALHOST:1", True),
+        ("page.localhost:80", True),
+        ("[::1]:7421", True),
+        ("127.8.8.8", True),
+        ("evil.example:7421", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False),
+        ("10.0.0.1", False),
+        ("", False),
+        ("[::1", False),
+        ("evil.example@127.0.0.1", True),  # whose host is 127.0.0.1: no browser sends it
+    ],
+)
+def test_a_name_that_another_site_lets_point_here_is_not_ours(host: str, ours: bool) -> None:
+    assert is_loopback_name(host) is ours
+
+
+def answers(source: FakeSource, **options: object) -> Answers:
+    given = {"loopback": True, "interval_s": 1.0, **options}
+    return Answers(source, [source.sample(), source.sample()], Tokens(), **given)  # type: ignore[arg-type]
+
+
+def test_many_readers_cost_no_more_than_one() -> None:
+    now = 100.0
+    source = FakeSource()
+    asked = answers(source, clock=lambda: now)
+    for _ in range(50):
+        assert asked.answer("GET", "/status.json", {"Host": "localhost"}).status == 200
+    assert source.told == 1
+
+    now += 1.0
+    asked.answer("GET", "/status.json", {"Host": "localhost"})
+    assert source.told == 2
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "get"])
+def test_it_can_only_be_read(method: str) -> None:
+    told = answers(FakeSource()).answer(method, "/status.json", {"Host": "localhost"})
+
+    assert (told.status, told.headers["Allow"]) == (405, "GET, HEAD")

@@ -1,0 +1,116 @@
+"""The endpoint of a real engine: its figures, and what a wrong config comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.errors import ConfigError
+from lmcache_async.testing.rig import Rig
+from lmcache_async.types import RequestPlan
+from tests.web.http_talk import DEADLINE_S, ask
+
+ON = {"http.listen": "127.0.0.1:0"}
+TOKENS = list(range(40))
+
+
+async def status(engine: CacheEngine) -> Any:
+    assert engine.status_url is not None
+    return (await ask(engine.status_url, "/status.json")).json()
+
+
+async def test_an_engine_tells_of_its_tiers_and_its_requests(tmp_path: Path) -> None:
+    rig = Rig()
+    tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
+    async with rig.open(tiers=tiers, **ON) as engine:
+        rig.write(range(40), rig.content(TOKENS))
+        engine.planned(
+            RequestPlan(request_id="r-1", prompt_tokens=56, load_tokens=40, decided="load", why="so")
+        )
+        await engine.store(TOKENS, list(range(40)), request_id="r-1")
+        await engine.clear(memory_only=True)
+        assert (await engine.retrieve(TOKENS, list(range(40, 80)), request_id="r-1")).all()
+        assert await engine.flush(timeout_s=DEADLINE_S)
+        told = await status(engine)
+        metrics = (await ask(engine.status_url or "", "/metrics")).body.decode()
+
+    assert (told["kind"], told["title"]) == ("engine", rig.model)
+    cpu, disk = told["tiers"]
+    assert (cpu["id"], cpu["in_place"], cpu["queue"], cpu["breaker"]) == ("cpu", True, None, None)
+    assert disk["breaker"] == {"lookup": "closed", "read": "closed", "write": "closed"}
+    assert (disk["hit_tokens"], disk["hit_chunks"], disk["stored_chunks"]) == (40, 5, 5)
+    assert disk["calls"]["put_many"]["bytes"] > 0
+    assert disk["queue"]["bytes"] == 0
+    assert told["totals"]["hit_tokens"] == 40
+    assert told["totals"]["prompt_tokens"] == 56
+    assert told["memory"]["bytes"] == rig.slabs * rig.slab_bytes
+    (request,) = told["recent"]
+    assert request["loaded"]["by_tier"] == [["disk", 40]]
+    assert request["plan"]["decided"] == "load"
+    assert request["stored"]["chunks"] == 5
+    assert 'lmcache_async_retrieve_hit_tokens_total{tier="disk"} 40' in metrics
+
+
+async def test_charts_are_of_samples_taken_while_it_serves() -> None:
+    rig = Rig()
+    async with rig.open(**ON) as engine:
+        await engine.store(TOKENS, list(range(40)))
+        await engine.retrieve(TOKENS, list(range(40, 80)))
+        async with asyncio.timeout(DEADLINE_S):
+            while not (charts := (await status(engine))["charts"])["list"]:
+                await asyncio.sleep(0.05)
+
+    shares, moved, memory = charts["list"]
+    assert shares["series"] == [{"name": "cpu", "values": [1.0]}]
+    assert moved["unit"] == "bytes/s"
+    assert all(series["values"][0] > 0 for series in moved["series"])
+    assert memory["series"][0]["values"][0] > 0
+
+
+async def test_nothing_is_served_where_nobody_asked_for_it() -> None:
+    rig = Rig()
+    async with rig.open() as engine:
+        assert engine.status_url is None
+        assert engine._recent.as_list() == []
+        await engine.store(TOKENS, list(range(40)))
+        assert engine._recent.as_list() == []
+
+
+async def test_a_port_that_is_taken_stops_the_start_and_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"http.listen: cannot listen at 127.0.0.1:{port}"):
+            async with Rig().open(**{"http.listen": f"127.0.0.1:{port}"}):
+                pass
+
+
+async def test_the_port_is_free_again_when_the_engine_is_closed() -> None:
+    rig = Rig()
+    async with rig.open(**ON) as engine:
+        place = urlsplit(engine.status_url).netloc
+    async with rig.open(**{"http.listen": place}) as again:
+        assert (await ask(again.status_url or "", "/healthz")).status == 200
+
+
+def test_without_the_package_the_extra_is_named() -> None:
+    """In a process of its own: here the package is imported already."""
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from lmcache_async.config import HTTPConfig\n"
+        "from lmcache_async.web.opening import status_server\n"
+        "status_server(None, HTTPConfig(listen='127.0.0.1:0'))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert "MissingDependencyError" in ran.stderr
+    assert "pip install 'lmcache-async[http]'" in ran.stderr

@@ -1,0 +1,237 @@
+"""The server on real sockets: what it answers, what it refuses, and that nothing holds it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from lmcache_async.config import HTTPConfig
+from lmcache_async.errors import ConfigError
+from lmcache_async.web import opening
+from lmcache_async.web.opening import status_server
+from lmcache_async.web.server import StatusServer
+from tests.tiers.valkey_tls import Authority
+from tests.web.fake_source import FakeSource
+from tests.web.http_talk import DEADLINE_S, ask
+
+TOKEN = "a-token-of-many-characters"
+PAGE = Path(opening.__file__).parent / "page"
+SCRIPTS = tuple(f"/{path.name}" for path in sorted(PAGE.glob("*.js")))
+PATHS = ("/", "/style.css", *SCRIPTS, "/status.json", "/metrics", "/healthz")
+
+
+def config(**options: object) -> HTTPConfig:
+    return HTTPConfig.model_validate({"listen": "127.0.0.1:0", **options})
+
+
+def serve(source: FakeSource | None = None, **options: object) -> StatusServer:
+    return status_server(source or FakeSource(), config(**options))
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    return file
+
+
+async def test_each_path_is_answered_with_its_type_and_nothing_from_elsewhere() -> None:
+    async with serve() as server:
+        heard = {path: await ask(server.url, path) for path in PATHS}
+
+    assert {path: one.status for path, one in heard.items()} == dict.fromkeys(PATHS, 200)
+    types = {path: one.headers["Content-Type"].partition(";")[0] for path, one in heard.items()}
+    assert types == {
+        "/": "text/html",
+        "/style.css": "text/css",
+        **dict.fromkeys(SCRIPTS, "text/javascript"),
+        "/status.json": "application/json",
+        "/metrics": "text/plain",
+        "/healthz": "text/plain",
+    }
+    for one in heard.values():
+        assert "default-src 'none'" in one.headers["Content-Security-Policy"]
+        assert "unsafe" not in one.headers["Content-Security-Policy"]
+        assert one.headers["X-Content-Type-Options"] == "nosniff"
+        assert one.headers["Cache-Control"] == "no-store"
+        assert one.headers["X-Frame-Options"] == "DENY"
+        assert "Access-Control-Allow-Origin" not in one.headers
+        assert int(one.headers["Content-Length"]) == len(one.body)
+    for path in ("/", "/style.css", *SCRIPTS):
+        text = heard[path].body.decode().replace("http://www.w3.org/2000/svg", "")  # a name, not a place
+        assert "://" not in text
+    assert heard["/metrics"].body == b"fake_total 1\n"
+    assert heard["/healthz"].body == b"ok\n"
+
+
+async def test_what_is_not_there_is_not_found() -> None:
+    async with serve() as server:
+        for path in (
+            "/index.html",
+            "/../pyproject.toml",
+            "/page/",
+            "/status.json/",
+            "//etc/passwd",
+            "/%2e%2e/x",
+        ):
+            assert (await ask(server.url, path)).status == 404, path
+
+
+async def test_head_has_no_body_and_a_body_is_not_read() -> None:
+    async with serve() as server:
+        head = await ask(server.url, "/status.json", method="HEAD")
+        post = await ask(server.url, "/", method="POST", headers={"Content-Length": "1000000"})
+
+    assert (head.status, head.body) == (200, b"")
+    assert post.status == 405
+
+
+async def test_a_page_of_another_site_is_refused_by_the_name_it_says() -> None:
+    async with serve() as server:
+        for host in ("evil.example", f"evil.example:{urlsplit(server.url).port}", ""):
+            heard = await ask(server.url, "/status.json", headers={"Host": host})
+            assert heard.status == 421
+            assert b"kind" not in heard.body
+
+
+async def test_who_says_no_token_sees_nothing_but_that_it_lives(token_file: Path) -> None:
+    async with serve(token_file=token_file) as server:
+        silent = {path: (await ask(server.url, path)) for path in (*PATHS, "/nothing")}
+        wrong = await ask(server.url, "/status.json", headers={"Authorization": "Bearer x" + TOKEN})
+        right = await ask(server.url, "/status.json", headers={"Authorization": "Bearer " + TOKEN})
+
+    assert {path for path, one in silent.items() if one.status != 401} == {"/healthz"}
+    assert silent["/"].headers["WWW-Authenticate"].startswith("Basic ")
+    assert (wrong.status, right.status) == (401, 200)
+
+
+async def test_with_a_token_any_name_may_be_asked_for(token_file: Path) -> None:
+    async with serve(listen="0.0.0.0:0", token_file=token_file) as server:
+        headers = {"Host": "node-7.example:7421", "Authorization": f"Bearer {TOKEN}"}
+        heard = await ask(server.url.replace("0.0.0.0", "127.0.0.1"), "/status.json", headers=headers)
+
+    assert heard.status == 200
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7421", "10.0.0.7:7421", "node-7:7421", "[::]:7421"])
+def test_beyond_the_loopback_a_token_is_a_must(listen: str) -> None:
+    with pytest.raises(ValueError, match="token_file"):
+        config(listen=listen)
+
+
+async def test_what_goes_elsewhere_unencrypted_is_said_once(
+    token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with serve(listen="0.0.0.0:0", token_file=token_file):
+            pass
+
+    assert [record.getMessage() for record in caplog.records if "not encrypted" in record.getMessage()]
+
+
+async def test_a_certificate_makes_it_https(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with serve(tls_cert_file=authority.issue("server")) as server:
+        heard = await ask(server.url, "/healthz", tls=ssl.create_default_context(cafile=authority.file))
+        assert server.url.startswith("https://")
+
+    assert heard.body == b"ok\n"
+    (broken := tmp_path / "broken.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=rf"tls_cert_file: {broken}, .* they cannot be used: "):
+        await serve(tls_cert_file=broken).__aenter__()
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with serve() as server:
+        port = urlsplit(server.url).port
+        with pytest.raises(ConfigError, match=rf"http\.listen: cannot listen at 127\.0\.0\.1:{port}: "):
+            await serve(listen=f"127.0.0.1:{port}").__aenter__()
+
+
+async def test_each_rank_has_the_port_after_the_one_before() -> None:
+    async with serve() as server:
+        port = urlsplit(server.url).port
+        assert port is not None
+        shifted = status_server(FakeSource(), config(listen=f"127.0.0.1:{port - 3}"), rank=3)
+        with pytest.raises(ConfigError, match=f":{port}: "):  # the one that is taken
+            await shifted.__aenter__()
+    with pytest.raises(ConfigError, match="ports end at 65535"):
+        await status_server(FakeSource(), config(listen="127.0.0.1:65535"), rank=1).__aenter__()
+
+
+async def test_who_says_nothing_or_does_not_stop_is_ended() -> None:
+    async with serve(timeout_s=0.3) as server:
+        parts = urlsplit(server.url)
+        for said in (
+            b"",
+            b"GET / HTTP/1.1\r\nX: ",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(said)
+            async with asyncio.timeout(DEADLINE_S):
+                with contextlib.suppress(ConnectionResetError):
+                    await reader.read()
+            writer.close()
+        assert (await ask(server.url, "/healthz")).status == 200
+
+
+async def test_too_many_connections_are_refused_and_end_nothing() -> None:
+    async with serve(max_connections=2, timeout_s=60) as server:
+        parts = urlsplit(server.url)
+        held = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(2)]
+        await until_open(server, 2)
+
+        with pytest.raises((ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IndexError)):
+            await ask(server.url, "/healthz")
+        for _, writer in held:
+            writer.close()
+        await until_open(server, 0)
+        assert (await ask(server.url, "/healthz")).status == 200
+
+
+async def test_nothing_is_left_open_when_it_closes() -> None:
+    async with serve(timeout_s=60) as server:
+        parts = urlsplit(server.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        await until_open(server, 1)
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(OSError):  # noqa: PT011 - refused or reset
+        await asyncio.open_connection(parts.hostname, parts.port)
+
+
+async def test_a_source_that_breaks_is_a_short_answer_and_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = FakeSource()
+    async with serve(source) as server:
+        source.broken = True
+        heard = await ask(server.url, "/status.json")
+        page = await ask(server.url, "/")
+        source.broken = False
+
+    assert (heard.status, page.status) == (500, 200)
+    assert b"secret" not in heard.body
+    assert any("a secret of the source" in record.getMessage() for record in caplog.records)
+
+
+async def test_long_lines_and_headers_are_refused() -> None:
+    async with serve() as server:
+        assert (await ask(server.url, "/" + "x" * 20000)).status == 400
+        assert (await ask(server.url, "/", headers={"X": "y" * 50000})).status == 400
+
+
+async def until_open(server: StatusServer, number: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while len(server._open) != number:
+            await asyncio.sleep(0)

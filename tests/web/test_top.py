@@ -1,0 +1,210 @@
+"""`lmcache-async top`: a real engine in the terminal, and a sentence for whatever is in the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lmcache_async.cli import top
+from lmcache_async.cli.app import app
+from lmcache_async.cli.top import watch
+from lmcache_async.cli.top_client import StatusClient, StatusError
+from lmcache_async.cli.top_view import plain, render, spark, speed
+from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.web.serving import served
+
+TOKEN = "a-token-of-many-characters"
+TOKENS = list(range(40))
+WIDE = {"COLUMNS": "160", "TERM": "dumb"}
+
+
+def call(*arguments: str, **env: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["top", *arguments], env=WIDE | env)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens"
+    file.write_text(f"# the first is said\n{TOKEN}\nanother-token-of-many-characters\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
+    tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
+    with served(tiers=tiers) as engine:
+        engine.ask("request-7", TOKENS, local_tokens=8, load_tokens=32, decided="load", why="sooner")
+        code, shown = call(engine.url, "--once")
+
+    assert code == 0
+    for word in ("disk", "in place", "closed", "request-7", "vLLM 8, cpu 40", "load", "held for requests"):
+        assert word in shown, shown
+
+
+def test_a_load_under_way_is_no_computing() -> None:
+    with served() as engine:
+        engine.plan("r", prompt_tokens=900, local_tokens=100, load_tokens=500, decided="load")
+        _, shown = call(engine.url, "--once")
+
+    assert "vLLM 100, loading 500, computed 300" in shown
+
+
+def test_json_is_what_the_page_is_drawn_from() -> None:
+    with served() as engine:
+        engine.ask("request-7", TOKENS)
+        code, shown = call(engine.url.removeprefix("http://"), "--once", "--json")
+
+    assert code == 0
+    assert json.loads(shown)["recent"][0]["request"] == "request-7"
+
+
+def test_a_daemon_shows_its_tenants() -> None:
+    tenants = {"chat": {"max_bytes": "8MiB"}}
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, http={"listen": "127.0.0.1:0"}, tenants=tenants) as daemon,
+    ):
+        code, shown = call(str(daemon.daemon.status_url), "--once")
+
+    assert code == 0
+    assert "chat" in shown
+    assert "0% of 8.0 MiB" in shown
+
+
+def test_a_token_comes_from_the_variable_or_a_file(token_file: Path) -> None:
+    with served(**{"http.token_file": str(token_file)}) as engine:
+        without = call(engine.url, "--once")
+        wrong = call(engine.url, "--once", LMCACHE_ASYNC_TOKEN="x" + TOKEN)
+        by_variable, by_file = (
+            call(engine.url, "--once", LMCACHE_ASYNC_TOKEN=TOKEN),
+            call(engine.url, "--once", "--token-file", str(token_file)),
+        )
+
+    assert (without[0], wrong[0], by_variable[0], by_file[0]) == (2, 2, 0, 0)
+    assert "wants a token" in without[1]
+    assert "wants another token" in wrong[1]
+    assert TOKEN not in wrong[1]
+
+
+def test_what_is_not_there_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    code, shown = call(f"127.0.0.1:{port}", "--once")
+
+    assert code == 1
+    assert f"nothing answers at http://127.0.0.1:{port}: Connection refused" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "says"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 2, "no status page of lmcache-async"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 2, "no status page of lmcache-async"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
+        (b"-ERR unknown command\r\n", 2, "does not speak HTTP"),
+        (b"", 1, "nothing answers"),
+    ],
+)
+def test_what_is_something_else_is_a_sentence(answer: bytes, code: int, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = call(f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        thread.join(30)
+
+    assert found[0] == code, found
+    assert says in found[1]
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://[::1", ""])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    code, shown = call(url, "--once")
+
+    assert code == 2
+    assert "expected an address such as http://127.0.0.1:7421" in shown
+
+
+def test_a_token_file_for_everybody_is_refused(token_file: Path) -> None:
+    token_file.chmod(0o644)
+    with pytest.raises(StatusError, match=r"--token-file: .*everybody may read it"):
+        StatusClient("http://127.0.0.1:1", token_file=token_file)
+
+
+def test_a_path_before_the_page_is_kept() -> None:
+    assert StatusClient("http://a/engines/3/")._path == "/engines/3/status.json"
+    assert StatusClient("http://a/engines/3/status.json")._path == "/engines/3/status.json"
+    assert StatusClient("http://a")._path == "/status.json"
+
+
+def test_names_of_others_rule_no_terminal() -> None:
+    assert plain("a\x1b[31mb\x07\n[bold]") == "a�[31mb��[bold]"
+    with served(model="\x1b]0;taken\x07") as engine:
+        engine.ask("[link=http://evil]\x1b[2J", TOKENS, decided="load", why="")
+        told = StatusClient(engine.url).read()
+    console = Console(width=160, record=True, force_terminal=False)
+    with console.capture() as shown:
+        console.print(render(told))
+
+    assert "\x1b" not in shown.get()
+    assert "[link=http://evil]" in shown.get()
+
+
+def test_it_watches_until_it_is_told_to_end() -> None:
+    """An engine that is gone for a while ends nothing."""
+    console = Console(width=160, height=60, file=io.StringIO(), force_terminal=True)
+    with served() as engine:
+        client = StatusClient(engine.url)
+
+        def ask() -> None:
+            engine.ask("request-7", TOKENS)
+            while not client.read()["recent"]:  # an answer is given again for a moment
+                pass
+
+        steps = iter([ask, engine.close, interrupt])
+        with pytest.raises(KeyboardInterrupt):
+            watch(client, client.read(), console, lambda: next(steps)())
+
+    shown = console.file.getvalue()
+    assert "request-7" in shown
+    assert "what is shown is old" in shown.partition("request-7")[2]
+
+
+def test_ctrl_c_is_an_end_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as engine:
+        monkeypatch.setattr(top, "watch", lambda *_: interrupt())
+        assert call(engine.url) == (0, "")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_lines_of_blocks_and_speeds() -> None:
+    assert spark([0.0, None, 1.0, 0.5], 1.0).strip(" ") == "▁ █▅"
+    assert spark([0.0], 0.0).strip(" ") == "▁"
+    assert speed(0, 1) == speed(1, 0) == "-"
+    assert [speed(n, 1.0) for n in (2e9, 25e9, 300e6, 1.5e6, 900.0)] == [
+        "2.00 GB/s",
+        "25.0 GB/s",
+        "300 MB/s",
+        "1.50 MB/s",
+        "1 kB/s",
+    ]

@@ -1,0 +1,176 @@
+"""What is refused only when something starts: each case does it in a folder, and has what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
+from lmcache_async.daemon.address import check_directory
+from lmcache_async.daemon.config import DaemonConfig
+from lmcache_async.daemon.memory import SharedMemory
+from lmcache_async.daemon.peer_options import PeerTLSOptions
+from lmcache_async.daemon.server import Daemon
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.builder import build, default_logger
+from lmcache_async.engine.secrets import check_hash_key
+from lmcache_async.engine.tiers import load_layer, load_tier
+from lmcache_async.hashing import ChunkHasher, weights_fingerprint
+from lmcache_async.hashing.digest import digest_function
+from lmcache_async.integration.vllm.wire import socket_path
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.memory.region import Region
+from lmcache_async.plugins.cpu import CPUTier
+from lmcache_async.plugins.cpu.config import CPUConfig
+from lmcache_async.registry import Registry
+from lmcache_async.stages.decrypt import DecryptStage
+from lmcache_async.stages.encrypt import EncryptStage
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from tests.tiers.valkey_tls import Authority
+
+KEY = bytes(range(32))
+FAKES = FakeRegistry(tiers={"no": 3}, layers={"no": DictTier})
+USER = os.getuid()
+LONG = "x" * 100
+
+
+def long_socket(folder: Path) -> None:
+    check_directory(Path("/", LONG), make=False)
+
+
+def directory_under_a_file(folder: Path) -> None:
+    check_directory(folder / "key" / "kv" / "s", make=True)
+
+
+def open_directory(folder: Path) -> None:
+    """The default one, in the folder that is $XDG_RUNTIME_DIR, which others may write to."""
+    (folder / "lmcache-async").mkdir()
+    (folder / "lmcache-async").chmod(0o777)
+    check_directory(folder / "lmcache-async" / "host.sock", make=False)
+
+
+def daemon_at(path: Path) -> None:
+    async def run() -> None:
+        config = DaemonConfig.model_validate({"max_bytes": "16MiB", "socket": path, "prefault": False})
+        async with Daemon(config):
+            pass
+
+    asyncio.run(run())
+
+
+def lock_is_a_directory(folder: Path) -> None:
+    (folder / "s.lock").mkdir()
+    daemon_at(folder / "s")
+
+
+def socket_is_a_directory(folder: Path) -> None:
+    (folder / "s").mkdir()
+    daemon_at(folder / "s")
+
+
+def peers_authority(folder: Path) -> None:
+    pem = Authority(folder).issue("localhost")
+    PeerTLSOptions(cert_file=pem, client_ca_file=folder / "none").make_context()
+
+
+def chunks_of_half_a_block(folder: Path) -> None:
+    cache = {"layer": torch.zeros(8, 1, 4, 8)}  # eight blocks of four tokens
+    layout = KVLayout.from_block_views(cache, num_blocks=8, block_size=4)
+    config = load_config(env={}, extra={"chunk_size": 3})
+    build(config, layout, Rig().namespace, default_logger(), Registry())
+
+
+def another_hash_key(folder: Path) -> None:
+    config = load_config(env={"LMCACHE_ASYNC_HASH_KEY": KEY.hex(), "LMCACHE_ASYNC_HASH_ALGORITHM": "sha256"})
+    check_hash_key(config, Rig().namespace)
+
+
+def open_base(folder: Path) -> None:
+    folder.chmod(0o777)
+    socket_path(folder, "engine", 0)
+
+
+def open_private_directory(folder: Path) -> None:
+    (folder / f"lmcache-async-{USER}").mkdir()
+    (folder / f"lmcache-async-{USER}").chmod(0o755)
+    socket_path(folder, "engine", 0)
+
+
+def private_directory_is_a_file(folder: Path) -> None:
+    (folder / f"lmcache-async-{USER}").write_text("")
+    socket_path(folder, "engine", 0)
+
+
+def long_base(folder: Path) -> None:
+    (folder / LONG).mkdir()
+    socket_path(folder / LONG, "engine", 0)
+
+
+AT_START: list[tuple[Callable[[Path], object], str]] = [
+    (long_socket, "socket: /{long} is longer than the 100 bytes that a socket's path may have"),
+    (directory_under_a_file, "socket: cannot make {dir}/key/kv: Not a directory"),
+    (
+        open_directory,
+        "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
+    ),
+    (lambda _: SharedMemory(-4096), "max_bytes: -4096 bytes of shared memory are not to be had"),
+    (lambda _: SharedMemory(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
+    (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
+    (socket_is_a_directory, "socket: cannot listen at {dir}/s: Is a directory"),
+    (
+        peers_authority,
+        "peer.tls.client_ca_file: {dir}/none: it cannot be used: [Errno 2] No such file or directory",
+    ),
+    (
+        chunks_of_half_a_block,
+        "chunk_size is 3, which is no multiple of the 4 tokens of a block: set it to 4",
+    ),
+    (
+        another_hash_key,
+        "hash_key: the namespace was made with another hash key (none) than the configured one: give it hash_key=config.read_hash_key()",
+    ),
+    (
+        lambda _: load_tier(FAKES, TierSpec(name="no", id="no"), third_party=True),
+        "tier no: 'no' is 3, which is no subclass of Tier",
+    ),
+    (
+        lambda _: load_layer(FAKES, LayerSpec(name="no", id="no"), "here", third_party=True),
+        f"here: 'no' is {DictTier!r}, which is no subclass of ConfiguredLayer",
+    ),
+    (lambda _: ChunkHasher(KEY[:16], chunk_size=1 << 25), "chunk_size is 33554432; it is 1 to 16777216 tokens"),
+    (lambda _: digest_function("md5"), "hash algorithm 'md5' is unknown; there are xxh3_128, blake3, sha256"),
+    (
+        lambda _: digest_function("xxh3_128", KEY),
+        "hash algorithm 'xxh3_128' takes no key: set hash_algorithm to blake3 or sha256",
+    ),
+    (lambda _: digest_function("sha256", b"short"), "a hash key has 32 bytes, this one 5"),
+    (
+        lambda folder: weights_fingerprint(folder, mode="half"),  # type: ignore[arg-type]
+        "fingerprint mode 'half' is unknown; there are sampled, full",
+    ),
+    (open_base, "vllm.socket_dir: {dir} has mode 0777, so anybody may replace what is in it: take others' permission to write (chmod o-w), set the sticky bit (chmod +t) or name another directory"),
+    (open_private_directory, "vllm.socket_dir: {dir}/lmcache-async-{user} must be a directory of user {user} with mode 0700; remove it or name another directory"),
+    (private_directory_is_a_file, "vllm.socket_dir: cannot make {dir}/lmcache-async-{user}: [Errno 17] File exists: '{dir}/lmcache-async-{user}'"),
+    (long_base, "vllm.socket_dir: {dir}/{long}/lmcache-async-{user}/{engine}-0.sock is longer than the 100 bytes that a socket's path may have; name a shorter directory"),
+    (lambda folder: socket_path(folder / "none", "e", 0), "vllm.socket_dir: {dir}/none cannot be used: No such file or directory"),
+    (lambda folder: socket_path(folder / "key", "e", 0), "vllm.socket_dir: {dir}/key is no directory"),
+    (lambda _: Arena(100, 4096), "arena.max_bytes is 100, but one chunk needs 4096 bytes: raise arena.max_bytes or lower chunk_size"),
+    (
+        lambda _: CPUTier(CPUConfig(max_bytes=100)).bind(Arena(8192, 4096, huge_pages=False, prefault=False)),
+        "the cpu tier's max_bytes is 100, but one chunk needs 4096 bytes: raise max_bytes or lower chunk_size",
+    ),
+    (lambda _: RecordCipher([b"short"]), "encryption needs keys of 32 bytes"),
+    (
+        lambda _: Region(1 << 60, grain_bytes=4096, pin=False, pin_device=None, huge_pages=False, prefault=False),
+        "arena.max_bytes: 1152921504606846976 bytes of host memory are not to be had",
+    ),
+    (lambda _: EncryptStage(None, None, None, EngineConfig(), None), "store.stages: encrypt has no key; set encryption.key_file"),  # type: ignore[arg-type]
+    (lambda _: DecryptStage(None, None, None, EngineConfig(), None), "retrieve.stages: decrypt has no key; set encryption.key_file"),  # type: ignore[arg-type]
+]  # fmt: skip

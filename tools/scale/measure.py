@@ -1,0 +1,181 @@
+"""`python -m tools.scale.measure [host] [valkey] [mooncake]`: what an operation costs the other end, in its own CPU time.
+
+The client shares the machine, so time on the clock says little of the server. What is counted is the CPU time of the
+server's process, kernel included (Linux), over many calls. Records are of a page, so
+that lookups, leases and messages are seen and copies are not; `get ... MiB` is of records that are worth copying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from lmcache_async.bench import host
+from lmcache_async.bench.mooncake_clients import own_pool
+from lmcache_async.bench.valkey_clients import own_server
+from lmcache_async.config import validate_options
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.registry import TIERS, Registry
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from lmcache_async.tiers.base import Tier
+
+MIB = 1 << 20
+COUNTS = (1, 64, 512, 4096)
+SECONDS = 1.0  # a figure
+LARGE_BYTES = 32 * MIB
+SMALL = 2 * host.FORMAT.header_bytes
+
+
+def cpu_s(command: str) -> float:
+    """CPU time so far of the process of ours whose command line has this word, threads that have ended included."""
+    total = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and command in (process / "cmdline").read_text():
+                total += time.clock_gettime((~int(process.name) << 3) | 2)  # clock_getcpuclockid(3)
+    return total
+
+
+async def idle(command: str) -> None:
+    """Until it has done what it does at its start."""
+    before = -1.0
+    while (now := cpu_s(command)) - before > 1e-3:
+        before = now
+        await asyncio.sleep(0.1)
+
+
+async def repeat(name: str, command: str, items: int, call: Callable[[], Awaitable[object]]) -> None:
+    """Call for a while; a line with what a call and an item cost the server, and what the caller waited."""
+    await call()
+    calls = 0
+    cpu, start = cpu_s(command), time.perf_counter()
+    while (took := time.perf_counter() - start) < SECONDS or not calls:
+        await call()
+        calls += 1
+    spent = (cpu_s(command) - cpu) / calls
+    show(name, spent, items, f"{took / calls * 1e6:11.1f} us waited")
+
+
+def show(name: str, spent_s: float, items: int, more: str = "") -> None:
+    each = f"{spent_s * 1e6:10.1f} us of CPU a call {spent_s / items * 1e6:9.3f} an item"
+    sys.stdout.write(f"{name:<24} {each} {more}\n")
+    sys.stdout.flush()
+
+
+def keys(count: int) -> list[ChunkKey]:
+    return [ChunkKey(number.to_bytes(KEY_BYTES, "big")) for number in range(count)]
+
+
+@contextlib.contextmanager
+def records(arena: Arena, count: int) -> Iterator[list[tuple[ChunkKey, Buffer]]]:
+    with contextlib.ExitStack() as stack:
+        items = []
+        for number in range(count):
+            buffer = arena.lease_nowait(arena.slab_bytes)
+            assert buffer is not None, "the arena is as large as its records"
+            stack.callback(buffer.release)
+            items.append((host._sealed(buffer, number), buffer))
+        yield items
+
+
+@contextlib.asynccontextmanager
+async def opened(name: str, options: dict[str, object], arena: Arena) -> AsyncIterator[Tier]:
+    tier_class: Any = Registry().load(TIERS, name)
+    tier = tier_class(validate_options(tier_class.config_type, options, name))
+    tier.bind(arena)
+    async with tier:
+        yield tier
+
+
+async def get(tier: Tier, asked: list[ChunkKey], arena: Arena) -> None:
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=30.0)
+
+    got = await tier.get_many(asked, allocate)
+    there = [buffer for buffer in got if isinstance(buffer, Buffer)]
+    for buffer in there:
+        buffer.release()
+    assert len(there) == len(asked), f"{len(asked) - len(there)} of {len(asked)} are not there"
+
+
+async def small(tier: Tier, command: str) -> None:
+    """Puts, lookups and gets of many small records."""
+    with contextlib.ExitStack() as stack:
+        arena = Arena(2 * max(COUNTS) * SMALL, SMALL, huge_pages=False, prefault=True)
+        stack.callback(arena.close)
+        items = stack.enter_context(records(arena, max(COUNTS)))
+        await idle(command)
+        for batch in (1, 64):
+            await tier.clear()
+            await puts(tier, command, [items[i : i + batch] for i in range(0, len(items), batch)])
+        for count in COUNTS:
+            await repeat(f"lookup of {count}", command, count, partial(tier.count_prefix, keys(count)))
+        for count in (1, 64):
+            await repeat(f"get of {count}", command, count, partial(get, tier, keys(count), arena))
+
+
+async def puts(tier: Tier, command: str, batches: list[list[tuple[ChunkKey, Buffer]]]) -> None:
+    """As many as there are records: what is there already is not put again."""
+    batch = len(batches[0])
+    before = cpu_s(command)
+    for items in batches:
+        answers = await tier.put_many(items)
+        assert not any(answers), answers
+    spent = (cpu_s(command) - before) / len(batches)
+    show(f"put of {batch}", spent, batch)
+
+
+async def large(tier: Tier, command: str, arena: Arena) -> None:
+    """What a MiB costs, in records as large as the arena's slabs."""
+    count = 8
+    mib = count * arena.slab_bytes // MIB
+    with records(arena, count) as items:
+        await repeat(f"put of {count} large, a MiB", command, mib, lambda: tier.put_many(items))
+        await repeat(f"get of {count} large, a MiB", command, mib, partial(get, tier, keys(count), arena))
+
+
+async def pool(tier: Tier, command: str, arena: Arena) -> None:
+    """What Mooncake's master does; the bytes pass by it."""
+    with records(arena, 8) as items:
+        await tier.put_many(items)
+        for count in COUNTS:
+            await repeat(f"lookup of {count}", command, count, partial(tier.count_prefix, keys(count)))
+        await repeat("get of 8", command, 8, partial(get, tier, keys(8), arena))
+
+
+async def measure(name: str) -> None:
+    sys.stdout.write(f"{name}\n")
+    waits: dict[str, object] = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s"), 30.0)
+    with contextlib.closing(Arena(24 * LARGE_BYTES, LARGE_BYTES, prefault=True)) as arena:
+        if name == "host":
+            with host._daemon(256 * MIB) as path:
+                async with opened(name, {"socket": path, **waits}, arena) as tier:
+                    await small(tier, "host_daemon")
+        elif name == "valkey":
+            with own_server() as url:
+                async with opened(name, {"url": url, **waits}, arena) as tier:
+                    await small(tier, "valkey-server")
+                    await large(tier, "valkey-server", arena)
+        else:
+            with own_pool(2048 * MIB) as url:
+                async with opened(name, {"url": url, "hostname": "127.0.0.1"}, arena) as tier:
+                    await pool(tier, "mooncake_master", arena)
+
+
+if __name__ == "__main__":
+    for one in sys.argv[1:] or ["host", "valkey", "mooncake"]:
+        uvloop.run(measure(one))

@@ -1,0 +1,115 @@
+"""Three hosts that share a tier over a network that delays, loses and cuts: nothing wrong, nothing late."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.hosts.host import PROMPT, RETRIEVE_S, STORE_S
+from tests.hosts.link import Link
+from tests.hosts.networks import HOSTS, NETWORKS, Network
+from tests.hosts.shared_tiers import TIERS
+from tools.torture.outcome import Outcome
+
+NOISE_S = 2.5
+"""What a busy machine may add to a deadline."""
+OWN = 2
+"""Prompts that each host stores in one weather."""
+PATIENCE = 60
+"""How often a host that was cut off is asked again, until it has hits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How the network is for a while.
+
+    Attributes:
+        link: Of every two hosts.
+        cut: Hosts to which there is no way.
+        serves: Whether every host must find what the others store meanwhile.
+    """
+
+    link: Link
+    cut: tuple[str, ...] = ()
+    serves: bool = False
+
+
+NEAR = Link(delay_s=0.001)
+WEATHERS: Mapping[str, Weather] = {
+    "near": Weather(NEAR, serves=True),
+    "far, 2 in 100 lost": Weather(Link(0.01, 0.005, 0.02)),
+    "far, 1 in 10 lost": Weather(Link(0.01, 0.01, 0.1)),
+    "a host cut off": Weather(NEAR, cut=("a",)),
+    "another cut off": Weather(NEAR, cut=("c",)),
+    "mended": Weather(NEAR, serves=True),
+}
+
+
+def torture(network: Network, tier: str, outcome: Outcome, *, seconds: float = 0.0) -> None:
+    """All weathers, in turn, and over again for so long; the last one is always the first again."""
+    network.become(NEAR)
+    settings = TIERS[tier](network)
+    network.all("open", lambda host: {"tier": settings[host]})
+    numbers = itertools.count(1)
+    until = time.monotonic() + seconds
+    while True:
+        for name, weather in WEATHERS.items():
+            network.become(weather.link, weather.cut)
+            _one_weather(network, f"{tier}, {name}", weather, numbers, outcome)
+        if outcome.hopeless or time.monotonic() >= until:
+            break
+    counts = network.all("counts")
+    network.all("close")
+    network.forget_ways()
+    outcome.add("errors counted", sum(_errors(host) for host in counts.values()))
+    outcome.add("packets lost", network.lost)
+
+
+def _one_weather(
+    network: Network, what: str, weather: Weather, numbers: Iterator[int], outcome: Outcome
+) -> None:
+    own = {host: list(itertools.islice(numbers, OWN)) for host in HOSTS}
+    others = {host: [n for other in HOSTS if other != host for n in own[other]] for host in HOSTS}
+    found = 0
+    for _ in range(PATIENCE if weather.serves else 1):
+        for host, answer in network.all("store", lambda host: {"numbers": own[host]}).items():
+            _check_time(f"{what}: a store of host {host}", answer["latest"], STORE_S, outcome)
+        answers = network.all("read", lambda host: {"numbers": others[host]})
+        for host, answer in answers.items():
+            outcome.add("prompts read", len(others[host]))
+            outcome.expect(not answer["wrong"], f"{what}: host {host} got wrong KV of {answer['wrong']}")
+            _check_time(f"{what}: a retrieve of host {host}", answer["latest"], RETRIEVE_S, outcome)
+        found = min(answer["hit_tokens"] for answer in answers.values())
+        outcome.add("tokens from others", sum(answer["hit_tokens"] for answer in answers.values()))
+        if found == 2 * OWN * PROMPT:
+            break
+    if any(map(network.isolates, weather.cut)):
+        outcome.add("times cut off")
+        outcome.expect(found < 2 * OWN * PROMPT, f"{what}: it is not cut off")
+    if weather.serves:
+        outcome.expect(
+            found == 2 * OWN * PROMPT, f"{what}: a host found {found} tokens of {2 * OWN * PROMPT}"
+        )
+
+
+def _check_time(what: str, seconds: float, deadline_s: float, outcome: Outcome) -> None:
+    late = round(seconds - deadline_s, 2)
+    outcome.counts["latest, in seconds"] = max(outcome.counts.get("latest, in seconds", late), late)
+    outcome.expect(late <= NOISE_S, f"{what} took {seconds:.1f} s; its deadline is {deadline_s} s")
+
+
+def _errors(counts: Mapping[str, Any]) -> int:
+    return sum(count for name, count in counts.items() if ".errors." in name or ".dropped" in name)
+
+
+def run(*, seconds: float, seed: int) -> Outcome:
+    """Every tier on every network that can be had here."""
+    outcome = Outcome("hosts", {"seed": seed, "networks": ", ".join(NETWORKS)})
+    for make in NETWORKS.values():
+        with make(seed) as network:
+            for tier in TIERS:
+                torture(network, tier, outcome, seconds=seconds / len(NETWORKS) / len(TIERS))
+    return outcome.end()
