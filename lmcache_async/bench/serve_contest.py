@@ -16,6 +16,7 @@ from lmcache_async.bench.serve_setup import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from lmcache_async.bench.serve_answers import Answer
     from lmcache_async.bench.serve_engine import Engine
@@ -35,6 +36,7 @@ class Contest:
         plain: vLLM without a connector.
         main: Who is compared with it: our connector, and the peers that are there.
         chosen: Of prompts and orders.
+        files: Where those peers keep KV whose hits are to come from the disk.
         idle_s: Seconds between one engine's work and the next one's.
     """
 
@@ -43,6 +45,7 @@ class Contest:
     tokens: int
     chosen: random.Random
     peers: set[str] = field(default_factory=set)
+    files: dict[str, Path] = field(default_factory=dict)
     idle_s: float = IDLE_S
     figures: Figures = field(default_factory=Figures)
     awake: Engine | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.bench.frame import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from lmcache_async.bench.frame import Parameter
 
@@ -61,11 +61,14 @@ class Figures:
         return Row.of(name, unit, self._taken[figure], limit_name, self._taken[limit], parameters, extra)
 
 
-def rows_of(figures: Figures, main: Sequence[str], facts: Mapping[str, Parameter]) -> list[Row]:
+def rows_of(
+    figures: Figures, main: Sequence[str], facts: Mapping[str, Parameter], on_disk: Collection[str] = ()
+) -> list[Row]:
     """Every row that there are figures for.
 
     Args:
         main: Our connector and the peers that took part.
+        on_disk: Of these, the peers whose hits came from the disk.
     """
     rows: list[Row] = []
 
@@ -87,8 +90,10 @@ def rows_of(figures: Figures, main: Sequence[str], facts: Mapping[str, Parameter
     for who in main:
         add("new prompt", "ms", ("cold", who), {PLAIN: ("cold", PLAIN)})
         hit_limits = {OWN_HIT: (OWN_HIT, PLAIN), OWN_HIT_SAME: (OWN_HIT, who)}
+        if who == OURS:
+            hit_limits |= {peer: ("hit", peer) for peer in main if peer not in (OURS, *on_disk)}
         add("known prompt", "ms", ("hit", who), hit_limits)
-    _disk_rows(add)
+    _disk_rows(add, on_disk)
     add("slow tier", "ms", ("known to slow tier", SLOW), {PLAIN: ("cold", PLAIN)}, _slow_more())
     for who in main:
         add("new prompts at once", "tokens/s", ("throughput", who), {PLAIN: ("throughput", PLAIN)})
@@ -98,13 +103,14 @@ def rows_of(figures: Figures, main: Sequence[str], facts: Mapping[str, Parameter
     return rows
 
 
-def _disk_rows(add: Callable[..., None]) -> None:
+def _disk_rows(add: Callable[..., None], on_disk: Collection[str]) -> None:
     stored = "cold, stored on disk"
     add("new prompt, disk tier", "ms", (stored, DISK), {PLAIN: (stored, PLAIN)})
     limits = {
         OWN_HIT: (OWN_HIT, PLAIN),
         OWN_HIT_SAME: (OWN_HIT, RESTARTED),
         RAW: (RAW, RESTARTED),
+        **{peer: ("hit", peer) for peer in on_disk},
     }
     add("known prompt, disk tier", "ms", ("hit", RESTARTED), limits)
     after = {OWN_HIT: ("own hit beside restart", PLAIN), PLAIN: ("cold beside restart", PLAIN)}

@@ -133,7 +133,13 @@ def _new_and_known(contest: Contest, engine: Engine, prompt: list[int]) -> Asked
     with contest.excused(engine):
         contest.turn(engine)
         asked.cold = engine.ask(prompt)
+        files = contest.files.get(engine.name)
+        if files is not None:
+            serve_files.wait_still(files)
+            engine.wake()
         for _ in range(REPEATS):
+            if files is not None:
+                serve_files.drop(serve_files.sizes(files))
             if engine is not contest.plain:
                 engine.reset()
                 asked.hits.append(engine.ask(prompt))

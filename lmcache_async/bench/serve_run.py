@@ -65,14 +65,16 @@ def measure(settings: Settings, frame: Frame) -> list[Row]:
         run = Run(settings, frame, starter, stack, parts)
         run.start_main()
         for peer in peers:
-            run.start_peer(peer.name, peer.missing, peer.contestant(settings.arena_bytes, Path(directory)))
+            run.start_peer(peer.missing, peer.contestant(settings.arena_bytes, Path(directory)))
         run.rounds()
         facts: dict[str, Parameter] = {
             "tokens": settings.tokens,
             "model": settings.model or "made",
             "device": "gpu" if machine.gpu else "cpu",
         }
-        return rows_of(run.contest.figures, [engine.name for engine in run.contest.main], facts)
+        main = [engine.name for engine in run.contest.main]
+        on_disk = [name for name in main if name in run.contest.files]
+        return rows_of(run.contest.figures, main, facts, on_disk)
 
 
 class Run:
@@ -107,8 +109,9 @@ class Run:
         )
         self._step()
 
-    def start_peer(self, name: str, missing: str, contestant: Contestant) -> None:
+    def start_peer(self, missing: str, contestant: Contestant) -> None:
         """One that does not start is left out, and the log says why."""
+        name = contestant.name
         if missing:
             logger.warning("%s is left out: the package %s is not installed", name, missing)
             return
@@ -119,6 +122,8 @@ class Run:
             return
         self.contest.peers.add(name)
         self.contest.main.append(engine)
+        if contestant.files is not None:
+            self.contest.files[name] = contestant.files
 
     def rounds(self) -> None:
         """Everything that is measured."""

@@ -42,11 +42,13 @@ class Contestant:
     Attributes:
         transfer: Its `kv_transfer_config`; None for no connector.
         environment: Of its own.
+        files: Where it keeps KV that is to come from the disk, and not from the page cache.
     """
 
     name: str
     transfer: Mapping[str, Any] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    files: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ class Starter:
             options["kv_transfer_config"] = dict(contestant.transfer)
         options["model"] = self.model
         environment = machine.environment | {"TMPDIR": str(self.sockets)} | dict(contestant.environment)
-        log = self.directory / f"{contestant.name.replace(' ', '-').replace(',', '')}.log"
+        name = contestant.name.replace(" ", "-").replace(",", "").replace("/", "-")
+        log = self.directory / f"{name}.log"
         return Engine(contestant.name, options, environment, log)
 
 

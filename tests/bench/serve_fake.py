@@ -24,9 +24,13 @@ class Fake:
         self.fault = what if faulty == self.name else ""
         if self.fault == "dead":
             raise SystemExit("no such device")
+        if self.fault == "needs stand_ins" and transfer.get("kv_connector_module_path") != "stand_ins":
+            raise SystemExit("no connector for a CPU")
         tiers = transfer.get("kv_connector_extra_config", {}).get("tiers", ["cpu"])
         self.disk = Path(tiers[0]["path"]) if isinstance(tiers[0], dict) else None
         self.slow = self.disk is not None and "layers" in tiers[0]
+        if directory := os.environ.get("LMCACHE_LOCAL_DISK"):
+            self.disk = Path(directory.removeprefix("file://"))
         self.loads = 0
         self.own: set[str] = set()
         self.kept: set[str] = set()

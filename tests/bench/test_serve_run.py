@@ -107,7 +107,35 @@ async def test_peers_are_measured_beside_ours():
     assert row.parameters["connector"] == "ExampleConnector"
     assert row.ratio == pytest.approx(2)
     assert ("known prompt", "own hit") in rows
+    assert rows["known prompt", "ExampleConnector"].ratio == pytest.approx(1)
     assert ("mixed load, ExampleConnector", "no connector") in rows
+
+
+async def test_a_peer_with_a_disk_is_measured_from_the_disk(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("FAKE_FAULT", "LMCacheConnectorV1:needs stand_ins")
+    dropped = []
+    drop = serve_files.drop
+    monkeypatch.setattr(serve_files, "drop", lambda paths: (dropped.extend(paths), drop(paths)))
+    peers = "LMCacheConnectorV1@stand_ins, LMCacheConnectorV1/disk@stand_ins"
+
+    rows = await measured(dataclasses.replace(QUICK, parts="alone,disk", connectors=peers))
+
+    ours = [limit for name, limit in rows if name == "known prompt"]
+    assert sorted(ours) == ["LMCacheConnectorV1", "own hit", "own hit, same process"]
+    assert rows["known prompt, disk tier", "LMCacheConnectorV1/disk"].ratio == pytest.approx(1)
+    assert {"LMCacheConnectorV1-disk", "disk"} <= {path.parent.name for path in dropped}
+
+
+async def test_a_peer_whose_stand_ins_are_not_named_is_left_out(monkeypatch, caplog):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("FAKE_FAULT", "LMCacheConnectorV1:needs stand_ins")
+
+    rows = await measured(dataclasses.replace(QUICK, parts="alone", connectors="LMCacheConnectorV1"))
+
+    assert "LMCacheConnectorV1 is left out: " in caplog.text
+    assert "no connector for a CPU" in caplog.text
+    assert "LMCacheConnectorV1" not in {limit for _, limit in rows}
 
 
 @pytest.mark.parametrize("fault", ["dead", "dies", "wrong", "misses"])

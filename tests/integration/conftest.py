@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.documents import make_document
+from examples.demo.model import make_model
+from examples.vllm.asking import long_text
+from tests.integration.serving import COMMANDS, MODEL, Serving, serving
 from tests.integration.vllm_driver import Engines, Reference
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +32,29 @@ def reference(engines: Engines) -> Reference:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the module's engines have their disk tier."""
     return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer, for `vllm serve`."""
+    directory = tmp_path_factory.mktemp("model") / "small"
+    make_model(
+        directory,
+        [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))],
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The quickstart's server; one for all, since it takes half a minute to start."""
+    directory = tmp_path_factory.mktemp("serve")
+    (directory / "template.jinja").write_text(TEMPLATE)
+    more = [
+        "--enforce-eager",
+        "--enable-prompt-tokens-details",
+        "--chat-template=template.jinja",
+        "--max-num-seqs=4",
+    ]
+    with serving(COMMANDS[1].replace(MODEL, str(served_model)), directory, *more) as server:
+        yield server

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +22,15 @@ from tests.tiers.valkey_servers import free_port
 START_S, END_S, DEADLINE_S = 300.0, 30.0, 120.0
 ROOT = Path(__file__).parents[2]
 
+COMMANDS = re.findall(
+    r"^```bash\n(.*?)^```",
+    (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+"""Those of the quickstart: install, serve, ask."""
+MODEL = "Qwen/Qwen3-0.6B"
+"""The model that they name."""
+
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_ASYNC_ARENA__MAX_BYTES": "512MiB",
@@ -28,6 +40,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # or its own prefix cache could not be emptied
 }
 
 
@@ -49,19 +62,42 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 class Serving:
-    """A server that is ready."""
+    """A server that is ready.
 
-    def __init__(self, port: int, log: Path, environment: dict[str, str]) -> None:
+    Attributes:
+        events: The address of its KV events.
+    """
+
+    def __init__(self, port: int, events: str, log: Path, environment: dict[str, str]) -> None:
         self.port = port
+        self.events = events
         self.environment = environment
         self._log = log
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
+    @property
+    def loaded_tokens(self) -> float:
+        """Tokens that came from the connector so far, by the counter that the quickstart names."""
+        found = re.search(
+            r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", self.get("/metrics"), re.MULTILINE
+        )
+        return float(found[1]) if found else 0.0
+
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+        return self._request(path, None)
+
+    def post(self, path: str) -> str:
+        return self._request(path, b"")
+
+    def _request(self, path: str, body: bytes | None) -> str:
+        with urllib.request.urlopen(self.url + path, data=body, timeout=10) as answer:
             text = answer.read()
         assert isinstance(text, bytes)
         return text.decode()
@@ -71,7 +107,9 @@ class Serving:
 def serving(command: str, directory: Path, *more: str) -> Iterator[Serving]:
     """Run the page's command with these further options, on a port of its own."""
     port, log = free_port(), directory / "server.log"
-    options = " ".join([f"--port={port}", *more])
+    events = f"ipc://{directory}/events"
+    told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
+    options = shlex.join([f"--port={port}", f"--kv-events-config={json.dumps(told)}", *more])
     environ = environment(directory)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -83,7 +121,7 @@ def serving(command: str, directory: Path, *more: str) -> Iterator[Serving]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Serving(port, log, environ)
+    server = Serving(port, events, log, environ)
     try:
         _wait_ready(server, process)
         yield server

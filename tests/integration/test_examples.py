@@ -6,47 +6,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from examples.demo.documents import make_document
-from examples.demo.model import make_model
-from examples.vllm.asking import long_text
-from tests.integration.serving import DEADLINE_S, ROOT, Serving, environment, serving
+from tests.integration.serving import COMMANDS, DEADLINE_S, MODEL, ROOT, Serving, environment
 
 pytestmark = pytest.mark.vllm
 
-PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-MODEL = "Qwen/Qwen3-0.6B"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 LINE = re.compile(r"(\d+) of +(\d+) tokens from a cache")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "small"
-    make_model(
-        directory,
-        [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))],
-    )
-    return directory
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    directory = tmp_path_factory.mktemp("serve")
-    (directory / "template.jinja").write_text(TEMPLATE)
-    more = [
-        "--enforce-eager",
-        "--enable-prompt-tokens-details",
-        "--chat-template=template.jinja",
-        "--max-num-seqs=4",
-    ]
-    with serving(COMMANDS[1].replace(MODEL, str(model)), directory, *more) as server:
-        yield server
 
 
 def test_the_quickstart_has_three_commands_and_no_config_file() -> None:
@@ -56,8 +25,10 @@ def test_the_quickstart_has_three_commands_and_no_config_file() -> None:
     assert "yaml" not in "".join(COMMANDS)
 
 
-def test_the_quickstart_comes_to_a_hit(server: Serving, model: Path) -> None:
-    command = COMMANDS[2].replace(MODEL, str(model)).replace("localhost:8000", f"127.0.0.1:{server.port}")
+def test_the_quickstart_comes_to_a_hit(server: Serving, served_model: Path) -> None:
+    command = (
+        COMMANDS[2].replace(MODEL, str(served_model)).replace("localhost:8000", f"127.0.0.1:{server.port}")
+    )
 
     def ask() -> str:
         ran = subprocess.run(
@@ -70,7 +41,7 @@ def test_the_quickstart_comes_to_a_hit(server: Serving, model: Path) -> None:
         )
         return ran.stdout
 
-    start, before = len(server.log), loaded(server)
+    start, before = len(server.log), server.loaded_tokens
     assert len(re.findall(r"^\d+\.\d+ s$", ask(), re.MULTILINE)) == 2
     deadline = time.monotonic() + DEADLINE_S
     while not (hit := re.search(r"retrieved (\d+)/\1 tokens \(cpu=\1\)", server.log[start:])):
@@ -78,15 +49,7 @@ def test_the_quickstart_comes_to_a_hit(server: Serving, model: Path) -> None:
         ask()
     assert int(hit[1]) >= 1024
     assert re.search(r"stored \d+ tokens in \d+ chunks", server.log[start:])
-    assert loaded(server) - before >= 1024
-
-
-def loaded(server: Serving) -> float:
-    """Tokens that came from the connector so far, by the counter that the page names."""
-    found = re.search(
-        r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", server.get("/metrics"), re.MULTILINE
-    )
-    return float(found[1]) if found else 0.0
+    assert server.loaded_tokens - before >= 1024
 
 
 def cached(server: Serving, module: str, complete: Callable[[list[int]], bool]) -> list[int]:
@@ -138,8 +101,14 @@ def test_documents_are_shared_as_far_as_prompts_begin_alike(server: Serving) -> 
     assert as_told(found)
 
 
-def test_vllm_as_a_library_finds_the_first_prompt(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.vllm.offline_vllm", f"--model={model}", "--enforce-eager"]
+def test_vllm_as_a_library_finds_the_first_prompt(served_model: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "examples.vllm.offline_vllm",
+        f"--model={served_model}",
+        "--enforce-eager",
+    ]
     environ = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # a process less to start
     ran = subprocess.run(
         command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
