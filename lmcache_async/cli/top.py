@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lmcache_async.cli.top_client import StatusClient, StatusError
 from lmcache_async.cli.top_view import render
+from lmcache_async.config.sources import PREFIX, TOKEN
 
 MISSING, REFUSED = 1, 2
 """How it ends: nothing there, or no way in."""
@@ -36,7 +37,7 @@ def top_command(
         Path | None, typer.Option(help="File with the token, where one is needed.", dir_okay=False)
     ] = None,
     token: Annotated[
-        str, typer.Option(envvar="LMCACHE_ASYNC_TOKEN", help="The token; better by its variable or by file.")
+        str, typer.Option(envvar=PREFIX + TOKEN, help="The token; better by its variable or by file.")
     ] = "",
 ) -> None:
     """Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.

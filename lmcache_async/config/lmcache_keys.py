@@ -68,7 +68,7 @@ _CONTROLLER = "this version has no controller"
 _BLENDING = "this version reuses prefixes only, it does not blend"
 _GDS = "this version has no GPUDirect storage tier"
 _LAZY = "the arena's memory is mapped at once and touched in the background, see arena.prefault"
-_API = "this version has no API server of its own"
+_API = "status and metrics are at http.listen, see docs/status.md; no call there changes anything"
 _STATISTICS = "chunks are always counted, see the engine's statistics"
 _HIDDEN = "this version stores KV only, no hidden states"
 _PLUGINS = "plug-ins are found by their entry points, name them under tiers"
@@ -84,7 +84,8 @@ _UNSUPPORTED = {
     "each tier evicts by its own policy": "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha",
     "the arena is as large as arena.max_bytes says": "reserve_local_cpu_size",
     "disk tiers take one path each; name several under tiers": "local_disk_path_sharding",
-    _LAYERS: "use_layerwise use_gpu_connector_v3 experimental_sampled_layerwise_lookup",
+    "layer-wise loads are on where they help, see vllm.layerwise_load": "use_layerwise",
+    _LAYERS: "use_gpu_connector_v3 experimental_sampled_layerwise_lookup",
     _BLENDING: "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens"
     " blend_special_str",
     "chunks are looked for in the order of tiers and stored in all of them": "retrieve_locations store_location",
@@ -105,7 +106,7 @@ _UNSUPPORTED = {
     "every hit is loaded as far as loading is faster than computing": "min_retrieve_tokens hit_miss_ratio",
     "pins end by themselves, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
     "errors of a tier are always a miss or a counted drop": "error_handling",
-    "this version emits no KV events": "enable_kv_events",
+    "KV events come with vLLM's own, see --kv-events-config in docs/metrics.md": "enable_kv_events",
     _API: "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
     " internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports",
     _PLUGINS: "runtime_plugin_locations storage_plugins remote_storage_plugins",
@@ -127,10 +128,10 @@ _UNSUPPORTED = {
 }
 
 _UNSUPPORTED_VARIABLES = {
-    "levels are set through Python's logging": "log_level log_format",
+    "levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging": "log_level log_format",
     _TELEMETRY: "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint",
     "there is one engine only": "use_experimental use_upstream_mp device_backend",
-    "stores are steered by the config": "force_skip_save",
+    "kv_role kv_consumer stores nothing; single requests by kv_transfer_params skip_save": "force_skip_save",
     "this version has no such tracing": "debug access_log enable_profiling enable_layer_timing"
     " debug_ipc_lifecycle debug_object_group_sizes",
     _PROCESS: "server_url coordinator_url",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PREFIX = "LMCACHE_ASYNC_"
 CONFIG_FILE = "CONFIG_FILE"
+TOKEN = "TOKEN"
+"""Of the status page, for `lmcache-async top`: no setting of an engine."""
 _SERVICE_LINKS = re.compile(
     r"(?:_|^)(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_\w+)?)$"
 )
@@ -67,7 +69,7 @@ def read_variables(env: Mapping[str, str], problems: list[str]) -> list[Setting]
     settings: list[Setting] = []
     for name in sorted(env):
         key = name.removeprefix(PREFIX)
-        if key in {name, CONFIG_FILE} or not env[name].strip() or is_service_link(key, env[name]):
+        if key in {name, CONFIG_FILE, TOKEN} or not env[name].strip() or is_service_link(key, env[name]):
             continue
         content = {key.lower().replace("__", "."): env[name]}
         settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE, problems)

@@ -34,8 +34,9 @@ class Namespace:
         dtype: Element type of the KV cache.
         layout: Text of the KV layout, free of addresses and of the number of blocks.
         quantization: How the weights or the KV are quantised; empty if they are not.
-        world_size: Ranks of the whole model. One whose KV is the same on all ranks (MLA) leaves
-            the ranks and sizes at their defaults, so that it is stored once.
+        world_size: Ranks of the whole model.
+        replicated: All tensor-parallel ranks have the same KV (MLA), and so the same keys: a tier that they
+            share has it once.
         format_version: Version of keys and records; another one is another namespace.
         extra: Further names and values that the KV depends on.
         hash_key: The secret of a keyed hash; the text has its id alone.
@@ -49,6 +50,7 @@ class Namespace:
     world_size: int = 1
     tp_rank: int = 0
     tp_size: int = 1
+    replicated: bool = False
     pp_rank: int = 0
     pp_size: int = 1
     chunk_size: int = 256
@@ -64,6 +66,8 @@ class Namespace:
     def text(self) -> str:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         secret = values.pop("hash_key")
+        if values.pop("replicated"):
+            values["tp_rank"] = 0
         return canonical_text(values | {"hash_key": hash_key_id(secret)} if secret else values)
 
     def root(self) -> bytes:

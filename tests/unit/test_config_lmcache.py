@@ -197,7 +197,7 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
             f"\n  {file}, line 3: extra_config.b: it is for LMCache's own backends"
             "\n  LMCACHE_EC_LOCAL_CPU: ec_local_cpu: this version stores KV only, no hidden states"
             "\n  LMCACHE_LMCACHE_INSTANCE_ID: lmcache_instance_id: this version has no controller"
-            "\n  LMCACHE_LOG_LEVEL: log_level: levels are set through Python's logging"
+            "\n  LMCACHE_LOG_LEVEL: log_level: levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging"
             "\n  LMCACHE_MAX_LOCAL_DISK_SIZE: max_local_disk_size: there is no local_disk"
         )
     ]

@@ -108,7 +108,10 @@ def roles_of(transfer: Any, config: EngineConfig) -> Roles:
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:
-    """What this rank's KV depends on besides tokens and request. Reads the model's files."""
+    """What this rank's KV depends on besides tokens and request. Reads the model's files.
+
+    Ranks whose KV is the same have the same namespace, and so the same keys in a tier that they share.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size
     rank = parallel.rank
@@ -121,6 +124,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         world_size=parallel.world_size,
         tp_rank=rank % tp_size,
         tp_size=tp_size,
+        replicated=_replicated(kv_cache_config),
         pp_rank=rank // tp_size,
         pp_size=parallel.pipeline_parallel_size,
         chunk_size=config.chunk_size,
@@ -142,6 +146,12 @@ def _specs(spec: Any) -> Iterable[Any]:
     """The spec, or those of each layer where layers differ in their sizes."""
     inner = getattr(spec, "kv_cache_specs", None)
     return inner.values() if isinstance(inner, dict) else (spec,)
+
+
+def _replicated(kv_cache_config: Any) -> bool:
+    """Whether all tensor-parallel ranks have the same KV: MLA's latents are of no head, and are not split."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
+    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
 def _model_name(model: Any) -> str:

@@ -148,6 +148,28 @@ def test_full_attention_and_mla_are_supported_also_with_layers_of_several_sizes(
         assert unsupported_reason(config, with_groups(setup, group(spec))) is None
 
 
+def test_ranks_of_mla_have_the_same_keys_and_places_of_their_own(config: Any, setup: Setup):
+    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
+    mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
+    two = changed(config, "parallel_config.tensor_parallel_size", 2)
+
+    def ranks(config: Any, spec: Any) -> list[Any]:
+        cache = with_groups(setup, group(spec))
+        configs = [changed(config, "parallel_config.rank", rank) for rank in (0, 1)]
+        return [namespace_of(each, cache, engine, "layout") for each in configs]
+
+    first, second = ranks(two, mla)
+    assert first.root() == second.root()
+    assert (first.tp_rank, second.tp_rank) == (0, 1)  # directories and ports go by it
+    assert "replicated" not in first.text
+    first, second = ranks(two, full)
+    assert first.root() != second.root()
+    stages = changed(config, "parallel_config.pipeline_parallel_size", 2)
+    first, second = ranks(stages, mla)  # other layers
+    assert first.root() != second.root()
+
+
 def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
     window = SlidingWindowSpec(
