@@ -1,6 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment first; a second call finds it ready.
 #   VENV=folder    another place for the environment     MODEL=name    another model for the demo (with a GPU)
 #   PYTHON=python  another interpreter, 3.11 or newer    ARGS="..."    passed on to the demo, to pytest, the benchmark, ...
+#   JOBS=number    processes that run the tests, 2 by default; 0 is none but pytest itself, as with a GPU
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -18,9 +19,11 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c . || true)
 ifeq ($(HAS_GPU),0)
 DEVICE := cpu
 SELECT := -m "not gpu"
+JOBS ?= 2
 else
 DEVICE := gpu
 SELECT :=
+JOBS ?= 0
 endif
 
 .PHONY: help demo test lint format docs bench torture mutants simulate screenshots clean install
@@ -32,7 +35,7 @@ demo: $(VENV)/.stamp-package  ## a real vLLM with and without the cache, side by
 	$(BIN)/python -m examples.demo.run $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: lint  ## everything: linters, types, layers, then the whole suite
-	$(BIN)/python -m pytest $(SELECT) $(ARGS)
+	$(BIN)/python -m pytest $(SELECT) -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.stamp-test  ## ruff, mypy --strict and the layer contracts
 	$(BIN)/ruff check .

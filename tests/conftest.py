@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
+
+ROOT = Path(__file__).parents[1]
+ALONE = {"integration"}
+"""Folders whose engines and servers are shared by all of their files."""
 
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -45,9 +50,17 @@ def pytest_asyncio_loop_factories(
     return LOOPS
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups behind it
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`gpu` tests need a GPU; nothing else is ever skipped."""
+    """`gpu` tests need a GPU; nothing else is ever skipped.
+
+    Of several processes (pytest-xdist) one has all tests with a real vLLM, and each other file is one's own.
+    """
     import torch
+
+    for item in items:
+        folder = item.path.relative_to(ROOT).parts[1]
+        item.add_marker(pytest.mark.xdist_group(folder if folder in ALONE else item.location[0]))
 
     if torch.cuda.is_available():
         return

@@ -160,9 +160,11 @@ def kill_master(pool: MooncakePool) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
-    """Send it; a kill is waited for."""
+    """Send it; a kill is waited for, and so is a stop of all of its threads."""
     assert process is not None
     process.send_signal(number)
+    while number == signal.SIGSTOP and not _stopped(process.pid):
+        time.sleep(0)
     if number != signal.SIGKILL:
         return
     process.wait()
@@ -170,3 +172,8 @@ def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> 
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def _stopped(pid: int) -> bool:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)

@@ -87,13 +87,24 @@ def test_lookalikes_have_different_texts_and_roots(one, other):
     assert one.root(bytes(16)) != other.root(bytes(16))
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Namespace)])
+@pytest.mark.parametrize(
+    "field", [field.name for field in dataclasses.fields(Namespace) if field.name != "replicated"]
+)
 def test_each_field_changes_the_root(field):
     plain = dataclasses.replace(PLAIN, algorithm="sha256")  # takes a key
     value = getattr(plain, field)
     other = {int: 7, str: "blake3", tuple: (("kv_scale", "1"),), bytes: KEY}[type(value)]
 
     assert dataclasses.replace(plain, **{field: other}).root() != plain.root()
+
+
+def test_ranks_that_have_the_same_kv_have_the_same_root():
+    ranks = [dataclasses.replace(PLAIN, tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
+
+    assert ranks[0].root() == ranks[1].root()
+    assert ranks[0].root() == dataclasses.replace(ranks[0], replicated=False).root()
+    assert ranks[0].root() != dataclasses.replace(ranks[0], tp_size=4).root()
+    assert ranks[0].root() != dataclasses.replace(ranks[0], pp_rank=1).root()
 
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt", "tags"])
