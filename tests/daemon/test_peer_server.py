@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -211,6 +211,33 @@ def test_one_connection_too_many_is_told_and_closed() -> None:
         assert first.ask(b"PING") == b"PONG"
 
 
+def test_who_makes_no_handshake_counts_and_is_ended_with_the_server(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = {"cert_file": authority.issue("server")}
+    context = ssl.create_default_context(cafile=authority.file)
+    with (
+        running(tls=tls, max_connections=2, greeting_timeout_s=600) as [host],
+        talking(host) as first,
+        talking(host) as second,
+    ):
+        with talking(host) as third:
+            assert third.ended()
+        assert host.server is not None
+        assert host.ask(host.server.statistics).counts.refused == 1
+        first.socket.close()
+        wait_until(lambda: _answers(host, context))
+        host.kill()
+        assert second.ended()
+
+
+def _answers(host: Host, context: ssl.SSLContext) -> bool:
+    try:
+        with talking(host, context) as talk:
+            return talk.ask(b"PING") == b"PONG"
+    except (OSError, AssertionError):
+        return False
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -293,8 +320,11 @@ def test_killed_in_the_middle_of_a_record_it_keeps_no_part_of_it(content: bytes)
             assert isinstance(talk.ask(b"NONE"), ErrorReply)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("turns_before", range(6))
-def test_a_connection_accepted_while_it_closes_is_ended(turns_before: int) -> None:
+def test_a_connection_accepted_while_it_closes_is_ended(
+    turns_before: int, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def close_soon_after_a_connection() -> bytes:
         pool = Pool(memoryview(bytearray(1 << 20)), segment_bytes=1 << 20)
         options = PeerOptions.model_validate({"listen": "127.0.0.1:0"})
@@ -305,5 +335,5 @@ def test_a_connection_accepted_while_it_closes_is_ended(turns_before: int) -> No
             return await asyncio.to_thread(client.recv, 1)
         return b""
 
-    # The daemon's loop. asyncio's own, of Python 3.11, forgets what it accepted of a server that is closed.
-    assert uvloop.run(close_soon_after_a_connection()) == b""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(close_soon_after_a_connection()) == b""
