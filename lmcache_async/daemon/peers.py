@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_S = 30
 _BACKLOG = 128
+_MAX_KINDS = 32
+"""Causes of ends that are counted each; there are fewer, unless we have errors that nobody knows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,8 @@ class PeerServer:
             wire.abort()
             self._wires.discard(wire)
         if why:
-            kind = why if len(self._counts.ended) < 32 else "other"
-            self._counts.ended[kind] = self._counts.ended.get(kind, 0) + 1
+            ended, kind = self._counts.ended, why.partition(":")[0]
+            if kind not in ended and len(ended) >= _MAX_KINDS:
+                kind = "other"
+            ended[kind] = ended.get(kind, 0) + 1
             self._logger.report("ended", "a peer's connection was ended: %.200s", why)

@@ -160,6 +160,30 @@ def test_who_says_no_token_in_time_is_sent_away(tmp_path: Path) -> None:
         assert host.connections() == 0
 
 
+def test_a_record_before_a_token_does_not_hold_the_connection(tmp_path: Path) -> None:
+    file = tokens(tmp_path, TOKEN)
+    waits = {"greeting_timeout_s": 0.05, "transfer_timeout_s": 600}
+    with running(token_file=file, **waits) as [host], talking(host) as talk:
+        talk.socket.sendall(encode_head(b"SET", name(1), nbytes=1 << 20, after=0) + b"some of it")
+        assert talk.ended()
+        assert host.connections() == 0
+
+
+def test_what_peers_say_makes_no_kinds_of_ends() -> None:
+    with running(transfer_timeout_s=0.05) as [host]:
+        for byte in range(40):  # none is the "*" of a command
+            with talking(host) as talk:
+                talk.socket.sendall(bytes([byte]))
+                assert talk.ended()
+        with talking(host) as talk:
+            talk.socket.sendall(b"*1")
+            assert talk.ended()
+        server = host.server
+        assert server is not None
+        wait_until(lambda: host.connections() == 0)
+        assert host.ask(server.statistics).counts.ended == {"it said no command": 40, "it was too slow": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
