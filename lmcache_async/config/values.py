@@ -7,11 +7,13 @@ what is expected. The annotated types under them are for pydantic fields, a tier
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmcache_async.config.sizes import parse_size
 from lmcache_async.config.yaml_text import YAMLTextError, read_yaml
@@ -120,6 +122,17 @@ def parse_names(value: object) -> tuple[str, ...]:
     return names
 
 
+def check_socket(path: Path) -> Path:
+    """A path that a Unix socket can have, as far as one sees from the path."""
+    try:
+        usable = bool(path.name) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ValueError("expected the path of a socket, such as /run/kv/host.sock")
+    return path
+
+
 def unless_none(value: object) -> object:
     """Texts that mean "not set" become None."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
@@ -180,3 +193,4 @@ Fraction = Annotated[float, BeforeValidator(parse_fraction, json_schema_input_ty
 Probability = Annotated[float, BeforeValidator(parse_probability, json_schema_input_type=ProbabilityInput)]
 Name = Annotated[str, BeforeValidator(parse_name, json_schema_input_type=NameText)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names, json_schema_input_type=NameList | NamesText)]
+SocketPath = Annotated[Path, AfterValidator(check_socket)]

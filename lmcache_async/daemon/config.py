@@ -13,7 +13,17 @@ from lmcache_async.config.explain import KeyPath, Origin, disagree, explain, kno
 from lmcache_async.config.http import HTTPConfig
 from lmcache_async.config.sizes import parse_size
 from lmcache_async.config.sources import read_file
-from lmcache_async.config.values import Count, CountInput, Flag, Name, OptionalSize, Seconds, Size, SizeInput
+from lmcache_async.config.values import (
+    Count,
+    CountInput,
+    Flag,
+    Name,
+    OptionalSize,
+    Seconds,
+    Size,
+    SizeInput,
+    SocketPath,
+)
 from lmcache_async.daemon.peer_options import PeerOptions
 from lmcache_async.daemon.room import SEGMENT_BYTES
 from lmcache_async.daemon.tenants import Quota
@@ -86,7 +96,7 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    socket: Path | None = None
+    socket: SocketPath | None = None
     max_bytes: Size
     segment_bytes: Size = SEGMENT_BYTES
     huge_pages: Flag = True

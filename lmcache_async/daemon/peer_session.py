@@ -20,6 +20,8 @@ BUFFER_BYTES = 4 * MAX_COMMAND_BYTES
 MAX_REPLY_BYTES = 64 << 10
 """Replies that wait to be sent; once there are more no command is looked at until they are gone."""
 
+MALFORMED = "it said no command"
+
 
 class PeerSession:
     """Serves one connection; at most one record is on its way at a time, and one lease held.
@@ -43,6 +45,8 @@ class PeerSession:
     async def serve(self) -> str:
         """Until the other end has gone, or has made us end it; why, "" where nobody need know.
 
+        Up to a colon that is one of a few causes; what follows may be of the other end's choice.
+
         Cancelled, or ended in any way, it holds no lease, and the connection is aborted.
         """
         why = ""
@@ -54,7 +58,7 @@ class PeerSession:
         except TimeoutError:
             why = "it was too slow"
         except MalformedError as error:
-            why = str(error)
+            why = f"{MALFORMED}: {error}"
             await self._say_last(error_reply(f"ERR Protocol error: {error}"))
         finally:
             self._wire.abort()
@@ -87,11 +91,13 @@ class PeerSession:
         self._data[:left] = self._data[self._start : self._stop]
         self._start, self._stop = 0, left
         options = self._options
-        seconds = options.transfer_timeout_s if left else options.idle_timeout_s
-        if not self._verbs.admitted:
-            seconds = self._greet_until - asyncio.get_running_loop().time()
-        async with asyncio.timeout(seconds):
+        async with self._within(options.transfer_timeout_s if left else options.idle_timeout_s):
             self._stop += await self._wire.receive(memoryview(self._data)[left:], 1)
+
+    def _within(self, seconds: float) -> asyncio.Timeout:
+        """A deadline; until a token was said it is none after the greeting's, whatever else is said."""
+        until = asyncio.get_running_loop().time() + seconds
+        return asyncio.timeout_at(until if self._verbs.admitted else min(until, self._greet_until))
 
     async def _get(self, name: bytes) -> None:
         found = self._verbs.lease(name)
@@ -101,7 +107,7 @@ class PeerSession:
         before = bytes(self._out) + b"$%d\r\n" % found.nbytes
         self._out.clear()
         try:
-            async with asyncio.timeout(self._options.transfer_timeout_s):
+            async with self._within(self._options.transfer_timeout_s):
                 await self._wire.send(found.view, before=before, after=b"\r\n")
         except BaseException:
             self._wire.abort()  # before the lease ends: nothing more of it is to be sent
@@ -142,7 +148,7 @@ class PeerSession:
         memory[:taken] = self._data[self._start : self._start + taken]
         self._start += taken
         if taken < len(memory):
-            async with asyncio.timeout(self._options.transfer_timeout_s):
+            async with self._within(self._options.transfer_timeout_s):
                 await self._wire.receive(memory[taken:], len(memory) - taken)
 
     async def _take_end(self) -> None:
@@ -159,7 +165,7 @@ class PeerSession:
         self._start += taken
         nbytes -= taken
         memory = memoryview(bytearray(min(nbytes, BUFFER_BYTES)))
-        async with asyncio.timeout(self._options.transfer_timeout_s):
+        async with self._within(self._options.transfer_timeout_s):
             while nbytes:
                 piece = memory[:nbytes]
                 nbytes -= await self._wire.receive(piece, len(piece))
@@ -167,7 +173,7 @@ class PeerSession:
     async def _flush(self) -> None:
         if self._out:
             out, self._out = self._out, bytearray()
-            async with asyncio.timeout(self._options.transfer_timeout_s):
+            async with self._within(self._options.transfer_timeout_s):
                 await self._wire.send(memoryview(out))
 
     async def _say_last(self, words: bytes) -> None:

@@ -18,6 +18,7 @@ from lmcache_async.daemon.verbs import PeerCounts, Verbs
 from lmcache_async.daemon.wire import Wire
 from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.web.gate import Gate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_S = 30
 _BACKLOG = 128
+_MAX_KINDS = 32
+"""Causes of ends that are counted each; there are fewer, unless we have errors that nobody knows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class PeerServer:
         self._tls = None if options.tls is None else options.tls.make_context()
         self._scans = Scans()
         self._counts = PeerCounts()
-        self._server: asyncio.Server | None = None
+        self._gate: Gate
         self._sessions: set[asyncio.Task[None]] = set()
         self._wires: set[Wire] = set()
         self._closing = False
@@ -72,8 +75,7 @@ class PeerServer:
     @property
     def port(self) -> int:
         """Where it listens; of use where the options say 0."""
-        assert self._server is not None  # open
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._gate.port
 
     def statistics(self) -> PeerStatistics:
         counts = replace(self._counts, ended=dict(self._counts.ended))
@@ -88,27 +90,28 @@ class PeerServer:
         listen, encrypted = self._options.listen, self._tls is not None
         if not (encrypted or is_loopback(listen.host)):
             self._logger.report("clear", "what peers read at %s is not encrypted; see peer.tls", listen)
+        gate = Gate(
+            lambda lost: Wire(self._begin, lost, encrypted=encrypted),
+            most=self._options.max_connections,
+            tls=self._tls,
+            handshake_timeout_s=self._options.greeting_timeout_s,
+            refuse=self._refuse,
+            backlog=_BACKLOG,
+        )
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: Wire(self._begin, encrypted=encrypted),
-                listen.host,
-                listen.port,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._options.greeting_timeout_s if encrypted else None,
-                backlog=_BACKLOG,
-            )
+            await gate.open(listen.host, listen.port)
         except (OSError, UnicodeError) as error:
             text = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"peer.listen: cannot listen at {listen}: {text}") from error
+        self._gate = gate
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Listen no more and end all connections; no lease is left."""
-        assert self._server is not None  # open
         self._closing = True
-        self._server.close()
+        await self._gate.close()
         sessions, wires = list(self._sessions), list(self._wires)
         for session in sessions:
             session.cancel()
@@ -116,6 +119,12 @@ class PeerServer:
         for wire in wires:
             wire.abort()
             await wire.wait_closed()
+
+    def _refuse(self, connection: socket.socket) -> None:
+        self._counts.refused += 1
+        if self._tls is None:  # nothing can be said before a handshake
+            with contextlib.suppress(OSError):
+                connection.send(error_reply("ERR max number of clients reached; see peer.max_connections"))
 
     def _begin(self, wire: Wire, transport: asyncio.Transport) -> None:
         if self._closing:  # the loop had accepted it, and tells us now
@@ -125,11 +134,6 @@ class PeerServer:
             with contextlib.suppress(OSError):  # an old kernel; the deadlines hold all the same
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        if len(self._sessions) >= self._options.max_connections:
-            self._counts.refused += 1
-            transport.write(error_reply("ERR max number of clients reached; see peer.max_connections"))
-            wire.close()
-            return
         self._wires.add(wire)
         task = asyncio.get_running_loop().create_task(self._serve(wire))
         self._sessions.add(task)
@@ -152,6 +156,8 @@ class PeerServer:
             wire.abort()
             self._wires.discard(wire)
         if why:
-            kind = why if len(self._counts.ended) < 32 else "other"
-            self._counts.ended[kind] = self._counts.ended.get(kind, 0) + 1
+            ended, kind = self._counts.ended, why.partition(":")[0]
+            if kind not in ended and len(ended) >= _MAX_KINDS:
+                kind = "other"
+            ended[kind] = ended.get(kind, 0) + 1
             self._logger.report("ended", "a peer's connection was ended: %.200s", why)

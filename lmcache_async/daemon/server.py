@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from typing import TYPE_CHECKING, Self
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
@@ -221,19 +222,38 @@ def _held(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
+    """Listens at `path`, and removes nothing but sockets: one that was left there, and at the end its own."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    with listener:
+    with listener, contextlib.ExitStack() as undo:
         try:
-            path.unlink(missing_ok=True)  # left by a daemon that was killed
+            _remove_socket(path)  # left by a daemon that was killed
             listener.bind(os.fspath(path))
+            undo.callback(_remove_if, path, path.lstat())
             path.chmod(0o666 if for_all else 0o600)
             listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(f"socket: cannot listen at {path}: {error.strerror}") from error
-        try:
-            yield listener
-        finally:
-            path.unlink(missing_ok=True)
+        yield listener
+
+
+def _remove_socket(path: Path) -> None:
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(there.st_mode):
+        raise ConfigError(
+            f"socket: {path} is there and is no socket: name another path for the socket,"
+            " or move away what is there"
+        )
+    path.unlink()
+
+
+def _remove_if(path: Path, ours: os.stat_result) -> None:
+    """Remove what is at `path` if that is still ours."""
+    with contextlib.suppress(OSError):  # gone, or no longer to be reached: it is not there for clients either
+        if os.path.samestat(path.lstat(), ours):
+            path.unlink()
 
 
 async def _receive(connection: socket.socket, nbytes: int) -> bytes:

@@ -24,11 +24,19 @@ class Wire(asyncio.BufferedProtocol):
 
     Args:
         made: Told when the connection is there.
+        lost: Told when it is not any more.
         encrypted: Whether it is TLS.
     """
 
-    def __init__(self, made: Callable[[Wire, asyncio.Transport], None], *, encrypted: bool) -> None:
+    def __init__(
+        self,
+        made: Callable[[Wire, asyncio.Transport], None],
+        lost: Callable[[], None],
+        *,
+        encrypted: bool,
+    ) -> None:
         self._made = made
+        self._lost = lost
         self._encrypted = encrypted
         self._slice_bytes = TLS_SLICE_BYTES if encrypted else SLICE_BYTES
         self._transport: asyncio.Transport | None = None
@@ -142,6 +150,7 @@ class Wire(asyncio.BufferedProtocol):
         if error is not None:
             error.__traceback__ = None  # its frames hold the memory that was read or written
         self._end()
+        self._lost()
         if not self._gone.done():
             self._gone.set_result(None)
 

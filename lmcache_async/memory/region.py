@@ -72,6 +72,7 @@ class Region:
         self._view: memoryview | None = memoryview(memory)
         self._step_bytes = max(1, _STEP_BYTES // grain_bytes) * grain_bytes
         self._pin_device = _cuda_device(pin_device) if pin else None
+        self._pinned_on = self._pin_device
         self._prefault = prefault
         self._pinned: list[int] = []  # addresses of the pinned steps
         self._stop = threading.Event()
@@ -103,10 +104,16 @@ class Region:
         if self._thread is not None:
             self._thread.join()
 
-    def close(self) -> None:
-        """Unpin and unmap; to be called once no slab is in use, from any thread."""
+    def close(self, *, own_thread: bool = False) -> None:
+        """Unpin and unmap; to be called once no slab is in use, from any thread.
+
+        Args:
+            own_thread: The calling thread is there for this alone, so its CUDA device may be set.
+        """
         self.stop()
         if self._pinned:
+            if own_thread:
+                _set_device(self._pinned_on)
             runtime = _cuda_runtime()
             while self._pinned:
                 runtime.cudaHostUnregister(self._pinned.pop())
@@ -115,9 +122,7 @@ class Region:
 
     def _prepare(self) -> None:
         if self._pin_device is not None:
-            import torch
-
-            torch.cuda.set_device(self._pin_device)  # this thread's; else it would open a context on device 0
+            _set_device(self._pin_device)
         for start in range(0, self.nbytes, self._step_bytes):
             length = min(self._step_bytes, self.nbytes - start)
             self._populate(self.address + start, length)
@@ -159,6 +164,13 @@ def _cuda_runtime() -> Any:
     import torch
 
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _set_device(device: int | None) -> None:
+    """Of this thread; else it would open a context on device 0."""
+    import torch
+
+    torch.cuda.set_device(device)
 
 
 def _cuda_device(device: int | None) -> int | None:

@@ -14,6 +14,9 @@ from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 MAX_NAME = 200
 """Characters of a request's name that are kept: others choose it."""
 
+MAX_PLANNED = 4096
+"""Requests whose plan is remembered, so that their loads do not count their prompts again: many steps' plans."""
+
 
 @dataclass(slots=True)
 class _Loaded:
@@ -113,6 +116,7 @@ class RecentRequests(Instrument):
         self._most = most
         self._clock = clock
         self._requests: OrderedDict[str | int, _Request] = OrderedDict()
+        self._planned: OrderedDict[int, None] = OrderedDict()  # hashes of names: others choose their length
         self._unnamed = 0
 
     def planned(self, plan: RequestPlan) -> None:
@@ -120,10 +124,16 @@ class RecentRequests(Instrument):
         self.local_tokens += plan.local_tokens
         self.decided[plan.decided] += 1
         self._of(plan.request_id).plan = plan
+        if plan.request_id:
+            self._planned[hash(plan.request_id)] = None
+            self._planned.move_to_end(hash(plan.request_id))
+            if len(self._planned) > MAX_PLANNED:
+                self._planned.popitem(last=False)
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
         request = self._of(request_id)
-        if request.plan is None:
+        # A plan that newer requests have pushed out of the table has counted its prompt all the same.
+        if request.plan is None and hash(request_id) not in self._planned:
             self.prompt_tokens += report.asked_tokens
         if request.loaded is None:
             request.loaded = _Loaded()

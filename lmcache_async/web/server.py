@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,7 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.web.access import Tokens
 from lmcache_async.web.answers import Answers
+from lmcache_async.web.gate import Gate
 
 if TYPE_CHECKING:
     from lmcache_async.config import HTTPConfig
@@ -76,9 +78,8 @@ class StatusServer:
     @property
     def url(self) -> str:
         """Where it is served."""
-        port = self._listener.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'https' if self._tls else 'http'}://{host}:{port}/"
+        return f"{'https' if self._tls else 'http'}://{host}:{self._gate.port}/"
 
     async def __aenter__(self) -> Self:
         """Listen, and take samples.
@@ -90,18 +91,19 @@ class StatusServer:
         if self._port > _MAX_PORT:
             raise ConfigError(f"http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}")
         self._server = web.Server(self._answer, **_LIMITS)
+        gate = Gate(
+            lambda lost: _Connection(self, lost),
+            most=self._max_connections,
+            tls=self._tls,
+            handshake_timeout_s=self._timeout_s,
+            backlog=_BACKLOG,
+        )
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(self),
-                self._host,
-                self._port,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._timeout_s if self._tls else None,
-                backlog=_BACKLOG,
-            )
+            await gate.open(self._host, self._port)
         except (OSError, UnicodeError) as error:
             text = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"http.listen: cannot listen at {place}: {text}") from error
+        self._gate = gate
         if self._tls is None and not is_loopback(self._host):
             self._logger.report(
                 "clear", "what is read at %s is not encrypted, tokens too; see http.tls_cert_file", place
@@ -116,7 +118,7 @@ class StatusServer:
     ) -> None:
         """Listen no more and end all connections."""
         self._closing = True
-        self._listener.close()
+        await self._gate.close()
         for connection in tuple(self._open):
             connection.abort()
         if self._sampling is not None:
@@ -149,18 +151,19 @@ class StatusServer:
 class _Connection(web.RequestHandler):
     """Ends in time, whatever its other side does or does not do."""
 
-    __slots__ = ("_deadline", "_owner")
+    __slots__ = ("_deadline", "_lost", "_owner")
 
-    def __init__(self, owner: StatusServer) -> None:
+    def __init__(self, owner: StatusServer, lost: Callable[[], None]) -> None:
         super().__init__(owner._server, loop=asyncio.get_running_loop(), **_LIMITS)
         self._owner = owner
+        self._lost = lost
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         owner = self._owner
         owner._open.add(self)
-        if owner._closing or len(owner._open) > owner._max_connections:
+        if owner._closing:  # it was let in before, and is told to us now
             self.abort()
         else:
             self._deadline = asyncio.get_running_loop().call_later(owner._timeout_s, self.abort)
@@ -169,6 +172,7 @@ class _Connection(web.RequestHandler):
         if self._deadline is not None:
             self._deadline.cancel()
         self._owner._open.discard(self)
+        self._lost()
         super().connection_lost(exc)
 
     def abort(self) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from lmcache_async.config.values import Count, Flag, NameText, OptionalSize, Seconds, parse_name, unless_none
+from lmcache_async.config.values import (
+    Count,
+    Flag,
+    NameText,
+    OptionalSize,
+    Seconds,
+    SocketPath,
+    parse_name,
+    unless_none,
+)
 from lmcache_async.daemon.messages import MAX_TENANT_BYTES
 from lmcache_async.tiers.base import TierConfig
 
@@ -46,7 +54,7 @@ class HostConfig(TierConfig):
         prefault: Map the pool's pages in the background, so that no first read pays for it.
     """
 
-    socket: Path | None = None
+    socket: SocketPath | None = None
     tenant: Annotated[str, BeforeValidator(_parse_tenant, json_schema_input_type=NameText)] = "default"
     daemon_uid: Annotated[int | None, BeforeValidator(_parse_user)] = None
     connect_timeout_s: Seconds = 0.5

@@ -84,11 +84,12 @@ class Dialer:
             if user not in self.users:
                 raise PermissionError(f"it runs as user {user}, which is none of {sorted(self.users)}")
             await loop.sock_sendall(connected, pack_hello(self.hello))
-            welcome, region = await self._receive(connected)
-            undo.callback(region.close)
             anchor = connected.dup()
             undo.callback(anchor.close)
-            connection = Connection(self.where, welcome.daemon, Mapping(region, anchor), ended)
+            welcome, region = await self._receive(connected)
+            mapping = Mapping(region, anchor)
+            undo.callback(mapping.end)
+            connection = Connection(self.where, welcome.daemon, mapping, ended)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:

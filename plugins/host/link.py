@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lmcache_async.daemon.messages import Figures
     from lmcache_async.plugins.host.connection import Connection
     from lmcache_async.plugins.host.dialer import Dialer
+    from lmcache_async.plugins.host.mapping import Mapping
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -35,6 +36,7 @@ class Link:
         self._lost = asyncio.Event()
         self._reason: TierError = TierUnavailableError(f"{dialer.where}: not connected")
         self._task: asyncio.Task[None] | None = None
+        self._mappings: list[Mapping] = []  # of connections that have ended
         self._evictions = 0  # of connections that have ended
         self._first = 0  # of the one that is there, when it was made
 
@@ -79,11 +81,12 @@ class Link:
             self._connection.close(self._reason)
 
     async def wait_closed(self) -> None:
-        """Until nothing of it runs any more."""
+        """Until nothing of it runs any more, and memory that nobody has a lease of is unmapped."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._connection is not None:
             await self._connection.wait_closed()
+        await asyncio.gather(*(mapping.wait_closed() for mapping in self._mappings))
 
     async def _keep(self) -> None:
         while True:
@@ -106,6 +109,8 @@ class Link:
         self.connected.set()
 
     def _ended(self, connection: Connection) -> None:
+        self._mappings = [mapping for mapping in self._mappings if not mapping.closed]
+        self._mappings.append(connection.mapping)
         if connection is not self._connection:
             return  # it was never taken
         self._evictions += connection.figures.evictions - self._first

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from lmcache_async.memory.buffer import Bytes
     from lmcache_async.memory.region import Region
 
+UNMAP_S = 5.0
+"""Longest wait for the memory to be unpinned and unmapped."""
+
 
 class Mapping:
     """Owns the mapping, and the last hold on the connection whose end would free what is leased.
@@ -27,7 +32,8 @@ class Mapping:
     or looked at *and* no copy runs: before, the daemon must not give the memory to anybody else.
 
     Args:
-        region: The memory. It is closed with the last use of it.
+        region: The memory. It is closed with the last use of it, by a thread: pinning and unpinning a whole
+            pool takes seconds, and whoever ends the last use, the loop too, must not be held up by that.
         anchor: The duplicate.
         give_back: Called in the loop with leases that are over, while the connection is there.
     """
@@ -43,6 +49,13 @@ class Mapping:
         self._flush_is_due = False
         self._copies = 0
         self._ended = False
+        self._let_go = False
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        # The thread waits for a word from the start: a slab may become idle in a garbage collection, which
+        # is no place to start one. A SimpleQueue, unlike an Event, can be put to from there.
+        self._last_word: SimpleQueue[None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._close, name="lmcache-async-host-unmap", daemon=True)
+        self._thread.start()
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +70,18 @@ class Mapping:
         """Slabs that are leased or looked at."""
         return len(self._slabs)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the memory is unpinned and unmapped."""
+        return self._closed.done()
+
+    async def wait_closed(self) -> None:
+        """Wait, `UNMAP_S` at most, until the memory is closed; not for leases, which are others' to end."""
+        if self._let_go:
+            await asyncio.wait([self._closed], timeout=UNMAP_S)
+        if self.closed:
+            self._thread.join()  # it has nothing more to do
+
     def begin(self, give_back: Callable[[list[int]], None]) -> None:
         """The connection is there: from now on it is told of leases that are over."""
         self._give_back = give_back
@@ -64,13 +89,13 @@ class Mapping:
     def lend(self, grant: Grant) -> Buffer:
         """The record as a buffer; the lease is given back when nobody looks there any more."""
         nbytes = -(-grant.nbytes // PAGE) * PAGE
-        slab = Slab(self._region, grant.lease, nbytes, self, offset=grant.offset, common=True)
+        slab = Slab(self._usable(), grant.lease, nbytes, self, offset=grant.offset, common=True)
         self._slabs[grant.lease] = slab
         return Buffer(slab, grant.nbytes)
 
     def target(self, grant: Grant) -> Bytes:
         """The memory of a reservation, to be written to between `begin_copy` and `end_copy`."""
-        return np.frombuffer(self._region.view, dtype=np.uint8, count=grant.nbytes, offset=grant.offset)
+        return np.frombuffer(self._usable().view, dtype=np.uint8, count=grant.nbytes, offset=grant.offset)
 
     def begin_copy(self) -> None:
         self._copies += 1
@@ -118,9 +143,21 @@ class Mapping:
                 taken.append(slab)
         return taken
 
+    def _usable(self) -> Region:
+        if self._let_go:
+            raise ValueError("the mapping is closed")
+        return self._region
+
     def _settle(self) -> None:
         """Let go of everything if this was the last use. From any thread, more than once."""
         self._take_idle()
         if not self._slabs and not self._copies:
+            self._let_go = True
             self._anchor.close()
-            self._region.close()
+            self._last_word.put(None)
+
+    def _close(self) -> None:
+        self._last_word.get()
+        self._region.close(own_thread=True)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._closed.set_result, None)

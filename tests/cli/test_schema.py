@@ -76,7 +76,7 @@ NOT_IN_A_SCHEMA = re.compile(
     "|alone, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
     "|without a password|that holds the password|is empty|cannot be used|has no TLS|tls is false|the URL|several hosts"
     "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
-    "|expected (a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
+    "|expected (the path of a socket|a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
     "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
     "|reserved|with a name|nobody would|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
     "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|of use with a certificate|a size between"

@@ -81,6 +81,15 @@ def test_the_command_says_what_is_wrong_and_ends_with_2(tmp_path: Path) -> None:
     assert "max_bytes" in ended.stderr
 
 
+@pytest.mark.parametrize("path", ["", "/", "."])
+def test_a_path_that_no_socket_can_have_is_refused(path: str) -> None:
+    ended = CliRunner().invoke(app, ["serve", "--socket", path, "--max-bytes", "1MiB"])
+
+    assert ended.exit_code == 2
+    assert "socket is" in ended.stderr
+    assert "expected the path of a socket" in ended.stderr
+
+
 def test_the_default_place_is_a_directory_of_this_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -160,6 +160,30 @@ def test_who_says_no_token_in_time_is_sent_away(tmp_path: Path) -> None:
         assert host.connections() == 0
 
 
+def test_a_record_before_a_token_does_not_hold_the_connection(tmp_path: Path) -> None:
+    file = tokens(tmp_path, TOKEN)
+    waits = {"greeting_timeout_s": 0.05, "transfer_timeout_s": 600}
+    with running(token_file=file, **waits) as [host], talking(host) as talk:
+        talk.socket.sendall(encode_head(b"SET", name(1), nbytes=1 << 20, after=0) + b"some of it")
+        assert talk.ended()
+        assert host.connections() == 0
+
+
+def test_what_peers_say_makes_no_kinds_of_ends() -> None:
+    with running(transfer_timeout_s=0.05) as [host]:
+        for byte in range(40):  # none is the "*" of a command
+            with talking(host) as talk:
+                talk.socket.sendall(bytes([byte]))
+                assert talk.ended()
+        with talking(host) as talk:
+            talk.socket.sendall(b"*1")
+            assert talk.ended()
+        server = host.server
+        assert server is not None
+        wait_until(lambda: host.connections() == 0)
+        assert host.ask(server.statistics).counts.ended == {"it said no command": 40, "it was too slow": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -209,6 +233,33 @@ def test_one_connection_too_many_is_told_and_closed() -> None:
             assert "max number of clients" in str(second.reply())
             assert second.ended()
         assert first.ask(b"PING") == b"PONG"
+
+
+def test_who_makes_no_handshake_counts_and_is_ended_with_the_server(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = {"cert_file": authority.issue("server")}
+    context = ssl.create_default_context(cafile=authority.file)
+    with (
+        running(tls=tls, max_connections=2, greeting_timeout_s=600) as [host],
+        talking(host) as first,
+        talking(host) as second,
+    ):
+        with talking(host) as third:
+            assert third.ended()
+        assert host.server is not None
+        assert host.ask(host.server.statistics).counts.refused == 1
+        first.socket.close()
+        wait_until(lambda: _answers(host, context))
+        host.kill()
+        assert second.ended()
+
+
+def _answers(host: Host, context: ssl.SSLContext) -> bool:
+    try:
+        with talking(host, context) as talk:
+            return talk.ask(b"PING") == b"PONG"
+    except (OSError, AssertionError):
+        return False
 
 
 @pytest.mark.parametrize(
@@ -293,8 +344,11 @@ def test_killed_in_the_middle_of_a_record_it_keeps_no_part_of_it(content: bytes)
             assert isinstance(talk.ask(b"NONE"), ErrorReply)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("turns_before", range(6))
-def test_a_connection_accepted_while_it_closes_is_ended(turns_before: int) -> None:
+def test_a_connection_accepted_while_it_closes_is_ended(
+    turns_before: int, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def close_soon_after_a_connection() -> bytes:
         pool = Pool(memoryview(bytearray(1 << 20)), segment_bytes=1 << 20)
         options = PeerOptions.model_validate({"listen": "127.0.0.1:0"})
@@ -305,5 +359,5 @@ def test_a_connection_accepted_while_it_closes_is_ended(turns_before: int) -> No
             return await asyncio.to_thread(client.recv, 1)
         return b""
 
-    # The daemon's loop. asyncio's own, of Python 3.11, forgets what it accepted of a server that is closed.
-    assert uvloop.run(close_soon_after_a_connection()) == b""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(close_soon_after_a_connection()) == b""

@@ -279,3 +279,22 @@ def test_a_daemon_takes_the_place_of_one_that_was_killed() -> None:
         with ThreadedDaemon(path, max_bytes="1MiB") as daemon, client(daemon) as one:
             assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
         assert not path.exists()
+
+
+def test_a_file_in_the_sockets_place_is_refused_and_stays(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("max_bytes: 1GiB\n")
+    with (
+        pytest.raises(ConfigError, match=r"^socket: .*kv\.yaml is there and is no socket"),
+        ThreadedDaemon(file, max_bytes="1MiB"),
+    ):
+        pass
+    assert file.read_text() == "max_bytes: 1GiB\n"
+
+
+def test_what_others_put_in_the_sockets_place_is_not_removed_at_the_end() -> None:
+    with socket_path() as path:
+        with ThreadedDaemon(path, max_bytes="1MiB"):
+            path.unlink()
+            path.write_text("theirs")
+        assert path.read_text() == "theirs"

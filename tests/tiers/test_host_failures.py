@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
+from lmcache_async.daemon.messages import Grant, Refusal
 from lmcache_async.errors import (
     BudgetExceededError,
     TierClosedError,
@@ -390,3 +392,48 @@ async def test_the_memory_is_no_childs_and_no_programs(tier: HostTier, arena: Ar
     assert "dc" in await asyncio.to_thread(flags_of, address)  # do not copy on fork
     anchor = tier._link.connection.mapping._anchor  # type: ignore[union-attr]
     assert not anchor.get_inheritable()
+
+
+class SlowCUDA:
+    """CUDA whose call for the pool goes on until the test lets it end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.in_time = True
+        self.registered: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered.append(address)
+        self.begun.set()
+        self.in_time = self.go_on.wait(5)  # the loop must not be where it waits for us
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+
+async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = SlowCUDA(monkeypatch)
+    with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB") as daemon:
+        tier = opened(daemon, arena)
+        tier._pin, tier._pin_device = True, 0
+        async with tier:
+            assert await asyncio.to_thread(cuda.begun.wait, DEADLINE_S)
+            connection = tier._link.connection  # type: ignore[union-attr]
+            await asyncio.to_thread(daemon.stop)
+            await connection.wait_closed()
+            assert not connection.usable
+            with pytest.raises(ValueError, match="closed"):
+                connection.mapping.lend(Grant(1, 0, 4096, Refusal.NONE))
+            assert cuda.registered
+            cuda.go_on.set()
+
+        assert cuda.in_time
+        assert cuda.registered == [], "the tier was closed before its memory"
+        assert not [thread.name for thread in threading.enumerate() if "host-unmap" in thread.name]

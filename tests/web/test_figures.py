@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
-from lmcache_async.web.recent import MAX_NAME, RecentRequests
+from lmcache_async.web.recent import MAX_NAME, MAX_PLANNED, RecentRequests
 from lmcache_async.web.source import Sample, gauge_values, rates, shares
 
 
@@ -100,3 +100,24 @@ def test_the_last_ones_are_kept_with_names_of_a_bounded_length() -> None:
     assert [told["request"][0] for told in recent.as_list()] == ["9", "8", "7"]
     assert all(len(told["request"]) == MAX_NAME for told in recent.as_list())
     assert recent.prompt_tokens == 10
+
+
+def test_loads_that_end_after_many_other_plans_count_no_prompt_twice() -> None:
+    recent = RecentRequests()
+    names = [f"r{number}" for number in range(256)]  # as many as a step tells
+    for name in names:
+        recent.planned(plan(name, prompt_tokens=1000))
+    for name in names:
+        recent.retrieved(name, RetrieveReport(asked_tokens=1000))
+    recent.retrieved("nobody planned it", RetrieveReport(asked_tokens=7))
+
+    assert recent.prompt_tokens == 256_007
+    assert len(recent.as_list()) == 64
+
+
+def test_so_many_plans_are_remembered_and_no_more() -> None:
+    recent = RecentRequests()
+    for number in range(MAX_PLANNED + 10):
+        recent.planned(plan(f"r{number}", prompt_tokens=1))
+
+    assert len(recent._planned) == MAX_PLANNED

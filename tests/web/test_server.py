@@ -197,6 +197,45 @@ async def test_too_many_connections_are_refused_and_end_nothing() -> None:
         assert (await ask(server.url, "/healthz")).status == 200
 
 
+async def test_who_makes_no_handshake_counts_as_well(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pem, tls = authority.issue("server"), ssl.create_default_context(cafile=authority.file)
+    async with serve(tls_cert_file=pem, max_connections=4, timeout_s=600) as server:
+        parts = urlsplit(server.url)
+        silent = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(12)]
+        ends = [asyncio.ensure_future(_end(reader)) for reader, _ in silent]
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(end.done() for end in ends) < 8:
+                await asyncio.wait([end for end in ends if not end.done()], return_when="FIRST_COMPLETED")
+
+        with pytest.raises((OSError, IndexError)):
+            await ask(server.url, "/healthz", tls=tls)
+        held = [(end, writer) for end, (_, writer) in zip(ends, silent, strict=True) if not end.done()]
+        assert len(held) == 4
+        held[0][1].close()
+        held[1][1].write(b"no handshake at all")
+        await asyncio.wait([held[0][0], held[1][0]], timeout=DEADLINE_S)
+        assert await _when_there_is_room(server, tls) == 200
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*ends)
+    for _, writer in silent:
+        writer.close()
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+
+
+async def _when_there_is_room(server: StatusServer, tls: ssl.SSLContext) -> int:
+    """It notices the end of a connection in its own time."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(OSError, IndexError):
+                return (await ask(server.url, "/healthz", tls=tls)).status
+            await asyncio.sleep(0)
+
+
 async def test_nothing_is_left_open_when_it_closes() -> None:
     async with serve(timeout_s=60) as server:
         parts = urlsplit(server.url)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
@@ -75,6 +77,17 @@ def socket_is_a_directory(folder: Path) -> None:
     daemon_at(folder / "s")
 
 
+def socket_whose_mode_cannot_be_set(folder: Path) -> None:
+    """As on a file system without modes."""
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "chmod", refuse)
+        daemon_at(folder / "s")
+
+
 def peers_authority(folder: Path) -> None:
     pem = Authority(folder).issue("localhost")
     PeerTLSOptions(cert_file=pem, client_ca_file=folder / "none").make_context()
@@ -123,7 +136,11 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: SharedMemory(-4096), "max_bytes: -4096 bytes of shared memory are not to be had"),
     (lambda _: SharedMemory(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
-    (socket_is_a_directory, "socket: cannot listen at {dir}/s: Is a directory"),
+    (
+        socket_is_a_directory,
+        "socket: {dir}/s is there and is no socket: name another path for the socket, or move away what is there",
+    ),
+    (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted"),
     (
         peers_authority,
         "peer.tls.client_ca_file: {dir}/none: it cannot be used: [Errno 2] No such file or directory",
