@@ -15,7 +15,18 @@ from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import TargetSpec, open_target
 from lmcache_async.records.state import StateFile
 from lmcache_async.records.verifying import Remedy, VerifyOptions, about, verify
-from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
+from tests.records.filled import (
+    TOKENS,
+    content,
+    damage,
+    filled,
+    invoke,
+    loaded,
+    plant,
+    record_files,
+    rig_of,
+    told,
+)
 
 
 def key_file(folder):
@@ -59,6 +70,12 @@ def test_a_record_under_another_key_is_wrong(root):
     first.write_bytes(second.read_bytes())
 
     assert told("verify", root, code=1)["wrong"] == {"key": 1}
+
+
+def test_of_an_extra_text_that_no_engine_makes_the_key_is_not_proven(root):
+    plant(root, rig_of().namespace.text, extra="\ud800")
+
+    assert told("verify", root)["keys"] == {"extra": 1, "linked": 7, "root": 1}
 
 
 @pytest.mark.parametrize("change", ["cut", "grown", "empty"])

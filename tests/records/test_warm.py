@@ -18,6 +18,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.records.asking import ask
+from lmcache_async.records.chains import chain_of
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.prompts import Prompt, read_prompts
 from lmcache_async.types import Chunk
@@ -336,3 +337,11 @@ def test_one_file_is_named(config, tmp_path):
     assert invoke("warm", "--config", config, "--prompts", file, "--trace", file).exit_code == 2
     assert invoke("warm", "--url", "http://x", "--config", config, "--prompts", file).exit_code == 2
     assert "name the engine's config file" in invoke("warm", "--prompts", file).stderr
+
+
+@pytest.mark.parametrize("chunk_size", ["true", "0", "16777217", "8.0", '"8"'])
+def test_of_a_chunk_size_that_is_none_no_keys_are_made(chunk_size):
+    made = f'{{"algorithm":"xxh3_128","chunk_size":{chunk_size}}}'
+
+    assert chain_of(made, b"") is None
+    assert chain_of(made.replace(chunk_size, "8"), b"") is not None
