@@ -89,7 +89,8 @@ EVERYTHING = Selection()
 def _fits(pattern: str, text: str) -> bool:
     name, is_field, value = pattern.partition("=")
     if is_field:
-        return str(fields_of(text).get(name)) == value
+        fields = fields_of(text)
+        return name in fields and str(fields[name]) == value
     if pattern == "encrypted":
         return is_encrypted_text(text)
     return namespace_id(text).startswith(pattern)
