@@ -166,7 +166,7 @@ def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
 
 
 def end(code: int, message: str) -> NoReturn:
-    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(printable(message), markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
