@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lmcache_async.cli import records as shared
 from lmcache_async.errors import ConfigError, TierError
@@ -115,7 +116,7 @@ def _table(groups: list[dict[str, Any]]) -> Table:
     for group in groups:
         table.add_row(
             group["id"],
-            group["title"],
+            Text(shared.printable(group["title"])),  # and no markup, whatever is in it
             str(group["records"]),
             shared.human(group["bytes"]),
             str(group["tokens"] or "-"),

@@ -50,7 +50,7 @@ class Session(asyncio.Protocol):
         self._leases: dict[int, Slot] = {}
         self._lease_bytes = 0
         self._next_lease = 1
-        self._listing: list[ChunkKey] = []
+        self._listing: list[ChunkKey] | None = None
         self._verbs: dict[Op, Callable[[bytes], bytes]] = {
             Op.CONTAINS: self._contains,
             Op.LEASE: self._lease,
@@ -232,6 +232,8 @@ class Session(asyncio.Protocol):
         [start] = _one_number(body)
         if start == 0:
             self._listing = self._pool.keys(self.tenant)
+        if self._listing is None:
+            raise ProtocolError(f"a list from position {start}, and none was begun")
         piece = self._listing[start : start + messages.MAX_ITEMS]
         return messages.pack_keys(piece)
 

@@ -116,16 +116,25 @@ class _Server:
     """Where requests go."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(
-                f"--url {url}: expected the address of a vLLM server, such as http://localhost:8000"
-            )
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+            http.client.HTTPConnection(host or "", port)  # connects to nothing yet, and refuses odd names
+        except (ValueError, http.client.InvalidURL):
+            raise self._refused(url) from None
+        if parts.scheme not in {"http", "https"} or not host or parts.query or parts.fragment:
+            raise self._refused(url)
         self.url = url.rstrip("/")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._place = (parts.hostname, parts.port)
+        self._place = (host, port)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
+
+    @staticmethod
+    def _refused(url: str) -> ConfigError:
+        return ConfigError(
+            f"--url {url}: expected the address of a vLLM server, such as http://localhost:8000"
+        )
 
     def request(self, method: str, path: str, body: Any) -> _Request:
         host, port = self._place
@@ -151,7 +160,7 @@ class _Request:
             self._connection.request(self._method, self._path, self._body, headers)
             response = self._connection.getresponse()
             data = response.read(MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # the last: no name, path or key
             raise TierUnavailableError(f"{self._where}{type(error).__name__}: {error}") from error
         finally:
             self._connection.close()

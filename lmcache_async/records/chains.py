@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lmcache_async.errors import TierError
+from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.hashing import ChunkHasher, engine_root, hash_key_id
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.records.flight import Meter
@@ -46,15 +47,31 @@ def chain_of(text: str, hash_key: bytes) -> Chain | None:
     """Of a namespace as records have it; None where its keys cannot be made."""
     fields = fields_of(text)
     chunk_size, algorithm, keyed = fields.get("chunk_size"), fields.get("algorithm"), fields.get("hash_key")
-    if not isinstance(chunk_size, int) or not isinstance(algorithm, str):
+    if type(chunk_size) is not int or not isinstance(algorithm, str):
         return None
     if keyed and (not hash_key or hash_key_id(hash_key) != keyed):
         return None
     own = hash_key if keyed else b""
-    extra = dict(pair for pair in fields.get("extra", []) if isinstance(pair, list) and len(pair) == 2)
-    unit = int(extra["block_size"]) if str(extra.get("block_size", "")).isdigit() else _UNIT
-    root = engine_root(text, algorithm, own)
-    return Chain(text, root, chunk_size, algorithm, own, min(max(1, unit), chunk_size))
+    extra = fields.get("extra", [])
+    if not isinstance(extra, list) or not all(map(_is_pair, extra)):
+        return None
+    try:
+        root = engine_root(text, algorithm, own)
+        ChunkHasher(root, chunk_size=chunk_size, algorithm=algorithm, hash_key=own)
+    except ConfigError:  # no such algorithm, it takes no key, or a chunk is too long
+        return None
+    return Chain(text, root, chunk_size, algorithm, own, min(_unit(dict(extra)), chunk_size))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _unit(extra: Mapping[str, Any]) -> int:
+    try:
+        return max(1, int(str(extra.get("block_size", _UNIT))))
+    except ValueError:
+        return _UNIT
 
 
 async def namespaces_of(

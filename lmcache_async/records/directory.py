@@ -112,15 +112,16 @@ class DirectoryTarget(Target):
 
     async def save(self, key: ChunkKey, record: Buffer, stamp: int) -> None:
         view = record.padded_view
-        if self._max_bytes is not None and self._used_bytes + len(view) > self._max_bytes:
+        more_bytes = len(view) - self._sizes.get(key, 0)  # than what it takes the place of
+        if self._max_bytes is not None and self._used_bytes + more_bytes > self._max_bytes:
             raise TierFullError(f"{self.name} has {self._used_bytes} bytes of {self._max_bytes}")
         view[record.nbytes :] = bytes(len(view) - record.nbytes)  # not what another record left there
-        self._used_bytes += len(view)  # at once: others are being saved beside it
+        self._used_bytes += more_bytes  # at once: others are being saved beside it
         try:
             stamp = min(max(stamp, 0), time.time_ns())
             await self._run(functools.partial(self._rest.write, key, view, stamp))
         except BaseException:
-            self._used_bytes -= len(view)
+            self._used_bytes -= more_bytes
             raise
         self._sizes[key] = len(view)
 

@@ -118,7 +118,8 @@ _Loaded = tuple[Kept, _Ready | Checked | TierError | None]
 
 def about(target: str, selection: Selection) -> bytes:
     """16 bytes that tell one export from another."""
-    return xxhash.xxh3_128_digest("\0".join((target, *sorted(selection.patterns))).encode())
+    text = "\0".join((target, *sorted(selection.patterns)))
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))  # the path may be no UTF-8
 
 
 async def export(

@@ -30,9 +30,9 @@ async def in_order(
         async for item in items:
             running.append(asyncio.ensure_future(work(item)))
             if len(running) >= in_flight:
-                yield await running.popleft()
+                yield await _next(running)
         while running:
-            yield await running.popleft()
+            yield await _next(running)
     finally:
         if running:
             await see_through(asyncio.sleep(0))  # each has begun, so that its own `finally` is run
@@ -41,6 +41,12 @@ async def in_order(
             for result in await see_through(asyncio.gather(*running, return_exceptions=True)):
                 if not isinstance(result, BaseException):
                     discard(result)
+
+
+async def _next(running: deque[asyncio.Future[T]]) -> T:
+    """The result of the first, which stays there until it is taken: cancelled meanwhile, it is not lost."""
+    await asyncio.wait([running[0]])
+    return running.popleft().result()
 
 
 async def each(items: Iterable[A]) -> AsyncIterator[A]:

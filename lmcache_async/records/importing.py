@@ -12,24 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmcache_async.errors import (
-    ChunkCorruptError,
-    ConfigError,
-    LMCacheAsyncError,
-    TierError,
-    TierFullError,
-    TierUnavailableError,
-)
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.errors import ConfigError, LMCacheAsyncError
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.records.archive import SUFFIX, ArchiveHead, End, Frame
 from lmcache_async.records.flight import Meter, RateLimit, in_order
 from lmcache_async.records.namespaces import EVERYTHING, Selection
-from lmcache_async.records.proving import Checked, check
 from lmcache_async.records.reader import ArchiveReader, Damage
+from lmcache_async.records.saving import Coming, Outcome, Saver
 from lmcache_async.records.target import Target
 from lmcache_async.records.writer import PARTIAL
-from lmcache_async.tiers.rest import Kept
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -44,7 +35,7 @@ class Import:
 
     Attributes:
         records: Records that are new in the target.
-        there: Records that it had already; they were not looked at.
+        there: Records that it had already, or that came in the archive before.
         encrypted: Of the new ones, how many are encrypted; they stay so.
         refused: Records that were not let in, by cause: `archive` and `truncated` for what the archive's own
             checksums find, `full` and `too_long` for what has no room, `error`, or a word of `ChunkCorruptError`.
@@ -133,11 +124,13 @@ async def import_records(
         undo.callback(eye.shutdown)
         workers = WorkerPool(2, thread_name_prefix="lmcache-prove")
         undo.callback(workers.shutdown)
-        save = functools.partial(_save, target, selection, workers)
-        coming = _records(readers, target, eye, report, meter)
+        saver = Saver(target, selection, workers)
+        coming = _records(readers, target, eye, report, meter, saver)
         rate = RateLimit(max_bytes_per_s)
         try:
-            async with contextlib.aclosing(in_order(coming, save, in_flight=target.in_flight)) as results:
+            async with contextlib.aclosing(
+                in_order(coming, saver.save, in_flight=target.in_flight)
+            ) as results:
                 async for outcome in results:
                     _count(report, outcome)
                     await rate.wait(outcome.nbytes)
@@ -147,29 +140,14 @@ async def import_records(
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    """A record out of the archive, not proven yet, in memory that is to be released."""
-
-    frame: Frame
-    buffer: Buffer
-    stamp: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What became of a record that was taken out of the archive."""
-
-    key: ChunkKey
-    nbytes: int
-    checked: Checked
-    refused: str = ""
-    message: str = ""
-
-
 async def _records(
-    readers: Sequence[ArchiveReader], target: Target, eye: Executor, report: Import, meter: Meter
-) -> AsyncGenerator[_Coming, None]:
+    readers: Sequence[ArchiveReader],
+    target: Target,
+    eye: Executor,
+    report: Import,
+    meter: Meter,
+    saver: Saver,
+) -> AsyncGenerator[Coming, None]:
     """Records that the target lacks, in the order of the archive."""
     before: ArchiveHead | None = None
     stamp = time.time_ns()
@@ -184,7 +162,7 @@ async def _records(
         while (found := await _read(eye, reader, reader.next)) is not None:
             if isinstance(found, Frame):
                 stamp -= _STEP_NS
-                coming = await _take(reader, found, target, eye, report, found.stamp or stamp)
+                coming = await _take(reader, found, target, eye, report, found.stamp or stamp, saver)
                 if coming is not None:
                     yield coming
             elif isinstance(found, End):
@@ -199,10 +177,16 @@ async def _records(
 
 
 async def _take(
-    reader: ArchiveReader, frame: Frame, target: Target, eye: Executor, report: Import, stamp: int
-) -> _Coming | None:
+    reader: ArchiveReader,
+    frame: Frame,
+    target: Target,
+    eye: Executor,
+    report: Import,
+    stamp: int,
+    saver: Saver,
+) -> Coming | None:
     """The record in memory; None where it is not wanted, or not what was written."""
-    if (await target.has([frame.key]))[0]:
+    if frame.key in saver.saved or (await target.has([frame.key]))[0]:
         report.there += 1
         await _read(eye, reader, functools.partial(reader.skip, frame))
         return None
@@ -222,43 +206,13 @@ async def _take(
         buffer.release()
         report.refuse(frame.key, wrong, f"at byte {frame.at} of {reader.name} is not what was written there")
         return None
-    return _Coming(frame, buffer, stamp)
+    return Coming(frame, buffer, stamp)
 
 
-async def _save(target: Target, selection: Selection, workers: Executor, coming: _Coming) -> _Outcome:
-    key, nbytes = coming.frame.key, coming.frame.nbytes
-    with coming.buffer as buffer:
-        prove = functools.partial(_prove, Kept(key), buffer.view, selection)
-        checked = await in_thread(workers, prove)
-        if not checked.taken or checked.cause:
-            return _Outcome(key, nbytes, checked, checked.cause, checked.message)
-        try:
-            await target.save(key, buffer, coming.stamp)
-        except TierUnavailableError:
-            raise
-        except TierError as error:
-            return _Outcome(key, nbytes, checked, _word(error), str(error))
-    return _Outcome(key, nbytes, checked)
-
-
-def _word(error: TierError) -> str:
-    if isinstance(error, ChunkCorruptError):
-        return error.cause
-    return "full" if isinstance(error, TierFullError) else "error"
-
-
-def _prove(kept: Kept, record: memoryview, selection: Selection) -> Checked:
-    checked = check(kept, iter([record]), selection=selection)
-    if checked.taken and not checked.cause and checked.looked is not None:
-        says = checked.looked.record_bytes
-        if says != len(record):
-            message = f"the header says {says} bytes, the archive has {len(record)}"
-            return Checked(checked.looked, cause="length", message=message)
-    return checked
-
-
-def _count(report: Import, outcome: _Outcome) -> None:
-    if not outcome.checked.taken:
+def _count(report: Import, outcome: Outcome) -> None:
+    if outcome.there:
+        report.there += 1
+    elif not outcome.checked.taken:
         report.passed_over += 1
     elif outcome.refused:
         report.refuse(outcome.key, outcome.refused, outcome.message)

@@ -13,6 +13,7 @@ from lmcache_async.errors import ConfigError
 ID_DIGITS = 12
 MIN_DIGITS = 4
 _ENCRYPTED = "encrypted:"
+_MAX_DEPTH = 8  # engines make pairs in a list; what nests a thousandfold cannot even be printed
 
 
 def namespace_id(text: str) -> str:
@@ -32,10 +33,18 @@ def is_encrypted_text(text: str) -> bool:
 def fields_of(text: str) -> Mapping[str, Any]:
     """The namespace's names and values; none where the text is not what engines make."""
     try:
+        text.encode("utf-8")
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return fields if isinstance(fields, dict) else {}
+    return fields if isinstance(fields, dict) and _nests_at_most(fields, _MAX_DEPTH) else {}
+
+
+def _nests_at_most(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_nests_at_most(each, depth - 1) for each in inner)
 
 
 def title_of(text: str) -> str:
@@ -80,7 +89,8 @@ EVERYTHING = Selection()
 def _fits(pattern: str, text: str) -> bool:
     name, is_field, value = pattern.partition("=")
     if is_field:
-        return str(fields_of(text).get(name)) == value
+        fields = fields_of(text)
+        return name in fields and str(fields[name]) == value
     if pattern == "encrypted":
         return is_encrypted_text(text)
     return namespace_id(text).startswith(pattern)

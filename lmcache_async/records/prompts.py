@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:  # the two of a packed file that is cut or damaged
         raise ConfigError(f"cannot read {path}: {error}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: split it")
@@ -98,7 +99,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where}: no JSON: {error}") from None
 
 
@@ -106,7 +107,7 @@ def _whole(data: bytes) -> Any | None:
     """The file as one document, where it is one with requests in it; None where it is lines."""
     try:
         document = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) and isinstance(document.get("requests"), list) else None
 

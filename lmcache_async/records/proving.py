@@ -76,7 +76,10 @@ class KeyProof:
             digest = digest_function(algorithm, hash_key)
         except (ConfigError, MissingDependencyError):
             return "algorithm"
-        end = message_end(header.tokens, header.extra, chunk_size)
+        try:
+            end = message_end(header.tokens, header.extra, chunk_size)
+        except UnicodeEncodeError:  # no text that a key was ever made of
+            return "extra"
         if (
             not header.request_namespace
             and digest(engine_root(header.namespace, algorithm, hash_key) + end) == header.key

@@ -33,15 +33,18 @@ class StateFile:
             about, state = found["about"], found["state"]
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.path} is no state of an earlier run ({error}): remove it, or name another"
-            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self.wrong(error) from None
         if about != self._about or not isinstance(state, dict):
             raise ConfigError(
                 f"{self.path} is of another run ({about}); this one is {self._about}: name another file, or remove it"
             )
         return state
+
+    def wrong(self, error: Exception) -> ConfigError:
+        """What to raise where the file does not hold what a state has."""
+        what = f"{type(error).__name__}: {error}"
+        return ConfigError(f"{self.path} is no state of an earlier run ({what}): remove it, or name another")
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Raises OSError when it cannot be written; the old one stays then."""

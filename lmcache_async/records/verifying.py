@@ -110,7 +110,7 @@ class Verification:
 
     def restore(self, counts: Mapping[str, Any]) -> None:
         self.records, self.bytes = counts["records"], counts["bytes"]
-        self.wrong, self.keys = Counter(counts["wrong"]), Counter(counts["keys"])
+        self.wrong, self.keys = Counter({**counts["wrong"]}), Counter({**counts["keys"]})
         self.told, self.errors = list(counts["wrong_records"]), counts["errors"]
         self.gone, self.passed_over = counts["gone"], counts["passed_over"]
         self.remedied = counts["remedied"]
@@ -211,10 +211,13 @@ def _bytes_read(kept: Kept, checked: Checked | TierError | None) -> int:
 def _resume(state: StateFile | None, report: Verification) -> bytes:
     """The key after which to go on."""
     found = state.load() if state is not None else {}
-    if not found:
+    if state is None or not found:
         return b""
-    report.restore(found)
-    return bytes.fromhex(found["after"])
+    try:
+        report.restore(found)
+        return bytes.fromhex(found["after"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise state.wrong(error) from None
 
 
 def _note(state: StateFile, last: Kept, report: Verification) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from functools import partial
@@ -65,6 +66,7 @@ class HostTier(Tier):
         self._copier: Copier | None = None
         self._last_max_bytes: int | None = None
         self._calls = Calls()
+        self._listing = asyncio.Lock()  # a connection has one list at a time
 
     @property
     def capabilities(self) -> Capabilities:
@@ -136,17 +138,9 @@ class HostTier(Tier):
         return bool(flag)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """All of the tenant's."""
-        start = 0
-        while True:
-            with self._call() as connection:
-                answer = await self._ask(connection, Op.KEYS, pack_numbers([start]))
-                found = parsed(connection, partial(unpack_keys, answer))
-            for key in found:
-                yield key
-            if len(found) < MAX_ITEMS:
-                return
-            start += len(found)
+        """All of the tenant's, as they were at one moment."""
+        for key in await self._listed():
+            yield key
 
     async def clear(self) -> int:
         """Remove all of the tenant's, whichever engine has put them."""
@@ -219,6 +213,18 @@ class HostTier(Tier):
                 answer = await self._ask(connection, op, pack_keys(part))
                 flags += parsed(connection, partial(unpack_flags, answer, len(part)))
         return flags
+
+    async def _listed(self) -> list[ChunkKey]:
+        """In pieces of one list, which the daemon keeps for this connection: another one knows nothing of it."""
+        found: list[ChunkKey] = []
+        async with self._listing:
+            with self._call() as connection:
+                while True:
+                    answer = await self._ask(connection, Op.KEYS, pack_numbers([len(found)]))
+                    piece = parsed(connection, partial(unpack_keys, answer))
+                    found += piece
+                    if len(piece) < MAX_ITEMS:
+                        return found
 
     async def _lease(self, connection: Connection, keys: Sequence[ChunkKey]) -> list[Grant]:
         return await self._granted(connection, Op.LEASE, pack_keys(keys), len(keys))

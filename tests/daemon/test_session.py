@@ -124,6 +124,7 @@ NONSENSE = {
     "a commit of nothing": frame(Op.COMMIT, messages.pack_commits([(9, key_of(1))])),
     "a record without a byte": frame(Op.RESERVE, messages.pack_wishes([(key_of(1), 0)])),
     "two numbers for one": frame(Op.KEYS, messages.pack_numbers([0, 1])),
+    "the rest of a list that was not begun": frame(Op.KEYS, messages.pack_numbers([4])),
     "more than it asks": frame(Op.CLEAR, b"everything"),
 }
 

@@ -15,8 +15,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lmcache_async.cli.app import app
-from lmcache_async.memory.header import peek_sizes
+from lmcache_async.memory.header import peek_sizes, read_header
+from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.testing.rig import Rig
+from lmcache_async.types import Chunk, ChunkKey
 
 TOKENS = list(range(100, 140))
 """Of a prompt: five chunks of 8."""
@@ -83,6 +85,28 @@ def damage(path: Path, at: int = 4200) -> None:
     data[at] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
+    """A record of that number as its key, beside the others that is whole, and whose namespace is this."""
+    newest = record_files(root)[0]
+    header = read_header(memoryview(newest.read_bytes()))
+    made = RecordFormat(namespace=namespace, layout=header.layout, dtype=header.dtype, chunk_size=8)
+    record_bytes = made.record_bytes(header.payload_bytes)
+    data = bytearray(-(-record_bytes // 4096) * 4096)
+    key = ChunkKey(number.to_bytes(16, "big"))
+    seal(
+        memoryview(data)[:record_bytes],
+        format=made,
+        chunk=Chunk(key, 0, header.tokens, extra),
+        request_namespace="",
+        shape=header.shape,
+        payload_bytes=header.payload_bytes,
+    )
+    path = root / key.hex()[:2] / key.hex()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return path
 
 
 def invoke(*arguments: object) -> Result:

@@ -20,12 +20,14 @@ from lmcache_async.records.exporting import about, export
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.importing import import_records
 from lmcache_async.records.namespaces import EVERYTHING
+from lmcache_async.records.opening import TargetSpec, open_target
 from lmcache_async.records.reader import ArchiveReader
 from lmcache_async.records.tier import TierTarget
 from lmcache_async.records.writer import ArchiveWriter, PartWriter, StreamWriter
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.records.filled import filled, invoke, told
 
 PAYLOADS = st.lists(st.integers(0, 9000), max_size=6)
 ABOUT = about("tier 'dict'", EVERYTHING)
@@ -447,3 +449,53 @@ def test_an_archive_that_lost_a_record_is_not_complete(tmp_path):
     assert len(into) == 2
     assert not report.right
     assert "2 records were found of the 3" in report.damage[0]["what"]
+
+
+def test_a_record_that_is_there_several_times_is_saved_once(tmp_path):
+    [(key, data)] = records_of([3000]).items()
+    path = tmp_path / "a.lmcar"
+    path.write_bytes(frames(*[(key, data)] * 3))
+    into = {}
+
+    report = run(imported(into, path))
+
+    assert into == {key: data}
+    assert (report.records, report.there, report.bytes) == (1, 2, len(data))
+    assert report.right
+
+
+def test_a_wrong_record_keeps_out_no_right_one_of_its_key(tmp_path):
+    [(key, data), (_, other)] = records_of([3000, 3001]).items()
+    path = tmp_path / "a.lmcar"
+    path.write_bytes(frames((key, other), (key, data), (key, data), (key, other)))
+    into = {}
+
+    report = run(imported(into, path))
+
+    assert into == {key: data}
+    assert (report.records, report.there, report.refused) == (1, 2, {"key": 1})
+
+
+def test_a_record_that_is_saved_again_takes_the_room_of_the_former(tmp_path):
+    [(key, data)] = records_of([3000]).items()
+    spec = TargetSpec(path=tmp_path / "there", max_bytes=8192)
+
+    async def save_twice():
+        async with open_target(spec, change=True) as target:
+            await target.begin_saves()
+            for _ in range(2):
+                with await target.allocate(len(data)) as buffer:
+                    buffer.view[:] = data
+                    await target.save(key, buffer, 1)
+            return await target.list()
+
+    assert [(kept.key, kept.nbytes) for kept in run(save_twice())] == [(key, 8192)]
+
+
+def test_a_directory_whose_name_is_no_utf_8_is_exported(tmp_path):
+    filled(tmp_path / "cache")
+    odd = (tmp_path / "cache").rename(tmp_path / os.fsdecode(b"odd-\xff"))
+
+    assert told("export", odd, tmp_path / "a.lmcar")["records"] == 5
+    assert invoke("inspect", odd).exit_code == 0
+    assert "no record" in invoke("inspect", odd, "00" * 16).stderr

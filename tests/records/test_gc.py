@@ -45,6 +45,11 @@ def test_one_namespace(root):
     assert loaded(rig_of("model-b"), root) == 40
 
 
+def test_a_field_that_a_namespace_lacks_has_no_value(root):
+    assert told("gc", root, "--namespace", "quantisation=None")["freed_records"] == 0
+    assert told("gc", root, "--namespace", "tp_size=1")["freed_records"] == 5
+
+
 def test_what_was_not_used_for_long(root):
     day_ago = time.time_ns() - 86400 * 10**9
     for path in record_files(root)[3:]:

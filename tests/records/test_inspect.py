@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 
@@ -9,7 +10,7 @@ import pytest
 
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.records.namespaces import namespace_id
-from tests.records.filled import TOKENS, damage, filled, invoke, record_files, rig_of, told
+from tests.records.filled import TOKENS, damage, filled, invoke, plant, record_files, rig_of, told
 
 
 @pytest.fixture
@@ -172,3 +173,40 @@ def test_namespaces_of_requests_are_counted_and_not_told(tmp_path):
 
     assert group.as_dict()["request_namespaces"] == 2
     assert "secret" not in str(group.as_dict())
+
+
+NO_ENGINE_MAKES = [
+    "[" * 20_000,
+    '{"model":' + 400 * "[" + 400 * "]" + "}",
+    '{"model":"\ud800","chunk_size":8,"algorithm":"xxh3_128"}',
+    "[/model]",
+    '{"chunk_size":' + 5000 * "9" + "}",
+    '{"chunk_size":1' + 30 * "0" + ',"algorithm":"xxh3_128"}',
+    '{"chunk_size":8,"algorithm":"crc32"}',
+    '{"chunk_size":8,"algorithm":"xxh3_128","extra":5}',
+    '{"chunk_size":8,"algorithm":"xxh3_128","extra":[[[1],2],5]}',
+    '{"chunk_size":8,"algorithm":"xxh3_128","extra":[["block_size","²"],["x",[1]]]}',
+]
+
+
+def test_namespaces_that_no_engine_makes_stop_no_command(root, tmp_path):
+    planted = [plant(root, text, number=number) for number, text in enumerate(NO_ENGINE_MAKES)]
+    records = 8 + len(planted)
+    there, archive = tmp_path / "there", tmp_path / "a.lmcar"
+    config, prompts = tmp_path / "config.yaml", tmp_path / "prompts.jsonl"
+    tiers = [
+        {"name": "disk", "id": id, "path": str(path), "max_bytes": "1GiB"}
+        for id, path in (("there", tmp_path / "warm"), ("here", root))
+    ]
+    config.write_text(json.dumps({"tiers": tiers}))
+    prompts.write_text(json.dumps(TOKENS))
+
+    assert len(told("inspect", root)["namespaces"]) == 2 + len(planted)
+    assert invoke("inspect", root).exit_code == 0
+    assert [invoke("inspect", root, path.name).exit_code for path in planted] == [0] * len(planted)
+    assert told("verify", root)["records"] == records
+    assert told("export", root, archive)["records"] == records
+    assert told("import", archive, there)["records"] == records
+    assert told("inspect", there, "--namespace", "model=model-a")["records"] == 5
+    assert told("warm", "--config", config, "--prompts", prompts)["copied"] == {str(tmp_path / "warm"): 7}
+    assert told("gc", root, "--namespace", "model=model-a")["freed_records"] == 5

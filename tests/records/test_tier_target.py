@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -157,4 +158,29 @@ async def test_closed_early_what_is_under_way_is_awaited_and_discarded():
     await results.aclose()
 
     assert sorted(ended) == [0, 1, 2, 3]
+    assert discarded == [1]
+
+
+async def test_a_result_that_comes_in_the_turn_in_which_its_taker_is_cancelled_is_discarded():
+    discarded, begun = [], asyncio.Event()
+    go_on = asyncio.get_running_loop().create_future()
+
+    async def work(number):
+        begun.set()
+        await go_on
+        return number
+
+    async def take():
+        results = in_order(each([1]), work, in_flight=1, discard=discarded.append)
+        async with contextlib.aclosing(results):
+            async for _ in results:
+                raise AssertionError("cancelled, it takes no more")
+
+    taking = asyncio.create_task(take())
+    await begun.wait()
+    go_on.add_done_callback(lambda _: taking.cancel())  # behind the step in which the work ends
+    go_on.set_result(None)
+    await asyncio.wait([taking])
+
+    assert taking.cancelled()
     assert discarded == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 
@@ -15,7 +16,18 @@ from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import TargetSpec, open_target
 from lmcache_async.records.state import StateFile
 from lmcache_async.records.verifying import Remedy, VerifyOptions, about, verify
-from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
+from tests.records.filled import (
+    TOKENS,
+    content,
+    damage,
+    filled,
+    invoke,
+    loaded,
+    plant,
+    record_files,
+    rig_of,
+    told,
+)
 
 
 def key_file(folder):
@@ -59,6 +71,12 @@ def test_a_record_under_another_key_is_wrong(root):
     first.write_bytes(second.read_bytes())
 
     assert told("verify", root, code=1)["wrong"] == {"key": 1}
+
+
+def test_of_an_extra_text_that_no_engine_makes_the_key_is_not_proven(root):
+    plant(root, rig_of().namespace.text, extra="\ud800")
+
+    assert told("verify", root)["keys"] == {"extra": 1, "linked": 7, "root": 1}
 
 
 @pytest.mark.parametrize("change", ["cut", "grown", "empty"])
@@ -196,14 +214,34 @@ def test_the_command_takes_the_state_of_its_own_run_alone(root, tmp_path):
     assert told("verify", root, "--state", state)["resumed"] == 3
 
 
-def test_a_state_that_is_none_is_refused_and_stays(tmp_path):
+@pytest.mark.parametrize("lacks", ["records", "wrong", "after"])
+@pytest.mark.parametrize("instead", [None, "x"])
+def test_a_state_that_lacks_something_is_refused_and_stays(root, tmp_path, lacks, instead):
+    state = tmp_path / "state"
+    with pytest.raises(asyncio.CancelledError):
+        run_verify(root, state, StopAfter(3))
+    noted = json.loads(state.read_text())
+    noted["state"].pop(lacks)
+    if instead is not None:
+        noted["state"][lacks] = instead
+    state.write_text(json.dumps(noted))
+
+    refused = invoke("verify", root, "--state", state)
+
+    assert refused.exit_code == 2
+    assert "is no state of an earlier run" in refused.stderr
+    assert json.loads(state.read_text()) == noted
+
+
+@pytest.mark.parametrize("content", ["my notes", "[" * 100_000])
+def test_a_state_that_is_none_is_refused_and_stays(tmp_path, content):
     path = tmp_path / "notes.txt"
-    path.write_text("my notes")
+    path.write_text(content)
 
     with pytest.raises(ConfigError, match="is no state of an earlier run"):
         StateFile(path, {}).load()
 
-    assert path.read_text() == "my notes"
+    assert path.read_text() == content
 
 
 def test_the_rate_is_kept(root, monkeypatch):

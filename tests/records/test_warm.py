@@ -18,6 +18,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.records.asking import ask
+from lmcache_async.records.chains import chain_of
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.prompts import Prompt, read_prompts
 from lmcache_async.types import Chunk
@@ -212,6 +213,7 @@ def test_where_nothing_can_be_warmed_it_says_so(tmp_path, tiers, options, messag
         ("[true]\n", "expected token ids"),
         ("{}\n", "expected one of prompt_token_ids"),
         ("nonsense\n", "line 1: no JSON"),
+        ("[1, 2]\n" + "[" * 100_000 + "\n", "line 2: no JSON"),
         ("\n", "has no prompts"),
     ],
 )
@@ -223,6 +225,17 @@ def test_what_is_no_prompt_is_named(config, tmp_path, content, message):
 
     assert refused.exit_code == 2
     assert message in refused.stderr
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-9], lambda data: data[:40] + bytes(40) + data[80:]])
+def test_a_packed_file_that_is_cut_or_damaged_is_named(config, tmp_path, change):
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(change(gzip.compress(json.dumps(list(range(1000))).encode())))
+
+    refused = invoke("warm", "--config", config, "--prompts", path)
+
+    assert refused.exit_code == 2
+    assert f"cannot read {path}" in refused.stderr
 
 
 def test_prompts_in_every_form(tmp_path):
@@ -308,7 +321,21 @@ def test_a_server_that_is_not_there_ends_with_2(tmp_path):
     prompts = prompts_of(tmp_path, [1])
 
     assert invoke("warm", "--url", "http://127.0.0.1:9", "--prompts", prompts).exit_code == 2
-    assert "expected the address" in invoke("warm", "--url", "ftp://x", "--prompts", prompts).stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://localhost:abc", "http://[::1", "http://a b", "http://h:99999"]
+)
+def test_what_is_no_address_is_named(tmp_path, url):
+    refused = invoke("warm", "--url", url, "--prompts", prompts_of(tmp_path, [1]))
+
+    assert refused.exit_code == 2
+    assert f"--url {url}: expected the address" in refused.stderr
+
+
+@pytest.mark.parametrize("url", ["http://a..b", "http://127.0.0.1:9/\u00e9"])
+def test_an_address_that_cannot_be_asked_ends_with_2(tmp_path, url):
+    assert invoke("warm", "--url", url, "--prompts", prompts_of(tmp_path, [1])).exit_code == 2
 
 
 def test_stopped_a_request_under_way_is_not_waited_for(vllm):
@@ -336,3 +363,11 @@ def test_one_file_is_named(config, tmp_path):
     assert invoke("warm", "--config", config, "--prompts", file, "--trace", file).exit_code == 2
     assert invoke("warm", "--url", "http://x", "--config", config, "--prompts", file).exit_code == 2
     assert "name the engine's config file" in invoke("warm", "--prompts", file).stderr
+
+
+@pytest.mark.parametrize("chunk_size", ["true", "0", "16777217", "8.0", '"8"'])
+def test_of_a_chunk_size_that_is_none_no_keys_are_made(chunk_size):
+    made = f'{{"algorithm":"xxh3_128","chunk_size":{chunk_size}}}'
+
+    assert chain_of(made, b"") is None
+    assert chain_of(made.replace(chunk_size, "8"), b"") is not None

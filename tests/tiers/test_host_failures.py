@@ -168,6 +168,71 @@ async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
             await tier.__aexit__(None, None, None)
 
 
+@pytest.fixture
+def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of keys comes in pieces of four."""
+    monkeypatch.setattr("lmcache_async.daemon.messages.MAX_ITEMS", 4)
+    monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
+
+
+async def listed(tier: HostTier) -> list[ChunkKey]:
+    return [key async for key in tier.keys()]  # noqa: SIM118 - no dict
+
+
+@pytest.mark.usefixtures("few_items")
+async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(
+    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(tier, arena, *range(9))
+    link, ask = tier._link, tier._ask
+    assert link is not None
+
+    async def answered(connection: Connection, *question: Any) -> bytes:
+        answer = await ask(connection, *question)
+        connection.close(TierUnavailableError("lost"))
+        async with asyncio.timeout(DEADLINE_S):
+            while link.connected.is_set():
+                await asyncio.sleep(0)
+            await link.connected.wait()
+        return answer
+
+    assert sorted(await listed(tier)) == [key_of(number) for number in range(9)]
+    monkeypatch.setattr(tier, "_ask", answered)
+    with pytest.raises(TierUnavailableError):
+        await listed(tier)
+
+
+@pytest.mark.usefixtures("few_items")
+async def test_two_lists_of_keys_do_not_disturb_each_other(tier: HostTier, arena: Arena) -> None:
+    await put(tier, arena, *range(9))
+    first = tier.keys()
+    found = [await anext(first)]
+    assert await tier.remove(found[0])
+    second = tier.keys()
+    others = [await anext(second)]
+    found += [key async for key in first]
+    others += [key async for key in second]
+    assert sorted(found) == [key_of(number) for number in range(9)]
+    assert sorted(others) == sorted(found[1:])
+
+
+@pytest.mark.usefixtures("few_items")
+async def test_lists_of_keys_are_asked_for_one_after_the_other(
+    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(tier, arena, *range(9))
+    ask, starts = tier._ask, []
+
+    async def asked(connection: Connection, op: Any, body: bytes) -> bytes:
+        starts.append(int.from_bytes(body, "little"))
+        return await ask(connection, op, body)
+
+    monkeypatch.setattr(tier, "_ask", asked)
+    one, other = await asyncio.gather(listed(tier), listed(tier))
+    assert one == other
+    assert starts == [0, 4, 8, 0, 4, 8]
+
+
 async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(
     arena: Arena, allocate: Allocate
 ) -> None:
