@@ -17,7 +17,7 @@ from lmcache_async.cli.checks.check import Check, Outcome, fail, guarded, ok
 from lmcache_async.cli.checks.daemon import check_daemon
 from lmcache_async.cli.checks.disk import check_folder, folder_of
 from lmcache_async.cli.checks.probe import check_tier, probe_timeout_s
-from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
+from lmcache_async.cli.output import PROBLEM, JSONFlag, plain_lines, print_json, refuse
 from lmcache_async.config import EngineConfig, load_config, parse_size, read_config
 from lmcache_async.engine.check import make_tier, problems
 from lmcache_async.errors import LMCacheAsyncError
@@ -124,6 +124,6 @@ def _check_pinning(config: EngineConfig) -> Iterator[Check]:
 
 
 def _print(check: Check) -> None:
-    typer.echo(f"{check.outcome:<4}  {check.name}: {check.found}")
+    typer.echo(plain_lines(f"{check.outcome:<4}  {check.name}: {check.found}"))
     if check.todo:
         typer.echo(f"      {check.todo}")

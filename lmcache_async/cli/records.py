@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from lmcache_async.cli.output import say
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.records.flight import Meter
@@ -166,12 +167,8 @@ def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
 
 
 def end(code: int, message: str) -> NoReturn:
-    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    say(message, to_stderr=True)
     raise typer.Exit(code)
-
-
-def say(line: str, *, to_stderr: bool = False) -> None:
-    Console(stderr=to_stderr, highlight=False).print(line, markup=False, soft_wrap=True)
 
 
 def say_json(value: Any, *, to_stderr: bool = False) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from lmcache_async.cli.output import say
 from lmcache_async.cli.top_client import StatusClient, StatusError
 from lmcache_async.cli.top_view import render
 from lmcache_async.config.sources import PREFIX, TOKEN
@@ -53,7 +54,7 @@ def top_command(
         else:
             watch(client, told, Console(highlight=False), lambda: time.sleep(interval))
     except StatusError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        say(error, to_stderr=True)
         raise typer.Exit(REFUSED if error.refused else MISSING) from None
     except KeyboardInterrupt:
         pass

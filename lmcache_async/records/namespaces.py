@@ -33,7 +33,7 @@ def fields_of(text: str) -> Mapping[str, Any]:
     """The namespace's names and values; none where the text is not what engines make."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

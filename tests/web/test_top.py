@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from lmcache_async.cli import top
 from lmcache_async.cli.app import app
+from lmcache_async.cli.output import plain
 from lmcache_async.cli.top import watch
 from lmcache_async.cli.top_client import StatusClient, StatusError
-from lmcache_async.cli.top_view import plain, render, spark, speed
+from lmcache_async.cli.top_view import render, spark, speed
 from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
 
@@ -165,6 +166,28 @@ def test_names_of_others_rule_no_terminal() -> None:
 
     assert "\x1b" not in shown.get()
     assert "[link=http://evil]" in shown.get()
+
+
+def test_nothing_that_a_server_tells_rules_the_terminal() -> None:
+    """Whatever in a status is text, and whatever could have been."""
+    evil = "\x1b]0;taken\x07:warning:[/b]\ud800"
+    with served() as engine:
+        engine.ask("request-7", TOKENS)
+        told = StatusClient(engine.url).read()
+    for chart in told["charts"]["list"]:
+        chart["title"] = evil
+        for series in chart["series"]:
+            series["name"] = evil
+    for tier in told["tiers"]:
+        tier |= {"id": evil, "breaker": {evil: evil}}
+    told["work"] |= {"running": evil, "late_calls": evil, "pinned_chunks": evil}
+    told |= {"title": evil, "facts": [[evil, evil]]}
+    console = Console(width=400, file=io.StringIO(), force_terminal=False)
+    console.print(render(told))
+
+    shown = console.file.getvalue()
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert shown.count(plain(evil)) >= 8
 
 
 def test_it_watches_until_it_is_told_to_end() -> None:
