@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from lmcache_async.cli.options import shown
 from lmcache_async.config import LayerSpec, LoadedConfig, TierSpec, validate_options
-from lmcache_async.config.explain import KeyPath, Origin, is_secret, spell_path, without_user
+from lmcache_async.config.explain import KeyPath, Origin, is_secret, spell_path, without_secrets, without_user
 from lmcache_async.config.sources import read_file
 from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, load_layer, load_tier
@@ -74,7 +74,7 @@ def _plain(model: BaseModel, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 def _inside(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, BaseModel):
         yield from _plain(value, path)
-    elif isinstance(value, Mapping) and value:
+    elif isinstance(value, Mapping) and value and not is_secret(spell_path(path)):
         for key, inner in value.items():
             yield from _inside(inner, (*path, str(key)))
     else:
@@ -123,7 +123,8 @@ def _of_layer(
 
 def _value(path: KeyPath, value: Any, source: str | None) -> Value:
     key = spell_path(path)
-    text = shown(value, key) or ""
+    own = next((part for part in reversed(path) if isinstance(part, str)), "")
+    text = shown(without_secrets(value, own), key) or ""
     if is_secret(key) and isinstance(value, str | list | tuple) and value:
         text = "***"
     return Value(key, without_user(text), source or DEFAULT)

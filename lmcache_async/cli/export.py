@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
+from lmcache_async.cli.output import say
 from lmcache_async.records.exporting import Export, Writer, about, export
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import open_target
@@ -93,4 +94,4 @@ def _print(made: Export, place: str, *, to_stderr: bool) -> None:
         lines.append(f"not in it: wrong: {refused}; could not be read: {made.errors}")
         lines += [f"{one['key']}: {one['cause']}: {one['message']}" for one in made.told[:_TOLD]]
     for line in lines:
-        shared.say(line, to_stderr=to_stderr)
+        say(line, to_stderr=to_stderr)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
+from lmcache_async.cli.output import say
 from lmcache_async.records.collecting import Collection, GcOptions, collect, plan
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import open_target
@@ -72,13 +73,11 @@ def _print(found: Collection) -> None:
     told = found.as_dict()
     for why, sums in (*told["records"].items(), *told["files"].items()):
         if sums["count"]:
-            shared.say(f"{why.replace('_', ' ')}: {sums['count']}, {shared.human(sums['bytes'])}")
+            say(f"{why.replace('_', ' ')}: {sums['count']}, {shared.human(sums['bytes'])}")
     if found.dry_run:
-        shared.say(f"{found.target}: {shared.human(found.bytes)} would be freed", to_stderr=False)
+        say(f"{found.target}: {shared.human(found.bytes)} would be freed", to_stderr=False)
     else:
-        shared.say(
-            f"{found.target}: {found.freed_records} records removed, {shared.human(found.freed_bytes)} freed"
-        )
-    shared.say(f"{found.kept_records} records stay, {shared.human(found.kept_bytes)}")
+        say(f"{found.target}: {found.freed_records} records removed, {shared.human(found.freed_bytes)} freed")
+    say(f"{found.kept_records} records stay, {shared.human(found.kept_bytes)}")
     if found.errors:
-        shared.say(f"{found.errors} records could not be read, and stay")
+        say(f"{found.errors} records could not be read, and stay")

@@ -12,6 +12,7 @@ import typer
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.export import PIPE
+from lmcache_async.cli.output import say
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.importing import Import, archives_in, import_records
 from lmcache_async.records.opening import open_target
@@ -68,16 +69,16 @@ def _readers(archive: str, files: contextlib.ExitStack) -> list[ArchiveReader]:
 
 def _print(done: Import) -> None:
     told = done.as_dict()
-    shared.say(
+    say(
         f"{done.target}: {done.records} records saved, {shared.human(done.bytes)}; {done.there} were there already"
     )
     if done.encrypted:
-        shared.say(f"{done.encrypted} are encrypted, and stay so: who loads them needs the same keys")
+        say(f"{done.encrypted} are encrypted, and stay so: who loads them needs the same keys")
     if done.passed_over:
-        shared.say(f"of other namespaces: {done.passed_over}")
+        say(f"of other namespaces: {done.passed_over}")
     if done.refused:
-        shared.say(f"refused: {shared.counted(told['refused'])}")
+        say(f"refused: {shared.counted(told['refused'])}")
     for refused in done.told[:_TOLD]:
-        shared.say(f"{refused['key']}: {refused['cause']}: {refused['message']}")
+        say(f"{refused['key']}: {refused['cause']}: {refused['message']}")
     for damage in done.damage[:_TOLD]:
-        shared.say(f"{damage['archive']}, byte {damage['at']}: {damage['what']}")
+        say(f"{damage['archive']}, byte {damage['at']}: {damage['what']}")

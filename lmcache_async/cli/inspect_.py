@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_async.cli import records as shared
+from lmcache_async.cli.output import plain, say
 from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.inspecting import Inspection, describe, inspect
@@ -89,7 +90,7 @@ async def _kept(target: Target, key: ChunkKey) -> Kept:
 
 def _print(found: Inspection) -> None:
     told = found.as_dict()
-    shared.say(
+    say(
         f"{told['target']}: {told['records']} records, {shared.human(told['bytes'])}, {told['tokens']} tokens"
         + (f"; in use by process {found.holder}" if found.holder else "")
     )
@@ -98,13 +99,11 @@ def _print(found: Inspection) -> None:
         Console(highlight=False, width=width).print(_table(told["namespaces"]))
     for group in told["namespaces"]:
         for shape in group["shapes"]:
-            shared.say(f"{group['id']}: {shape['records']} records of {shape['dtype']}, {shape['layout']}")
+            say(f"{group['id']}: {shape['records']} records of {shape['dtype']}, {shape['layout']}")
     if found.unreadable:
-        shared.say(
-            f"unreadable: {shared.counted(told['unreadable'])}, {shared.human(found.unreadable_bytes)}"
-        )
+        say(f"unreadable: {shared.counted(told['unreadable'])}, {shared.human(found.unreadable_bytes)}")
     if found.errors or found.gone:
-        shared.say(f"could not be read: {found.errors}; went meanwhile: {found.gone}")
+        say(f"could not be read: {found.errors}; went meanwhile: {found.gone}")
 
 
 def _table(groups: list[dict[str, Any]]) -> Table:
@@ -116,7 +115,7 @@ def _table(groups: list[dict[str, Any]]) -> Table:
     for group in groups:
         table.add_row(
             group["id"],
-            Text(shared.printable(group["title"])),  # and no markup, whatever is in it
+            Text(plain(group["title"])),
             str(group["records"]),
             shared.human(group["bytes"]),
             str(group["tokens"] or "-"),
@@ -146,4 +145,4 @@ def _ago(stamp: int | None) -> str:
 def _print_record(told: dict[str, Any]) -> None:
     for name, value in told.items():
         if value is not None:
-            shared.say(f"{name}: {value}")
+            say(f"{name}: {value}")

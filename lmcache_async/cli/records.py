@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from lmcache_async.cli.output import say
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.records.flight import Meter
@@ -166,17 +167,8 @@ def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
 
 
 def end(code: int, message: str) -> NoReturn:
-    Console(stderr=True).print(printable(message), markup=False, highlight=False, soft_wrap=True)
+    say(message, to_stderr=True)
     raise typer.Exit(code)
-
-
-def say(line: str, *, to_stderr: bool = False) -> None:
-    Console(stderr=to_stderr, highlight=False).print(printable(line), markup=False, soft_wrap=True)
-
-
-def printable(text: str) -> str:
-    """The same where a record holds half of a surrogate pair, which no terminal takes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def say_json(value: Any, *, to_stderr: bool = False) -> None:

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 import uvloop
-from rich.console import Console
 
+from lmcache_async.cli.output import say
 from lmcache_async.config import format_size
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.server import Daemon
@@ -43,7 +43,7 @@ def serve_command(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(options, as_json=as_json))
     except LMCacheAsyncError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        say(error, to_stderr=True)
         raise typer.Exit(2) from None
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from lmcache_async.cli.output import say
 from lmcache_async.cli.top_client import StatusClient, StatusError
 from lmcache_async.cli.top_view import render
 from lmcache_async.config.sources import PREFIX, TOKEN
@@ -53,7 +54,7 @@ def top_command(
         else:
             watch(client, told, Console(highlight=False), lambda: time.sleep(interval))
     except StatusError as error:
-        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        say(error, to_stderr=True)
         raise typer.Exit(REFUSED if error.refused else MISSING) from None
     except KeyboardInterrupt:
         pass
@@ -66,28 +67,41 @@ def _print(
         if as_json:
             typer.echo(json.dumps(told, separators=(",", ":")))
         else:
-            Console(highlight=False).print(render(told))
+            Console(highlight=False).print(_drawn(client, told))
         if once:
             return
         time.sleep(interval)
         told = client.read()
 
 
+def _drawn(client: StatusClient, told: dict[str, object], *, notice: Text | None = None) -> RenderableType:
+    """What is told as it is shown.
+
+    Raises:
+        StatusError: It has not the form that it has here.
+    """
+    try:
+        return render(told, notice=notice)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        text = f"{client.url} speaks another version: use that version's lmcache-async top, or --json"
+        raise StatusError(text, refused=True) from None
+
+
 def watch(client: StatusClient, told: dict[str, object], console: Console, pause: Callable[[], None]) -> None:
     """Goes on when there is no answer for a while: an engine that starts again is shown again.
 
     Raises:
-        StatusError: It refuses.
+        StatusError: It refuses, or speaks another version.
     """
-    with Live(render(told), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_drawn(client, told), console=console, screen=True, auto_refresh=False) as live:
         while True:
             pause()
             shown: RenderableType
             try:
                 told = client.read()
-                shown = render(told)
+                shown = _drawn(client, told)
             except StatusError as error:
                 if error.refused:
                     raise
-                shown = render(told, notice=Text(f"{error}; what is shown is old", style="bold red"))
+                shown = _drawn(client, told, notice=Text(f"{error}; what is shown is old", style="bold red"))
             live.update(shown, refresh=True)

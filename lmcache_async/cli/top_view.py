@@ -12,6 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_async.cli.output import plain
+
 Told: TypeAlias = Mapping[str, Any]
 
 COLOURS = ("dodger_blue2", "dark_orange", "cyan3", "medium_orchid", "gold3", "sky_blue2", "pink3", "green3")
@@ -46,11 +48,6 @@ def render(told: Told, *, notice: Text | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def plain(text: object) -> str:
-    """Without what a terminal would obey: names are other people's."""
-    return "".join(letter if letter.isprintable() else "�" for letter in str(text))
-
-
 def speed(nbytes: float, seconds: float) -> str:
     if not (nbytes and seconds):
         return "-"
@@ -78,7 +75,7 @@ def _header(told: Told) -> Panel:
     for _ in words:
         figures.add_column()
     figures.add_row(*(Text(name, style="dim") for name, _ in words))
-    figures.add_row(*(Text(value, style="bold") for _, value in words))
+    figures.add_row(*(Text(plain(value), style="bold") for _, value in words))
     title = Text(f" {plain(told['title'] or told['kind'])} ", style="bold")
     return Panel(Group(line, Text(), figures), title=title, title_align="left", box=box.ROUNDED)
 
@@ -154,7 +151,7 @@ def _charts(charts: Told, owners: Iterable[Told]) -> Padding:
         for index, series in enumerate(chart["series"]):
             last = series["values"][-1] if series["values"] else None
             table.add_row(
-                Text(chart["title"] if index == 0 else "", style="dim"),
+                Text(plain(chart["title"]) if index == 0 else "", style="dim"),
                 Text(plain(series["name"])),
                 Text(_value(last, chart["unit"]), style="bold", justify="right"),
                 Text(spark(series["values"], most), style=_colour(places.get(series["name"], index + 5))),
@@ -229,7 +226,7 @@ def _trouble(causes: Told, corrupt: int = 0) -> Text:
 def _breaker(states: Mapping[str, str] | None) -> Text:
     if states is None:
         return Text("-", style="dim")
-    away = [f"{name}s {state}" for name, state in states.items() if state != "closed"]
+    away = [f"{plain(name)}s {plain(state)}" for name, state in states.items() if state != "closed"]
     return Text(", ".join(away), style="bold red") if away else Text("closed", style="green")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
+from lmcache_async.cli.output import say
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import open_keys, open_target
 from lmcache_async.records.state import StateFile
@@ -69,19 +70,19 @@ def verify_command(
 
 def _print(found: Verification, remedy: Remedy) -> None:
     told = found.as_dict()
-    shared.say(
+    say(
         f"{found.target}: {found.records} records are right, {found.wrong.total()} are wrong,"
         f" {found.errors} could not be read; {shared.human(found.bytes)} read"
     )
-    shared.say(f"keys: {shared.counted(told['keys'])}")
+    say(f"keys: {shared.counted(told['keys'])}")
     if found.resumed:
-        shared.say(f"{found.resumed} of them were read by an earlier run")
+        say(f"{found.resumed} of them were read by an earlier run")
     if found.gone or found.passed_over:
-        shared.say(f"went meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
+        say(f"went meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
     for wrong in found.told[:_TOLD]:
-        shared.say(f"{wrong['key']}: {wrong['cause']}: {wrong['message']}")
+        say(f"{wrong['key']}: {wrong['cause']}: {wrong['message']}")
     if len(found.told) > _TOLD:
-        shared.say(f"... --json tells {len(found.told)} of them")
+        say(f"... --json tells {len(found.told)} of them")
     if found.remedied:
         done = "deleted" if remedy is Remedy.REMOVE else "moved to the quarantine"
-        shared.say(f"{found.remedied} were {done}")
+        say(f"{found.remedied} were {done}")

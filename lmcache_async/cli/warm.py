@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
+from lmcache_async.cli.output import say
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
 from lmcache_async.records.asking import Asked, ask
@@ -153,23 +154,23 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
 
 def _print(done: Warming) -> None:
     told = done.as_dict()
-    shared.say(
+    say(
         f"{done.prompts} prompts, {done.tokens} tokens; {done.source} has {done.found_tokens} of them as prefixes"
     )
-    shared.say(
+    say(
         f"copied: {shared.counted(told['copied'])} ({shared.human(done.bytes)});"
         f" there already: {shared.counted(told['there'])}"
     )
     if done.skipped:
-        shared.say(f"left for --max-bytes: {done.skipped} records")
+        say(f"left for --max-bytes: {done.skipped} records")
     if done.refused:
-        shared.say(f"refused: {shared.counted(told['refused'])}")
+        say(f"refused: {shared.counted(told['refused'])}")
 
 
 def _print_asked(asked: Asked) -> None:
     cached = (
         "it does not say how many it had" if asked.cached_tokens is None else f"it had {asked.cached_tokens}"
     )
-    shared.say(f"{asked.url} ({asked.model}): {asked.prompts} prompts, {asked.tokens} tokens; {cached}")
+    say(f"{asked.url} ({asked.model}): {asked.prompts} prompts, {asked.tokens} tokens; {cached}")
     if asked.refused:
-        shared.say(f"{asked.refused} requests failed, the first with {asked.first_refusal}")
+        say(f"{asked.refused} requests failed, the first with {asked.first_refusal}")

@@ -124,6 +124,22 @@ def is_secret(key: str) -> bool:
     return bool(_SECRET.search(key)) and not _NAMES_A_SECRET.search(key)
 
 
+def without_secrets(value: object, name: str = "") -> object:
+    """The value with `***` in place of whatever a name in it says is secret; `name` is its own.
+
+    None, true, false and what is empty tell nothing and stay.
+    """
+    if is_secret(name) and not (value is None or isinstance(value, bool) or value in ("", [], (), {})):
+        return "***"
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    if isinstance(value, abc.Mapping):
+        return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
+    return value
+
+
 def without_user(text: str) -> str:
     """The text without users and passwords in URLs."""
     return re.sub(r"//[^/@\s'\"]+@", "//***@", text)
@@ -133,7 +149,7 @@ def show(value: object, key: str = "") -> str:
     """The value for a message: short, and without what must stay secret."""
     if _SECRET.search(key):
         return "'***'"
-    text = without_user(repr(value))
+    text = without_user(repr(without_secrets(value)))
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

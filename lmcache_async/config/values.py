@@ -138,6 +138,16 @@ def unless_none(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
+def expand_home(text: str | Path) -> Path:
+    """The path, with what its `~` stands for. Messages do not show it: it may be a secret, meant for another key."""
+    if "\0" in str(text):
+        raise ValueError("expected a path without null characters")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # which pydantic lets through
+        raise ValueError("expected a path; there is no home for its ~ on this machine") from None
+
+
 def _number_or_nan(value: object) -> float:
     try:
         return parse_number(value)

@@ -7,8 +7,10 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from lmcache_async.cli.config import check_file
+from lmcache_async.cli.effective import _plain, _value
 from lmcache_async.config import EngineConfig
 from lmcache_async.registry import Registry
 
@@ -82,6 +84,79 @@ def test_no_secret_is_shown(invoke, file, monkeypatch):
     assert values(result)["tiers[2].url"][0] == "valkey://***@host:1"
     assert SECRET not in result.output
     assert "me@host" not in result.output
+
+
+HIDING = """\
+tiers:
+  - cpu
+  - {name: valkey, id: v1, auth: {user: me, password: hunter1}}
+  - {name: valkey, id: v2, password: 11223344, pins: [[{api_key: 55667788}]]}
+  - {name: nobody-knows-it, servers: [{host: a, password: hunter3}], session_token: [hunter4], secrets: {a: 99001122}}
+  - {name: disk, path: /kv, max_bytes: 1GiB, layers: [{name: limit, credentials: {x: hunter5}, passwd: 1.5e9}]}
+"""
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_no_secret_is_shown_of_what_does_not_hold_either(invoke, tmp_path, form):
+    """Options that do not validate are shown as given, whatever their shape, but for what is secret in them."""
+    file = tmp_path / "kv.yaml"
+    file.write_text(HIDING)
+
+    result = invoke("config", "show", file, *form)
+
+    assert result.exit_code == 0, result.output
+    for secret in ("hunter", "11223344", "55667788", "99001122", "1500000000"):
+        assert secret not in result.output
+    assert "{'user': 'me', 'password': '***'}" in result.output
+    assert "[{'host': 'a', 'password': '***'}]" in result.output
+    assert "[[{'api_key': '***'}]]" in result.output
+
+
+class Inner(BaseModel):
+    host: str
+    password: str
+
+
+class Share(BaseModel):
+    share: int
+
+
+class Nested(BaseModel):
+    servers: tuple[Inner, ...]
+    passwords: dict[str, int]
+    tenants: dict[str, Share]
+    use_token: bool
+
+
+def test_of_what_holds_only_secrets_are_hidden():
+    """A name that its owner chose makes no secret of a number; a name of an option does."""
+    nested = Nested(
+        servers=(Inner(host="a", password="hunter1"),),
+        passwords={"a": 7654321},
+        tenants={"token-team": Share(share=3)},
+        use_token=True,
+    )
+
+    shown = {value.key: value.value for value in (_value(*one, None) for one in _plain(nested, ()))}
+
+    assert "hunter1" not in shown["servers"]
+    assert "'host': 'a'" in shown["servers"]
+    assert shown["passwords"] == "***"
+    assert shown["tenants.token-team.share"] == "3"
+    assert shown["use_token"] == "true"
+
+
+def test_no_message_shows_a_secret_inside_of_a_wrong_value(invoke, tmp_path):
+    file = tmp_path / "kv.yaml"
+    file.write_text("chunk_size: {password: hunter1}\narena: [{api_key: 11223344}]\n")
+
+    for command in ("show", "check"):
+        result = invoke("config", command, file)
+
+        assert result.exit_code == 1
+        assert "{'password': '***'}" in result.output
+        assert "hunter1" not in result.output
+        assert "11223344" not in result.output
 
 
 def test_only_what_was_changed(invoke, file):

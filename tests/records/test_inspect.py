@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+from lmcache_async.cli.inspect_ import _print
 from lmcache_async.hashing import RequestNamespace
+from lmcache_async.records.inspecting import Group, Inspection
 from lmcache_async.records.namespaces import namespace_id
 from tests.records.filled import TOKENS, damage, filled, invoke, plant, record_files, rig_of, told
 
@@ -95,6 +97,38 @@ def test_a_long_header_is_read_whole(tmp_path):
     assert found["namespaces"][0]["shapes"][0]["header_bytes"] > 16 << 10
 
 
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("a[/b]c", "a[/b]c"),
+        ("\x1b]0;PWNED\x07\x1b[31mred", "�]0;PWNED��[31mred"),
+        ("org/:warning:x", "org/:warning:x"),
+        ("half of a pair \ud800", "half of a pair �"),
+        ("two\nlines \u202ebackwards", "two�lines �backwards"),
+    ],
+)
+def test_a_name_of_somebody_elses_rules_neither_terminal_nor_table(tmp_path, model, shown):
+    filled(tmp_path / "cache", rig=rig_of(model))
+
+    table = invoke("inspect", tmp_path / "cache")
+    record = invoke("inspect", tmp_path / "cache", record_files(tmp_path / "cache")[0].name)
+
+    assert (table.exit_code, record.exit_code) == (0, 0), (table.exception, record.exception)
+    assert shown in table.stdout
+    assert all(line.isprintable() for line in (table.stdout + record.stdout).splitlines())
+
+
+def test_shapes_of_somebody_elses_are_shown_as_they_are(capsys):
+    found = Inspection("x", groups={(text := '{"model":' * 2000): (group := Group(text))})
+    group.shapes["\x1b[2J:warning:", "lay[/out]\u2028", 1] += 1
+
+    _print(found)
+
+    shown = capsys.readouterr().out
+    assert "1 records of �[2J:warning:, lay[/out]�" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
 def test_encrypted_records_say_so_and_nothing_more(tmp_path):
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
@@ -166,8 +200,6 @@ def test_a_tier_of_a_config_by_its_id_and_rank(tmp_path):
 
 
 def test_namespaces_of_requests_are_counted_and_not_told(tmp_path):
-    from lmcache_async.records.inspecting import Group
-
     group = Group("x")
     group.requests |= {"", RequestNamespace(cache_salt="secret").label}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -39,14 +40,16 @@ SECRETS = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """Files of secrets, and an environment without settings of ours."""
-    for name, text in SECRETS.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o644 if name == "open" else 0o600)
-    monkeypatch.delenv("LMCACHE_ASYNC_CONFIG_FILE", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+def folder(monkeypatch) -> Iterator[Path]:
+    """Files of secrets, and an environment without settings of ours; sockets in it have short paths."""
+    with tempfile.TemporaryDirectory(prefix="lma-") as directory:
+        folder = Path(directory)
+        for name, text in SECRETS.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o644 if name == "open" else 0o600)
+        monkeypatch.delenv("LMCACHE_ASYNC_CONFIG_FILE", raising=False)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
 
 
 def written(folder: Path, text: str) -> Path:

@@ -48,7 +48,7 @@ WEB = (
     ),
     Mutation(
         "web: a name of somebody else's rules the terminal",
-        "lmcache_async/cli/top_view.py",
+        "lmcache_async/cli/output.py",
         'letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"',
         "letter",
         ("tests/web/test_top.py",),
