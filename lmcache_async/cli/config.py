@@ -17,6 +17,7 @@ from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.engine.check import problems
 from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.registry import Registry
+from lmcache_async.web.opening import check_endpoint
 
 config_app = typer.Typer(no_args_is_help=True, help="Show, check and describe configs.")
 
@@ -110,13 +111,15 @@ def check_file(
 
 def check_daemon_file(file: Path) -> list[str]:
     """What is wrong with a daemon's config, and with the files that it names."""
+    found: list[str] = []
     try:
         config = load_daemon_config(file, {})
+        found += check_endpoint(config.http)
         if config.peer is not None:
             config.peer.check_files()
     except LMCacheAsyncError as error:
-        return str(error).split("\n")
-    return []
+        found += str(error).split("\n")
+    return found
 
 
 def _extra(text: str | None) -> dict[str, Any] | None:

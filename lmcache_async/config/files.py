@@ -17,6 +17,8 @@ def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
     Raises:
         OSError: It cannot be read, is no regular file or longer than `max_bytes`; `strerror` says why.
     """
+    if "\0" in str(path):
+        raise OSError(0, "no file has a null character in its name")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for ever
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode

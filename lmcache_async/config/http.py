@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lmcache_async.config.endpoint import Endpoint, is_loopback, parse_listen
 from lmcache_async.config.explain import disagree
 from lmcache_async.config.specs import Section
-from lmcache_async.config.values import Count, Seconds, unless_none
+from lmcache_async.config.values import Count, Seconds, expand_home, unless_none
 from lmcache_async.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def _parse_optional_file(value: object) -> Path | None:
     value = unless_none(value)
     if value is not None and not isinstance(value, str | Path):
         raise ValueError("expected the path of a file")
-    return None if value is None else Path(value).expanduser()
+    return None if value is None else expand_home(value)
 
 
 OptionalFile = Annotated[

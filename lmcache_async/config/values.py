@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -123,6 +124,16 @@ def parse_names(value: object) -> tuple[str, ...]:
 def unless_none(value: object) -> object:
     """Texts that mean "not set" become None."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
+
+
+def expand_home(text: str | Path) -> Path:
+    """The path, with what its `~` stands for. Messages do not show it: it may be a secret, meant for another key."""
+    if "\0" in str(text):
+        raise ValueError("expected a path without null characters")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # which pydantic lets through
+        raise ValueError("expected a path; there is no home for its ~ on this machine") from None
 
 
 def _number_or_nan(value: object) -> float:

@@ -18,6 +18,7 @@ from lmcache_async.registry import STAGES, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import Shared
 from lmcache_async.types import RetrieveReport
+from lmcache_async.web.opening import check_endpoint
 
 
 def problems(config: EngineConfig, registry: Registry) -> list[str]:
@@ -31,6 +32,7 @@ def problems(config: EngineConfig, registry: Registry) -> list[str]:
         found += _of_chain(config, key, takes, gives, registry)
     found += _lines(config.read_hash_key)
     found += _lines(config.encryption.read_keys)
+    found += check_endpoint(config.http)
     return list(dict.fromkeys(found))
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from lmcache_async.config.explain import disagree
 from lmcache_async.config.files import read_secret_file
-from lmcache_async.config.values import unless_none
+from lmcache_async.config.values import expand_home, unless_none
 from lmcache_async.errors import ConfigError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -22,7 +22,7 @@ def parse_file(value: object) -> Path | None:
     value = unless_none(value)
     if value is not None and not isinstance(value, str | Path):
         raise ValueError("expected the path of a file")
-    return None if value is None else Path(value).expanduser()
+    return None if value is None else expand_home(value)
 
 
 def check_variable(value: str) -> str:

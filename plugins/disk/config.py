@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmcache_async.config.values import Count, Flag, FlagText, Size, Wait, parse_flag
+from lmcache_async.config.values import Count, Flag, FlagText, Size, Wait, expand_home, parse_flag
 from lmcache_async.tiers.base import TierConfig
 
 
@@ -18,7 +18,7 @@ def parse_path(value: object) -> Path:
         raise ValueError("expected a path, plain or as file:///path")
     text = value.strip()
     if not text.startswith("file:"):
-        return Path(text).expanduser()
+        return expand_home(text)
     url = urlsplit(text)
     if url.netloc not in {"", "localhost"} or not url.path.startswith("/") or url.query or url.fragment:
         raise ValueError("expected a file URL without a host, such as file:///var/cache/kv")

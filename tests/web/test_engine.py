@@ -100,6 +100,24 @@ async def test_the_port_is_free_again_when_the_engine_is_closed() -> None:
         assert (await ask(again.status_url or "", "/healthz")).status == 200
 
 
+def test_without_the_package_the_check_of_a_config_says_so() -> None:
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from lmcache_async.config import load_config\n"
+        "from lmcache_async.engine.check import problems\n"
+        "from lmcache_async.registry import Registry\n"
+        "for listen in ('127.0.0.1:0', 'none'):\n"
+        "    print(problems(load_config(env={}, extra={'http.listen': listen}), Registry()))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    served, unserved = ran.stdout.splitlines()
+    assert "http.listen needs the package aiohttp" in served
+    assert unserved == "[]"
+
+
 def test_without_the_package_the_extra_is_named() -> None:
     """In a process of its own: here the package is imported already."""
     code = (

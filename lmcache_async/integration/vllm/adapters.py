@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmcache_async.config.values import expand_home
 from lmcache_async.hashing import CRYPTOGRAPHIC, FingerprintMode, weights_fingerprint
 from lmcache_async.observability.logging import LimitedLogger
 
@@ -59,7 +60,7 @@ def local_path(name: str, revision: str | None = None) -> Path:
     Raises:
         OSError: They are not here (or ValueError).
     """
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if path.exists() or path.is_absolute():
         return path
     from huggingface_hub import snapshot_download
