@@ -67,28 +67,41 @@ def _print(
         if as_json:
             typer.echo(json.dumps(told, separators=(",", ":")))
         else:
-            Console(highlight=False).print(render(told))
+            Console(highlight=False).print(_drawn(client, told))
         if once:
             return
         time.sleep(interval)
         told = client.read()
 
 
+def _drawn(client: StatusClient, told: dict[str, object], *, notice: Text | None = None) -> RenderableType:
+    """What is told as it is shown.
+
+    Raises:
+        StatusError: It has not the form that it has here.
+    """
+    try:
+        return render(told, notice=notice)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        text = f"{client.url} speaks another version: use that version's lmcache-async top, or --json"
+        raise StatusError(text, refused=True) from None
+
+
 def watch(client: StatusClient, told: dict[str, object], console: Console, pause: Callable[[], None]) -> None:
     """Goes on when there is no answer for a while: an engine that starts again is shown again.
 
     Raises:
-        StatusError: It refuses.
+        StatusError: It refuses, or speaks another version.
     """
-    with Live(render(told), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_drawn(client, told), console=console, screen=True, auto_refresh=False) as live:
         while True:
             pause()
             shown: RenderableType
             try:
                 told = client.read()
-                shown = render(told)
+                shown = _drawn(client, told)
             except StatusError as error:
                 if error.refused:
                     raise
-                shown = render(told, notice=Text(f"{error}; what is shown is old", style="bold red"))
+                shown = _drawn(client, told, notice=Text(f"{error}; what is shown is old", style="bold red"))
             live.update(shown, refresh=True)

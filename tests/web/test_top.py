@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from lmcache_async.cli import top
-from lmcache_async.cli.app import app
 from lmcache_async.cli.output import plain
 from lmcache_async.cli.top import watch
 from lmcache_async.cli.top_client import StatusClient, StatusError
 from lmcache_async.cli.top_view import render, spark, speed
 from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
+from tests.web.top_calls import call
 
 TOKEN = "a-token-of-many-characters"
 TOKENS = list(range(40))
-WIDE = {"COLUMNS": "160", "TERM": "dumb"}
-
-
-def call(*arguments: str, **env: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["top", *arguments], env=WIDE | env)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
 
 
 @pytest.fixture
@@ -96,63 +86,44 @@ def test_a_token_comes_from_the_variable_or_a_file(token_file: Path) -> None:
     assert TOKEN not in wrong[1]
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    code, shown = call(f"127.0.0.1:{port}", "--once")
-
-    assert code == 1
-    assert f"nothing answers at http://127.0.0.1:{port}: Connection refused" in shown
-    assert "Traceback" not in shown
-
-
 @pytest.mark.parametrize(
-    ("answer", "code", "says"),
+    "change",
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 2, "no status page of lmcache-async"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 2, "no status page of lmcache-async"),
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
-        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
-        (b"-ERR unknown command\r\n", 2, "does not speak HTTP"),
-        (b"", 1, "nothing answers"),
+        {"charts": None},
+        {"tiers": None},
+        {"tiers": [{"id": "cpu"}]},
+        {"uptime_s": "long"},
+        {"facts": [["one"]]},
+        {"totals": {"prompt_tokens": "many"}},
+        {"recent": [3]},
+        {"kind": "daemon"},
     ],
 )
-def test_what_is_something_else_is_a_sentence(answer: bytes, code: int, says: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        found = call(f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
-        thread.join(30)
-
-    assert found[0] == code, found
-    assert says in found[1]
-
-
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://[::1", ""])
-def test_an_address_that_is_none_is_named(url: str) -> None:
-    code, shown = call(url, "--once")
+def test_a_status_of_another_version_is_a_sentence(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+    with served() as engine:
+        told = StatusClient(engine.url).read() | change
+    if told["charts"] is None:
+        del told["charts"]
+    monkeypatch.setattr(StatusClient, "read", lambda self: told)
+    code, shown = call("http://a", "--once")
+    watched = call("http://a")
 
     assert code == 2
-    assert "expected an address such as http://127.0.0.1:7421" in shown
+    assert "http://a speaks another version" in shown
+    assert watched == (code, shown)
+    assert call("http://a", "--once", "--json")[0] == 0
 
 
-def test_a_token_file_for_everybody_is_refused(token_file: Path) -> None:
-    token_file.chmod(0o644)
-    with pytest.raises(StatusError, match=r"--token-file: .*everybody may read it"):
-        StatusClient("http://127.0.0.1:1", token_file=token_file)
+def test_it_ends_where_the_version_changes_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(width=160, height=60, file=io.StringIO(), force_terminal=True)
+    with served() as engine:
+        client = StatusClient(engine.url)
+        told = client.read()
+    monkeypatch.setattr(client, "read", lambda: told | {"tiers": [{"chunks": "some"}]})
+    with pytest.raises(StatusError, match="speaks another version") as caught:
+        watch(client, told, console, lambda: None)
 
-
-def test_a_path_before_the_page_is_kept() -> None:
-    assert StatusClient("http://a/engines/3/")._path == "/engines/3/status.json"
-    assert StatusClient("http://a/engines/3/status.json")._path == "/engines/3/status.json"
-    assert StatusClient("http://a")._path == "/status.json"
+    assert caught.value.refused
 
 
 def test_names_of_others_rule_no_terminal() -> None:
