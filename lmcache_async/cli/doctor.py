@@ -80,8 +80,9 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     yield "vllm plug-in", versions.VLLM_TIMEOUT_S + 5, versions.check_plugin
     yield "compiled module", LOCAL_S, versions.check_compiled
     registry = Registry()
-    config, wrong = _config(file, registry)
-    yield "config", LOCAL_S, lambda: wrong
+    read: list[EngineConfig] = []
+    yield "config", LOCAL_S, partial(_check_config, file, registry, read)
+    config = read[0] if read else load_config(env={})
     yield "cores", LOCAL_S, partial(machine.check_cores, config)
     yield "memory", LOCAL_S, partial(machine.check_memory, config)
     yield "pinned memory", LOCAL_S, partial(_check_pinning, config)
@@ -105,16 +106,17 @@ def _tier_groups(config: EngineConfig, registry: Registry, sample_bytes: int | N
             yield f"tier ({spec.id})", probe_timeout_s(spec), partial(check_tier, spec, tier)
 
 
-def _config(file: Path | None, registry: Registry) -> tuple[EngineConfig, list[Check]]:
-    """The config, or the default one where it cannot be read, and what is wrong with it."""
+def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig]) -> list[Check]:
+    """What is wrong with it; it goes into `read` where it can be."""
     todo = "see docs/config.md, or lmcache-async tiers for the options of each tier"
     try:
         loaded = read_config(file)
     except LMCacheAsyncError as error:
-        return load_config(env={}), [fail("config", line, todo) for line in str(error).split("\n")]
+        return [fail("config", line, todo) for line in str(error).split("\n")]
+    read.append(loaded.config)
     wrong = [fail("config", line, todo) for line in problems(loaded.config, registry)]
     source = file or next((origin.name for origin in loaded.origins.values()), "all defaults")
-    return loaded.config, wrong or [ok("config", f"nothing is wrong ({source})")]
+    return wrong or [ok("config", f"nothing is wrong ({source})")]
 
 
 def _check_pinning(config: EngineConfig) -> Iterator[Check]:

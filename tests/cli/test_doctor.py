@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import os
@@ -17,13 +16,10 @@ from lmcache_async.cli.checks import disk
 from lmcache_async.cli.checks.check import Check, Outcome, ok
 from lmcache_async.cli.checks.daemon import check_daemon
 from lmcache_async.cli.checks.disk import Folder, check_folder, file_system_of, folder_of
-from lmcache_async.cli.checks.probe import check_tier
 from lmcache_async.config import TierSpec, load_config
 from lmcache_async.engine.check import make_tier
 from lmcache_async.registry import Registry
-from lmcache_async.testing.fakes import DictTier
 from tests.daemon.daemons import ThreadedDaemon, socket_path
-from tests.tiers.valkey_servers import Server
 
 MIB = 1 << 20
 
@@ -118,6 +114,22 @@ def test_file_systems_are_told_by_the_longest_mount():
     assert file_system_of(Path("/mntx"), mounts) == "ext4"
 
 
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        ("/mnt/käse", "/mnt/käse"),
+        ("/mnt/\\303\\244\\040b", "/mnt/ä b"),  # bytes of UTF-8, if a kernel ever writes them so
+        ("/mnt/a\\134040\\134n", "/mnt/a\\040\\n"),
+        ("/mnt/a\u3000b\u2028c\x85\x0b", "/mnt/a\u3000b\u2028c\x85\x0b"),
+        ("/mnt/\udcff", "/mnt/\udcff"),
+    ],
+)
+def test_a_mount_whose_path_is_not_ascii(place, path):
+    mounts = f"1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:9 / {place} rw shared:1 - nfs4 host:/x rw\n"
+
+    assert file_system_of(Path(path, "kv"), mounts) == "nfs4"
+
+
 def test_only_tiers_of_a_directory_have_one(tmp_path):
     def made(**given):
         return make_tier(TierSpec.model_validate(given), Registry(), third_party=True)
@@ -129,77 +141,6 @@ def test_only_tiers_of_a_directory_have_one(tmp_path):
     )
     assert folder_of("c", made(name="cpu", max_bytes="1GiB")) is None
     assert folder_of("v", made(name="valkey", url="valkey://host")) is None
-
-
-@pytest.fixture(scope="module")
-def server():
-    running = Server()
-    running.start()
-    yield running
-    running.stop()
-
-
-def spec_of(**options: object) -> TierSpec:
-    return TierSpec.model_validate({"name": "valkey", **options})
-
-
-def probed(spec: TierSpec) -> dict[str, Check]:
-    return by_name(check_tier(spec, make_tier(spec, Registry(), third_party=True)))
-
-
-def test_a_record_goes_to_a_real_server_and_back_and_is_gone(server):
-    checks = probed(spec_of(url=f"unix://{server.socket}"))
-
-    assert {check.outcome for check in checks.values()} == {Outcome.OK}
-    assert "got back the same" in checks["record"].found
-    assert "a lookup takes" in checks["round trip"].found
-    assert server.ask("DBSIZE") == 0
-
-
-def test_a_server_that_is_not_there_fails_in_words():
-    checks = probed(spec_of(url="valkey://127.0.0.1:1"))
-
-    failed = [check for check in checks.values() if check.outcome is Outcome.FAIL]
-    assert len(failed) == 1
-    assert "127.0.0.1:1" in failed[0].found
-    assert "see whether its server runs" in failed[0].todo
-
-
-class Forgetful(DictTier):
-    async def put(self, key, buffer):
-        pass
-
-
-class Liar(DictTier):
-    async def contains(self, key):
-        return True
-
-
-class Hanging(DictTier):
-    async def get(self, key, allocate):
-        await asyncio.Event().wait()
-
-
-class NeverOpen(DictTier):
-    async def __aenter__(self):
-        await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize(
-    ("tier_class", "told"),
-    [
-        (Forgetful, "what was stored did not come back"),
-        (Liar, "it says that it has a record that nobody stored"),
-        (Hanging, "a get took longer than timeout_s of 0.2 s"),
-        (NeverOpen, "it was not open after 0.2 s"),
-    ],
-)
-def test_a_tier_that_misbehaves_fails(tier_class, told):
-    spec = TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2)
-
-    checks = list(check_tier(spec, tier_class()))
-
-    assert [check.found for check in checks if check.outcome is Outcome.FAIL] == [told]
 
 
 def test_the_daemon_is_asked_at_its_socket():
@@ -254,6 +195,18 @@ def test_what_is_wrong_with_the_config_fails_and_the_rest_is_checked(invoke, tmp
     assert result.exit_code == 1
     assert f"fail  config: {file}, line 2: tiers[0] (disk): max_bytes is missing" in result.stdout
     assert "there is no tier dsk" in result.stdout
+    assert "open files" in result.stdout
+
+
+def test_a_config_that_cannot_even_be_looked_at_is_a_failed_check(invoke, monkeypatch):
+    """Whatever its reading raises: a bug of ours is told as one, and the rest is checked."""
+    quick(monkeypatch)
+    monkeypatch.setattr(doctor, "read_config", lambda file: 1 // 0)
+
+    result = invoke("doctor", "--no-speed")
+
+    assert result.exit_code == 1
+    assert "fail  config: the check itself failed: ZeroDivisionError" in result.stdout
     assert "open files" in result.stdout
 
 

@@ -19,7 +19,7 @@ def check_daemon(config: EngineConfig) -> Iterator[Check]:
     """Of each tier `host`; without one, of the default socket where there is something."""
     given = [tier.options.get("socket") for tier in config.tiers if tier.name == "host"]
     for path in dict.fromkeys(given):
-        yield _check(Path(str(path)).expanduser() if path else default_socket(), needed=True)
+        yield _check(Path(str(path)) if path else default_socket(), needed=True)
     if not given and default_socket().exists():
         yield _check(default_socket(), needed=False)
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -93,14 +94,20 @@ def check_folder(folder: Folder, *, sample_bytes: int | None) -> Iterator[Check]
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
     """The kind of the file system that the path is on, such as `ext4`."""
-    text = Path("/proc/self/mountinfo").read_text(encoding="utf-8") if mounts is None else mounts
+    text = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()) if mounts is None else mounts
     best, kind = -1, "unknown"
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):  # a path may have what else ends lines and parts words
         before, _, after = line.partition(" - ")
-        place = before.split()[4].encode().decode("unicode_escape")
+        place = _unescaped(before.split(" ")[4])
         if (path == Path(place) or Path(place) in path.parents) and len(place) >= best:
             best, kind = len(place), after.split()[0]
     return kind
+
+
+def _unescaped(text: str) -> str:
+    """The kernel writes bytes that would part words as three octal digits."""
+    found = re.sub(rb"\\([0-3][0-7]{2})", lambda match: bytes([int(match[1], 8)]), os.fsencode(text))
+    return os.fsdecode(found)
 
 
 def _check_file_system(folder: Folder, there: Path) -> Iterator[Check]:

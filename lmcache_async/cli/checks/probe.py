@@ -6,11 +6,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from lmcache_async.cli.checks.check import Check, fail, ok, warn
+from lmcache_async.cli.checks.check import Check, Outcome, fail, ok, warn
 from lmcache_async.config import TierSpec
 from lmcache_async.errors import LMCacheAsyncError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
@@ -70,7 +71,6 @@ async def _check(spec: TierSpec, tier: Tier) -> list[Check]:
 async def _use(spec: TierSpec, tier: Tier, arena: Arena) -> list[Check]:
     name = f"record ({spec.id})"
     key = ChunkKey(secrets.token_bytes(KEY_BYTES))
-    step = "a lookup"
     try:
         times = []
         for _ in range(LOOKUPS):
@@ -78,31 +78,64 @@ async def _use(spec: TierSpec, tier: Tier, arena: Arena) -> list[Check]:
             if await _in_time(spec, tier.contains(key)):
                 return [fail(name, "it says that it has a record that nobody stored", "report it")]
             times.append(time.perf_counter() - begin)
-        checks = [_round_trip(spec, sorted(times)[LOOKUPS // 2])]
-        if not tier.capabilities.writes:
-            return [*checks, ok(name, "this tier only reads: nothing was written")]
-        step = "a put"
-        record = _record(arena, key)
-        try:
-            begin = time.perf_counter()
-            await _in_time(spec, tier.put(key, record))
-            put = time.perf_counter() - begin
-            step = "a get"
-            begin = time.perf_counter()
-            same = await _same(spec, tier, key, arena, record)
-            get = time.perf_counter() - begin
-        finally:
-            record.release()
-        step = "a removal"
-        removed = await _in_time(spec, tier.remove(key)) if tier.capabilities.removes else False
-    except TimeoutError:
-        return [fail(name, f"{step} took longer than timeout_s of {spec.timeout_s:g} s", "see its server")]
-    except LMCacheAsyncError as error:
-        return [fail(name, f"{step} failed: {error}", _todo(error))]
+    except (TimeoutError, LMCacheAsyncError) as error:
+        return [_failed(spec, "a lookup", error)]
+    checks = [_round_trip(spec, sorted(times)[LOOKUPS // 2])]
+    if not tier.capabilities.writes:
+        return [*checks, ok(name, "this tier only reads: nothing was written")]
+    record = _record(arena, key)
+    try:
+        check = await _there_and_back(spec, tier, key, arena, record)
+    finally:
+        record.release()
+        removed = await _remove(spec, tier, key)
+    return [*checks, _with_rest(spec, tier, check, removed)]
+
+
+async def _there_and_back(spec: TierSpec, tier: Tier, key: ChunkKey, arena: Arena, record: Buffer) -> Check:
+    name, step = f"record ({spec.id})", "a put"
+    try:
+        begin = time.perf_counter()
+        await _in_time(spec, tier.put(key, record))
+        put = time.perf_counter() - begin
+        step = "a get"
+        begin = time.perf_counter()
+        same = await _same(spec, tier, key, arena, record)
+        get = time.perf_counter() - begin
+    except (TimeoutError, LMCacheAsyncError) as error:
+        return _failed(spec, step, error)
     if not same:
-        return [*checks, fail(name, "what was stored did not come back", "see whether its server has room")]
-    left = "" if removed else "; the probe, of 64 KiB, stays: this tier removes nothing"
-    return [*checks, ok(name, f"put in {_ms(put)}, got back the same in {_ms(get)}{left}")]
+        return fail(name, "what was stored did not come back", "see whether its server has room")
+    return ok(name, f"put in {_ms(put)}, got back the same in {_ms(get)}")
+
+
+async def _remove(spec: TierSpec, tier: Tier, key: ChunkKey) -> bool | Exception:
+    """The probe, also where its put failed or was late: it may be there all the same."""
+    try:
+        return await _in_time(spec, tier.remove(key)) if tier.capabilities.removes else False
+    except (TimeoutError, LMCacheAsyncError) as error:
+        return error
+
+
+def _with_rest(spec: TierSpec, tier: Tier, check: Check, removed: bool | Exception) -> Check:
+    """What came of the record, and what is left of it there."""
+    went_well = check.outcome is Outcome.OK
+    if isinstance(removed, Exception) and went_well:
+        check = _failed(spec, "a removal", removed)
+    if not tier.capabilities.removes:
+        stays = "stays: this tier removes nothing" if went_well else "may stay: this tier removes nothing"
+    elif isinstance(removed, Exception) or (went_well and not removed):
+        stays = "may stay"
+    else:
+        return check
+    return replace(check, found=f"{check.found}; the probe, of 64 KiB, {stays}")
+
+
+def _failed(spec: TierSpec, step: str, error: Exception) -> Check:
+    name = f"record ({spec.id})"
+    if isinstance(error, LMCacheAsyncError):
+        return fail(name, f"{step} failed: {error}", _todo(error))
+    return fail(name, f"{step} took longer than timeout_s of {spec.timeout_s:g} s", "see its server")
 
 
 async def _same(spec: TierSpec, tier: Tier, key: ChunkKey, arena: Arena, record: Buffer) -> bool:

@@ -1,0 +1,160 @@
+"""The probe of a tier that is elsewhere: a real server, and tiers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmcache_async.cli.checks.check import Check, Outcome
+from lmcache_async.cli.checks.probe import check_tier
+from lmcache_async.config import TierSpec
+from lmcache_async.engine.check import make_tier
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.registry import Registry
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.tiers.base import Capabilities
+from tests.tiers.valkey_servers import Server
+
+
+def by_name(checks) -> dict[str, Check]:
+    return {check.name.partition(" (")[0]: check for check in checks}
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Server()
+    running.start()
+    yield running
+    running.stop()
+
+
+def spec_of(**options: object) -> TierSpec:
+    return TierSpec.model_validate({"name": "valkey", **options})
+
+
+def probed(spec: TierSpec) -> dict[str, Check]:
+    return by_name(check_tier(spec, make_tier(spec, Registry(), third_party=True)))
+
+
+def test_a_record_goes_to_a_real_server_and_back_and_is_gone(server):
+    checks = probed(spec_of(url=f"unix://{server.socket}"))
+
+    assert {check.outcome for check in checks.values()} == {Outcome.OK}
+    assert "got back the same" in checks["record"].found
+    assert "a lookup takes" in checks["round trip"].found
+    assert server.ask("DBSIZE") == 0
+
+
+def test_a_server_that_is_not_there_fails_in_words():
+    checks = probed(spec_of(url="valkey://127.0.0.1:1"))
+
+    failed = [check for check in checks.values() if check.outcome is Outcome.FAIL]
+    assert len(failed) == 1
+    assert "127.0.0.1:1" in failed[0].found
+    assert "see whether its server runs" in failed[0].todo
+
+
+class Forgetful(DictTier):
+    async def put(self, key, buffer):
+        pass
+
+
+class Liar(DictTier):
+    async def contains(self, key):
+        return True
+
+
+class Hanging(DictTier):
+    async def get(self, key, allocate):
+        await asyncio.Event().wait()
+
+
+class Broken(DictTier):
+    async def get(self, key, allocate):
+        raise TierUnavailableError("gone")
+
+
+class LatePut(DictTier):
+    async def put(self, key, buffer):
+        await super().put(key, buffer)
+        await asyncio.Event().wait()
+
+
+class Keeping(DictTier):
+    async def remove(self, key):
+        await asyncio.Event().wait()
+
+
+class BrokenAndKeeping(Broken, Keeping):
+    pass
+
+
+class Silent(DictTier):
+    async def remove(self, key):
+        return False
+
+
+class NoRemoval(DictTier):
+    @property
+    def capabilities(self):
+        return Capabilities()
+
+
+class BrokenWithoutRemoval(Broken, NoRemoval):
+    pass
+
+
+class NeverOpen(DictTier):
+    async def __aenter__(self):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("tier_class", "told"),
+    [
+        (Forgetful, "what was stored did not come back"),
+        (Liar, "it says that it has a record that nobody stored"),
+        (Hanging, "a get took longer than timeout_s of 0.2 s"),
+        (NeverOpen, "it was not open after 0.2 s"),
+    ],
+)
+def test_a_tier_that_misbehaves_fails(tier_class, told):
+    spec = TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2)
+
+    checks = list(check_tier(spec, tier_class()))
+
+    assert [check.found for check in checks if check.outcome is Outcome.FAIL] == [told]
+
+
+@pytest.mark.parametrize(
+    ("tier_class", "outcome", "told", "left"),
+    [
+        (Broken, Outcome.FAIL, "a get failed: gone", 0),
+        (Hanging, Outcome.FAIL, "a get took longer than timeout_s of 0.2 s", 0),
+        (LatePut, Outcome.FAIL, "a put took longer than timeout_s of 0.2 s", 0),
+        (
+            Keeping,
+            Outcome.FAIL,
+            "a removal took longer than timeout_s of 0.2 s; the probe, of 64 KiB, may stay",
+            1,
+        ),
+        (BrokenAndKeeping, Outcome.FAIL, "a get failed: gone; the probe, of 64 KiB, may stay", 1),
+        (Silent, Outcome.OK, "; the probe, of 64 KiB, may stay", 1),
+        (NoRemoval, Outcome.OK, "; the probe, of 64 KiB, stays: this tier removes nothing", 1),
+        (
+            BrokenWithoutRemoval,
+            Outcome.FAIL,
+            "a get failed: gone; the probe, of 64 KiB, may stay: this tier removes nothing",
+            1,
+        ),
+    ],
+)
+def test_the_probe_is_removed_whatever_happens_or_told(tier_class, outcome, told, left):
+    tier = tier_class()
+
+    check = by_name(check_tier(TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2), tier))["record"]
+
+    assert check.outcome is outcome
+    assert check.found.endswith(told)
+    assert len(tier.records) == left
