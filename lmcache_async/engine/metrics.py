@@ -100,11 +100,12 @@ def _engine(out: _Named, statistics: EngineStatistics) -> None:
 
 
 def _tier(out: _Named, tier: str, told: TierStatistics) -> None:
-    out.gauge("tier_chunks", told.chunks, tier)
-    out.gauge("tier_bytes", told.bytes, tier)
-    if told.max_bytes is not None:
-        out.gauge("tier_max_bytes", told.max_bytes, tier)
-    out.count("tier_evictions", told.evictions, tier)
+    if not told.common:  # every rank would tell it, and ranks are added up; the daemon tells it once
+        out.gauge("tier_chunks", told.chunks, tier)
+        out.gauge("tier_bytes", told.bytes, tier)
+        if told.max_bytes is not None:
+            out.gauge("tier_max_bytes", told.max_bytes, tier)
+        out.count("tier_evictions", told.evictions, tier)
     out.count("retrieve_hit_tokens", 0, tier)  # a rate over a tier that never hit is 0, not nothing
     for name in ("tier_hit_chunks", "tier_stored_chunks", "tier_promoted_chunks"):
         out.count(name, 0, tier)

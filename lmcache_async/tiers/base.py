@@ -67,6 +67,8 @@ class TierStatistics:
         corrupt: Records that the tier itself found broken, since it was opened; each was a miss and is
             no hit any more.
         corrupt_by_cause: The same by cause; see `ChunkCorruptError`.
+        common: Chunks, bytes, capacity and evictions are of a store that others write to as well. Each of them is
+            told the same, so nobody adds them up.
     """
 
     chunks: int = 0
@@ -75,6 +77,7 @@ class TierStatistics:
     evictions: int = 0
     corrupt: int = 0
     corrupt_by_cause: Mapping[str, int] = field(default_factory=dict)
+    common: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,13 +154,14 @@ class HostTier(Tier):
         figures = None if self._link is None else self._link.figures
         evictions = 0 if self._link is None else self._link.evictions
         if figures is None:
-            return TierStatistics(max_bytes=self._last_max_bytes, evictions=evictions)
+            return TierStatistics(max_bytes=self._last_max_bytes, evictions=evictions, common=True)
         self._last_max_bytes = figures.max_bytes
         return TierStatistics(
             chunks=figures.chunks,
             bytes=figures.record_bytes,
             max_bytes=figures.max_bytes,
             evictions=evictions,
+            common=True,
         )
 
     async def __aenter__(self) -> Self:

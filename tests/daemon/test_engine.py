@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmcache_async.engine.metrics import engine_families
+from lmcache_async.engine.status import EngineSource
 from lmcache_async.testing.rig import Rig
+from lmcache_async.web.recent import RecentRequests
 from tests.daemon.client_child import TOKENS
 from tests.daemon.daemons import ThreadedDaemon, socket_path
 
@@ -74,3 +77,22 @@ async def test_an_engine_without_its_daemon_runs_on_misses(tmp_path: Path) -> No
     config = {"tiers": [{"name": "host", "socket": str(tmp_path / "none"), "connect_timeout_s": 0.1}]}
     assert await store(Rig(slabs=32), **config) == 0
     assert await hits(Rig(slabs=32), **config) == 0
+
+
+async def test_what_a_pool_holds_is_told_by_each_rank_and_counted_by_none(daemon: ThreadedDaemon) -> None:
+    rig = Rig()
+    rig.write(range(len(TOKENS)), rig.content(TOKENS))
+    async with rig.open(tiers=["cpu", host(daemon)]) as engine:
+        await engine.store(TOKENS, torch.arange(len(TOKENS)))
+        assert await engine.flush(timeout_s=30)
+        families = engine_families(engine.statistics(), engine.totals)
+        page = EngineSource(engine, RecentRequests()).status()
+    tiers = {
+        family.name.removeprefix("lmcache_async_"): {s.labels for s in family.samples} for family in families
+    }
+    for name in ("tier_chunks", "tier_bytes", "tier_max_bytes", "tier_evictions_total"):
+        assert tiers[name] == {("cpu",)}, "ranks are added up, and the pool is one"
+    assert ("host",) in tiers["tier_stored_chunks_total"]
+    assert ("host",) in tiers["tier_hit_chunks_total"]
+    [shown] = [tier for tier in page["tiers"] if tier["id"] == "host"]
+    assert (shown["max_bytes"], shown["chunks"] > 0) == (2 << 20, True)
