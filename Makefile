@@ -35,7 +35,7 @@ demo: $(VENV)/.stamp-package  ## a real vLLM with and without the cache, side by
 	$(BIN)/python -m examples.demo.run $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: lint  ## everything: linters, types, layers, then the whole suite
-	$(BIN)/python -m pytest $(SELECT) -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest $(SELECT) -n $(JOBS) $(ARGS)
 
 lint: $(VENV)/.stamp-test  ## ruff, mypy --strict and the layer contracts
 	$(BIN)/ruff check .

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -14,6 +13,8 @@ import uvloop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from xdist.scheduler import LoadScopeScheduling
 
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
@@ -26,9 +27,8 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
 
-ROOT = Path(__file__).parents[1]
-ALONE = {"integration"}
-"""Folders whose engines and servers are shared by all of their files."""
+TOGETHER = "tests/integration/"
+"""Its engines and servers are shared by all of its files, and take minutes to start."""
 
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -50,17 +50,22 @@ def pytest_asyncio_loop_factories(
     return LOOPS
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups behind it
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """pytest-xdist's hook: each file is one process's own, and all that start a real vLLM are the same one's."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return TOGETHER if file.startswith(TOGETHER) else file
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`gpu` tests need a GPU; nothing else is ever skipped.
-
-    Of several processes (pytest-xdist) one has all tests with a real vLLM, and each other file is one's own.
-    """
+    """`gpu` tests need a GPU; nothing else is ever skipped."""
     import torch
-
-    for item in items:
-        folder = item.path.relative_to(ROOT).parts[1]
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ALONE else item.location[0]))
 
     if torch.cuda.is_available():
         return
