@@ -10,9 +10,9 @@ TEST_VERIFY = ("tests/records/test_verify.py",)
 MOVED = (
     Mutation(
         "a record of an archive is let in without its proof",
-        "lmcache_async/records/importing.py",
-        "if not checked.taken or checked.cause:\n            return",
-        "if not checked.taken:\n            return",
+        "lmcache_async/records/saving.py",
+        "if not checked.taken or checked.cause:",
+        "if not checked.taken:",
         TEST_ARCHIVE,
     ),
     Mutation(

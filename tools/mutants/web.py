@@ -41,8 +41,8 @@ WEB = (
     ),
     Mutation(
         "web: connections have no bound",
-        SERVER,
-        "len(owner._open) > owner._max_connections",
+        "lmcache_async/web/gate.py",
+        "len(self._inside) >= self._most",
         "False",
         TEST_SERVER,
     ),
