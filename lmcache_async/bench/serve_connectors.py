@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ALL = "all"
+NO_CONNECTOR = "NoConnector"
 ON_DISK = "/disk"
 GIB = 1 << 30
 
@@ -42,6 +43,8 @@ class Peer:
         return "" if there else self.needs
 
     def contestant(self, arena_bytes: int, directory: Path) -> Contestant:
+        if self.name == NO_CONNECTOR:
+            return Contestant(self.name)
         own = directory / self.name.replace("/", "-")
         transfer = {
             "kv_connector": self.name.removesuffix(ON_DISK),
@@ -101,9 +104,14 @@ PEERS = (
     Peer(f"LMCacheConnectorV1{ON_DISK}", _nothing, _lmcache_disk, needs="lmcache"),
 )
 
+ITSELF = Peer(NO_CONNECTOR, _nothing)
+"""One more vLLM without a connector: as far as it is from the other one, figures say nothing."""
+
 
 def chosen_peers(names: str) -> list[Peer]:
     """Peers by their names between commas, each with `@MODULE` behind it where it is to be; `all` for every one.
+
+    `NoConnector` is one too, which `all` leaves out.
 
     Raises:
         ConfigError: There is no such peer.
@@ -111,8 +119,9 @@ def chosen_peers(names: str) -> list[Peer]:
     if names.strip() == ALL:
         return list(PEERS)
     modules = dict(_parts(text) for text in names.split(","))
-    wanted = choose("connector", ",".join(modules), [peer.name for peer in PEERS])
-    return [replace(peer, module=modules[peer.name]) for peer in PEERS if peer.name in wanted]
+    known = (*PEERS, ITSELF)
+    wanted = choose("connector", ",".join(modules), [peer.name for peer in known])
+    return [replace(peer, module=modules[peer.name]) for peer in known if peer.name in wanted]
 
 
 def _parts(text: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_async.bench.serve_answers import ServeError, check_cached, check_same, first_line
+from lmcache_async.bench.serve_connectors import NO_CONNECTOR
 from lmcache_async.bench.serve_figures import Figures
 from lmcache_async.bench.serve_load import prompt
 from lmcache_async.bench.serve_setup import CHUNK
@@ -49,6 +50,10 @@ class Contest:
     idle_s: float = IDLE_S
     figures: Figures = field(default_factory=Figures)
     awake: Engine | None = None
+
+    def computes(self, engine: Engine) -> bool:
+        """Whether it has no cache but vLLM's own."""
+        return engine is self.plain or engine.name == NO_CONNECTOR
 
     def new_prompt(self, tokens: int | None = None) -> list[int]:
         return prompt(self.chosen, tokens or self.tokens, self.vocabulary)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.bench.frame import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from lmcache_async.bench.frame import Parameter
 
@@ -22,6 +22,7 @@ SLOW = "lmcache-async, slow tier"
 OWN_HIT = "own hit"
 OWN_HIT_SAME = "own hit, same process"
 RAW = "O_DIRECT read of the same files"
+FLOOR = "that read, then the own hit"
 
 
 class Figures:
@@ -85,15 +86,22 @@ def rows_of(
             rows.extend(
                 figures.row(f"{name}{suffix}", unit, figure, limit_name, limit, parameters, more)
                 for limit_name, limit in limits.items()
+                if figures.has(*limit)
             )
 
     for who in main:
         add("new prompt", "ms", ("cold", who), {PLAIN: ("cold", PLAIN)})
-        hit_limits = {OWN_HIT: (OWN_HIT, PLAIN), OWN_HIT_SAME: (OWN_HIT, who)}
+        hit_limits = _own_hits(who)
         if who == OURS:
             hit_limits |= {peer: ("hit", peer) for peer in main if peer not in (OURS, *on_disk)}
+        if who in on_disk:
+            hit_limits |= _reads(who)
         add("known prompt", "ms", ("hit", who), hit_limits)
-    _disk_rows(add, on_disk)
+    add("new prompt, disk tier", "ms", ("cold", RESTARTED), {PLAIN: ("cold", PLAIN)})
+    hit_limits = _own_hits(RESTARTED) | _reads(RESTARTED) | {peer: ("hit", peer) for peer in on_disk}
+    add("known prompt, disk tier", "ms", ("hit", RESTARTED), hit_limits)
+    after = {OWN_HIT: ("own hit beside restart", PLAIN), PLAIN: ("cold beside restart", PLAIN)}
+    add("known prompt, after a restart", "ms", ("restart", RESTARTED), after)
     add("slow tier", "ms", ("known to slow tier", SLOW), {PLAIN: ("cold", PLAIN)}, _slow_more())
     for who in main:
         add("new prompts at once", "tokens/s", ("throughput", who), {PLAIN: ("throughput", PLAIN)})
@@ -103,18 +111,12 @@ def rows_of(
     return rows
 
 
-def _disk_rows(add: Callable[..., None], on_disk: Collection[str]) -> None:
-    stored = "cold, stored on disk"
-    add("new prompt, disk tier", "ms", (stored, DISK), {PLAIN: (stored, PLAIN)})
-    limits = {
-        OWN_HIT: (OWN_HIT, PLAIN),
-        OWN_HIT_SAME: (OWN_HIT, RESTARTED),
-        RAW: (RAW, RESTARTED),
-        **{peer: ("hit", peer) for peer in on_disk},
-    }
-    add("known prompt, disk tier", "ms", ("hit", RESTARTED), limits)
-    after = {OWN_HIT: ("own hit beside restart", PLAIN), PLAIN: ("cold beside restart", PLAIN)}
-    add("known prompt, after a restart", "ms", ("restart", RESTARTED), after)
+def _own_hits(who: str) -> dict[str, tuple[str, str]]:
+    return {OWN_HIT: (OWN_HIT, PLAIN), OWN_HIT_SAME: (OWN_HIT, who)}
+
+
+def _reads(who: str) -> dict[str, tuple[str, str]]:
+    return {RAW: (RAW, who), FLOOR: (FLOOR, who)}
 
 
 def _slow_more() -> dict[str, tuple[str, str]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_async.bench import serve_files
-from lmcache_async.bench.serve_figures import OWN_HIT, RAW
+from lmcache_async.bench.serve_answers import ServeError
+from lmcache_async.bench.serve_figures import FLOOR, OWN_HIT, RAW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from lmcache_async.bench.serve_answers import Answer
@@ -25,7 +28,7 @@ class Stored:
     """A prompt that is on disk, and what the answers to it must be.
 
     Attributes:
-        files: The disk tier's, of this prompt alone.
+        files: The disk tier's, of this prompt alone; none where they do not matter.
         cold: Of a vLLM without connector that computed it.
         hit: Of the same from its own prefix cache, which rounds in another way.
     """
@@ -44,29 +47,23 @@ class Asked:
         cold: To the prompt when it was new.
         hits: From the connector, vLLM's own prefix cache being empty.
         own: From vLLM's own prefix cache.
-        stored: What it was asked for, if that is not the round's prompt.
+        raw: Milliseconds of reading the files of each hit, where it came from files.
     """
 
     engine: Engine
-    cold: Answer | None = None
+    cold: Answer
     hits: list[Answer] = field(default_factory=list)
     own: list[Answer] = field(default_factory=list)
-    stored: Stored | None = None
+    raw: list[float] = field(default_factory=list)
 
 
-def alone(
-    contest: Contest,
-    disk: tuple[Engine, Stored] | None = None,
-    slow: tuple[Engine, Stored] | None = None,
-) -> None:
-    """One round: a new prompt and then the same again, of each in a turn of its own; of `disk` what is stored there."""
+def alone(contest: Contest, disk: Engine | None = None, slow: tuple[Engine, Stored] | None = None) -> None:
+    """One round: a new prompt and then the same again, of each in a turn of its own."""
     prompt = contest.new_prompt()
     turns: list[Callable[[], Asked | None]] = [
         functools.partial(_new_and_known, contest, engine, prompt)
-        for engine in (contest.plain, *contest.main)
+        for engine in (contest.plain, *contest.main, *(() if disk is None else (disk,)))
     ]
-    if disk is not None:
-        turns.append(functools.partial(_from_disk, contest, *disk))
     if slow is not None:
         turns.append(functools.partial(_from_slow_tier, contest, *slow))
     asked = [turn() for turn in contest.chosen.sample(turns, len(turns))]
@@ -86,7 +83,6 @@ def store(contest: Contest, engine: Engine, directory: Path) -> Stored:
     for each in contest.in_turn([contest.plain, engine]):
         contest.turn(each)
         answers[each] = each.ask(prompt)
-        contest.figures.note("cold, stored on disk", each.name, answers[each].ttft_ms)
         if each is contest.plain:
             own.append(own_hit(contest, prompt))
     contest.check_miss("a new prompt", engine, answers[engine])
@@ -129,37 +125,33 @@ def known_to_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> Answ
 
 
 def _new_and_known(contest: Contest, engine: Engine, prompt: list[int]) -> Asked | None:
-    asked = Asked(engine)
-    with contest.excused(engine):
+    with contest.excused(engine), contextlib.ExitStack() as stack:
         contest.turn(engine)
-        asked.cold = engine.ask(prompt)
-        files = contest.files.get(engine.name)
-        if files is not None:
-            serve_files.wait_still(files)
+        directory = contest.files.get(engine.name)
+        before = serve_files.sizes(directory).keys() if directory is not None else set()
+        asked = Asked(engine, engine.ask(prompt))
+        reads = None
+        if directory is not None:
+            serve_files.wait_still(directory)
             engine.wake()
+            reads = stack.enter_context(_reads(engine, directory, before))
         for _ in range(REPEATS):
-            if files is not None:
-                serve_files.drop(serve_files.sizes(files))
-            if engine is not contest.plain:
+            if reads is not None:
+                asked.raw.append(reads.milliseconds())
+                serve_files.drop(reads.paths)
+            if not contest.computes(engine):
                 engine.reset()
                 asked.hits.append(engine.ask(prompt))
             asked.own.append(engine.ask(prompt))
     return asked if contest.takes_part(engine.name) else None
 
 
-def _from_disk(contest: Contest, engine: Engine, stored: Stored) -> Asked:
-    """Hits on disk, out of the page cache, and as many times those files read with nothing around it."""
-    asked, raw = Asked(engine, stored=stored), []
-    contest.turn(engine)
-    with serve_files.RawReads(stored.files) as reads:
-        for _ in range(REPEATS):
-            raw.append(reads.milliseconds())
-            serve_files.drop(stored.files)
-            engine.reset()
-            asked.hits.append(engine.ask(stored.prompt))
-            asked.own.append(engine.ask(stored.prompt))
-    contest.figures.note(RAW, engine.name, *raw)
-    return asked
+def _reads(engine: Engine, directory: Path, before: Collection[Path]) -> serve_files.RawReads:
+    """Of the files that it has written meanwhile: each prompt's are as new as anybody else's."""
+    written = sorted(serve_files.sizes(directory).keys() - before)
+    if not written:
+        raise ServeError(f"{engine.name} kept no file of a new prompt under {directory}")
+    return serve_files.RawReads(written)
 
 
 def _from_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> None:
@@ -171,16 +163,17 @@ def _from_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> None:
 
 def _judge(contest: Contest, asked: Asked, reference: Asked) -> None:
     """All its answers are right, and go into the figures."""
-    engine, figures, stored = asked.engine, contest.figures, asked.stored
-    if asked.cold is not None and reference.cold is not None:
-        contest.check_miss("a new prompt", engine, asked.cold)
-        contest.check("a new prompt", engine, asked.cold, reference.cold)
-    known = stored.hit if stored is not None else reference.own[0]
+    engine, figures = asked.engine, contest.figures
+    contest.check_miss("a new prompt", engine, asked.cold)
+    contest.check("a new prompt", engine, asked.cold, reference.cold)
     for answer in (*asked.hits, *asked.own):
         contest.check_hit("a known prompt", engine, answer, contest.tokens)
-        contest.check("a known prompt", engine, answer, known)
-    if asked.cold is not None:
-        figures.note("cold", engine.name, asked.cold.ttft_ms)
+        contest.check("a known prompt", engine, answer, reference.own[0])
+    own = [answer.ttft_ms for answer in asked.own]
+    figures.note("cold", engine.name, asked.cold.ttft_ms)
+    figures.note(OWN_HIT, engine.name, *own)
     if asked.hits:
         figures.note("hit", engine.name, *(answer.ttft_ms for answer in asked.hits))
-    figures.note(OWN_HIT, engine.name, *(answer.ttft_ms for answer in asked.own))
+    if asked.raw:
+        figures.note(RAW, engine.name, *asked.raw)
+        figures.note(FLOOR, engine.name, *map(operator.add, asked.raw, own))

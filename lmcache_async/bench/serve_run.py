@@ -148,23 +148,20 @@ class Run:
     def _alone_rounds(self, stack: contextlib.ExitStack, cold_s: float) -> None:
         contest = self.contest
         stored = self._store_on_disk() if "disk" in self._parts else []
+        contest.files[RESTARTED] = self._disk_directory
         disk, slow = self._start_others(stack, cold_s)
         if disk is not None:
             for each in stored:
                 restarted(contest, disk, each)
         lesson = self._teach(slow) if slow is not None else None
         self._step()
-        for number in range(self._frame.rounds):
-            alone(
-                contest,
-                disk=(disk, stored[number % len(stored)]) if disk is not None else None,
-                slow=(slow, lesson) if slow is not None and lesson is not None else None,
-            )
+        for _ in range(self._frame.rounds):
+            alone(contest, disk, (slow, lesson) if slow is not None and lesson is not None else None)
             self._step()
 
     def _store_on_disk(self) -> list[Stored]:
         """Prompts that a vLLM with a disk tier stores and leaves behind."""
-        contest, directory = self.contest, self._starter.directory / "disk"
+        contest, directory = self.contest, self._disk_directory
         with self._starter.started([self._disk(DISK)]) as [engine]:
             warm_up(contest, engine, contest.new_prompt())
             serve_files.wait_still(directory)
@@ -190,8 +187,12 @@ class Run:
         self._step()
         return engines.get(RESTARTED), engines.get(SLOW)
 
+    @property
+    def _disk_directory(self) -> Path:
+        return self._starter.directory / "disk"
+
     def _disk(self, name: str) -> Contestant:
-        tiers = [disk_tier(self._starter.directory / "disk")]
+        tiers = [disk_tier(self._disk_directory)]
         arena = self._settings.arena_bytes // 2
         return Contestant(name, ours(tiers, arena, **{"vllm.load_policy": "always"}))
 

@@ -31,6 +31,7 @@ class Fake:
         self.slow = self.disk is not None and "layers" in tiers[0]
         if directory := os.environ.get("LMCACHE_LOCAL_DISK"):
             self.disk = Path(directory.removeprefix("file://"))
+        self.full = self.fault == "full at restart" and self.disk is not None and self.disk.exists()
         self.loads = 0
         self.own: set[str] = set()
         self.kept: set[str] = set()
@@ -77,6 +78,8 @@ class Fake:
         return (self.disk / key).exists() if self.disk else key in self.kept
 
     def keep(self, key: str) -> None:
+        if self.full:
+            return
         if self.disk:
             self.disk.mkdir(exist_ok=True)
             (self.disk / key).write_bytes(bytes(4096))

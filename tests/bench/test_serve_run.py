@@ -38,7 +38,7 @@ async def measured(settings=EVERYTHING, **options):
 async def test_every_part_gives_its_figures_beside_their_limits():
     rows = await measured()
 
-    ratios = {key: round(row.ratio, 6) for key, row in rows.items() if "O_DIRECT" not in key[1]}
+    ratios = {key: round(row.ratio, 6) for key, row in rows.items() if " read" not in key[1]}
     assert ratios == {
         ("new prompt", "no connector"): 1,
         ("known prompt", "own hit"): 2,
@@ -54,7 +54,11 @@ async def test_every_part_gives_its_figures_beside_their_limits():
         ("mixed load", "no connector"): ratios["mixed load", "no connector"],
     }
     assert rows["slow tier", "no connector"].more == {"loaded_tokens": 0}
-    assert rows["known prompt, disk tier", "O_DIRECT read of the same files"].limit_value > 0
+    reading = rows["known prompt, disk tier", "O_DIRECT read of the same files"].limit_value
+    assert reading > 0
+    assert rows["known prompt, disk tier", "that read, then the own hit"].limit_value == pytest.approx(
+        reading + 1
+    )
     assert rows["new prompt", "no connector"].value == pytest.approx(51.4)
     assert len(rows["new prompt", "no connector"].ratios) == 2
 
@@ -86,6 +90,7 @@ async def test_only_the_parts_asked_for_are_measured():
         ("wrong", "the answer differs from that without a connector"),
         ("misses", "0 tokens came from a cache, which had to be 512 to 513"),
         ("dead", "the vLLM 'lmcache-async' ended: no such device\nThe end of its log:\nno such device"),
+        ("full at restart", "lmcache-async, disk, restarted kept no file of a new prompt under "),
         ("dies", "ended: MemoryError: out of memory\nThe end of its log:"),
     ],
 )
@@ -124,7 +129,16 @@ async def test_a_peer_with_a_disk_is_measured_from_the_disk(monkeypatch):
     ours = [limit for name, limit in rows if name == "known prompt"]
     assert sorted(ours) == ["LMCacheConnectorV1", "own hit", "own hit, same process"]
     assert rows["known prompt, disk tier", "LMCacheConnectorV1/disk"].ratio == pytest.approx(1)
+    assert rows["known prompt, LMCacheConnectorV1/disk", "that read, then the own hit"].ratio > 0
     assert {"LMCacheConnectorV1-disk", "disk"} <= {path.parent.name for path in dropped}
+
+
+async def test_a_vllm_without_connector_can_be_measured_beside_itself():
+    rows = await measured(dataclasses.replace(QUICK, connectors="NoConnector"))
+
+    assert rows["new prompt, NoConnector", "no connector"].ratio == pytest.approx(1)
+    assert rows["mixed load, p95 between tokens, NoConnector", "no connector"].ratio == pytest.approx(1)
+    assert ("known prompt", "NoConnector") not in rows
 
 
 async def test_a_peer_whose_stand_ins_are_not_named_is_left_out(monkeypatch, caplog):
