@@ -86,15 +86,22 @@ class RecordFiles:
         direct: Whether to go around the page cache.
         fsync: Whether a write ends only when it is durable.
         quarantine: Takes what is rejected; without it that is deleted.
+        reads: Shares reads out among threads; by default among those that call `read`.
     """
 
     def __init__(
-        self, directory: RecordDirectory, *, direct: bool, fsync: bool, quarantine: Quarantine | None = None
+        self,
+        directory: RecordDirectory,
+        *,
+        direct: bool,
+        fsync: bool,
+        quarantine: Quarantine | None = None,
+        reads: SharedReads | None = None,
     ) -> None:
         self._directory = directory
         self._fsync = fsync
         self._quarantine = quarantine
-        self._reads = SharedReads()
+        self._reads = reads or SharedReads()
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
     def make_room(self, victims: Sequence[ChunkKey], condemned: Sequence[ChunkKey]) -> RoomResult:

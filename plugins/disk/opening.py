@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lmcache_async.plugins.disk.config import DiskConfig
+    from lmcache_async.plugins.disk.reading import SharedReads
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class OpenDirectory:
     corrupt: Mapping[str, int]
 
 
-def open_directory(config: DiskConfig) -> OpenDirectory:
+def open_directory(config: DiskConfig, reads: SharedReads) -> OpenDirectory:
     """Take the directory, sweep, list, and drop what is too much or broken.
 
     Raises:
@@ -47,18 +48,18 @@ def open_directory(config: DiskConfig) -> OpenDirectory:
     """
     directory = RecordDirectory(config.root)
     try:
-        return _take_over(directory, config)
+        return _take_over(directory, config, reads)
     except BaseException:
         directory.close()
         raise
 
 
-def _take_over(directory: RecordDirectory, config: DiskConfig) -> OpenDirectory:
+def _take_over(directory: RecordDirectory, config: DiskConfig, reads: SharedReads) -> OpenDirectory:
     found = directory.open()
     _warn_if_shared(directory)
     direct = detect_direct(directory, config.odirect)
     quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
-    files = RecordFiles(directory, direct=direct, fsync=config.fsync, quarantine=quarantine)
+    files = RecordFiles(directory, direct=direct, fsync=config.fsync, quarantine=quarantine, reads=reads)
     whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]
     kept = {record.key for record in whole}
     broken = [record.key for record in found if record.key not in kept]

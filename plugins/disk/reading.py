@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.memory.buffer import PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 2 << 20
 """Large enough for the disk's full speed, small enough for a record of 8 MiB to occupy four threads."""
@@ -39,13 +39,31 @@ def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
 
 
 class SharedReads:
-    """Reads of files, shared out in pieces among the threads that wait for them, in the order they came."""
+    """Reads of files, shared out in pieces among the threads that wait for them, in the order they came.
 
-    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+    A thread whose own file is read leaves, and towards the end the last ones would be read by one thread.
+    So others are asked to help wherever fewer threads read than may.
+
+    Args:
+        threads: How many are to read, as long as there are pieces.
+        ask: Has another thread make a call some time; it may raise RuntimeError when there is none any more.
+    """
+
+    def __init__(
+        self,
+        piece_bytes: int = PIECE_BYTES,
+        *,
+        threads: int = 1,
+        ask: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self._piece_bytes = piece_bytes
+        self._threads = threads
+        self._ask = ask
         self._numbers = itertools.count()
         self._waiting: list[_Read] = []  # a heap: those with pieces that no thread has begun
         self._changed = threading.Condition()
+        self._reading = 0  # threads in `read`
+        self._helping = 0  # threads that were asked to help, come or still to come
 
     def place(self) -> int:
         """A place in the order, for a read whose file is still to be opened."""
@@ -63,38 +81,80 @@ class SharedReads:
         mine = _Read(place, descriptor, view, self._piece_bytes)
         with self._changed:
             heapq.heappush(self._waiting, mine)
+            self._reading += 1
             self._changed.notify_all()  # those that only wait can help
-        while (turn := self._next(mine)) is not None:
-            read, start = turn
-            error: OSError | None = None
-            count = 0
-            try:
-                with read.piece(start) as piece:
-                    count = read_all(read.descriptor, piece, start)
-            except OSError as failure:
-                error = failure.with_traceback(None)  # its frames hold the piece
+        try:
+            self._ask_for_help(but=1)  # which this thread reads
+            while (turn := self._next(mine)) is not None:
+                self._read_piece(*turn)
+                del turn
+        finally:
             with self._changed:
-                if read.end(start, count, error):
-                    self._changed.notify_all()
-            del read, turn
+                self._reading -= 1
+            self._ask_for_help()  # this thread's own is read, others' may not be
         return mine.result()
 
-    def _next(self, mine: _Read) -> tuple[_Read, int] | None:
-        """The first piece that nobody has begun; None once all of `mine` are there."""
+    def _ask_for_help(self, but: int = 0) -> None:
+        """For all pieces that nobody has begun, but so many."""
         with self._changed:
-            while not mine.ended:
+            left = sum(read.unbegun for read in self._waiting) - but
+            count = min(self._threads - self._reading - self._helping, left) if self._ask is not None else 0
+            self._helping += max(count, 0)
+        for _ in range(count):
+            try:
+                assert self._ask is not None  # else there is nobody to count on
+                self._ask(self._help)
+            except RuntimeError:  # the tier is closing
+                with self._changed:
+                    self._helping -= 1
+
+    def _help(self) -> None:
+        """Read pieces of others as long as there are any, and threads too few."""
+        try:
+            while (turn := self._next(None)) is not None:
+                self._read_piece(*turn)
+                del turn
+        finally:
+            with self._changed:
+                self._helping -= 1
+
+    def _next(self, mine: _Read | None) -> tuple[_Read, int] | None:
+        """The first piece that nobody has begun; None once all of `mine` are there.
+
+        Who has no read of its own waits for nothing, and makes room where threads enough have one.
+        """
+        with self._changed:
+            while not (mine.ended if mine else self._reading + self._helping > self._threads):
                 while self._waiting:
                     read = self._waiting[0]
                     start = read.begin()
                     if start is not None:
                         return read, start
                     heapq.heappop(self._waiting)
+                if mine is None:
+                    return None
                 self._changed.wait()
             return None
 
+    def _read_piece(self, read: _Read, start: int) -> None:
+        error: Exception | None = None
+        count = 0
+        try:
+            with read.piece(start) as piece:
+                count = read_all(read.descriptor, piece, start)
+        except Exception as failure:  # noqa: BLE001 - told to the thread whose read it is
+            error = failure.with_traceback(None)  # its frames hold the piece
+        with self._changed:
+            if read.end(start, count, error):
+                self._changed.notify_all()
+
 
 class _Read:
-    """One file's read: which pieces are left, and what became of those that were begun."""
+    """One file's read: which pieces are left, and what became of those that were begun.
+
+    Attributes:
+        unbegun: Pieces that no thread has begun.
+    """
 
     def __init__(self, place: int, descriptor: int, view: memoryview, piece_bytes: int) -> None:
         self.place = place
@@ -104,8 +164,8 @@ class _Read:
         self._starts: Iterator[int] = iter(range(0, len(view), piece_bytes))
         self._nbytes = len(view)
         self._whole = len(view)  # bytes from the start on without a gap
-        self._left = -(-len(view) // piece_bytes)
-        self._error: OSError | None = None
+        self._left = self.unbegun = -(-len(view) // piece_bytes)
+        self._error: Exception | None = None
 
     def __lt__(self, other: _Read) -> bool:
         return self.place < other.place
@@ -116,6 +176,7 @@ class _Read:
 
     def begin(self) -> int | None:
         """Where the next piece begins; None if there is none to be begun."""
+        self.unbegun = max(self.unbegun - 1, 0)
         return next(self._starts, None)
 
     def piece(self, start: int) -> memoryview:
@@ -123,7 +184,7 @@ class _Read:
         assert self.view is not None  # until its last piece has ended
         return self.view[start : start + self.piece_bytes]
 
-    def end(self, start: int, count: int, error: OSError | None) -> bool:
+    def end(self, start: int, count: int, error: Exception | None) -> bool:
         """A piece has ended; whether it was the last one."""
         self._left -= 1
         if count < min(self.piece_bytes, self._nbytes - start):

@@ -14,6 +14,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.changing import ChangingKeys
 from lmcache_async.plugins.disk.io import Proven, too_long
 from lmcache_async.plugins.disk.opening import open_directory
+from lmcache_async.plugins.disk.reading import SharedReads
 from lmcache_async.plugins.disk.turns import Turns
 from lmcache_async.plugins.disk.workers import Workers, end
 from lmcache_async.plugins.disk.writing import RecordWrites
@@ -65,7 +66,8 @@ class RecordStore:
             TierUnavailableError: Another process has the directory, or it cannot be used.
         """
         workers = Workers(config.io_threads, "lmcache-disk")
-        future = workers.start(open_directory, config)
+        reads = SharedReads(threads=config.io_threads, ask=workers.ask)
+        future = workers.start(open_directory, config, reads)
         try:
             await end(future, abandon=True)
         except BaseException:

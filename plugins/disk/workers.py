@@ -23,6 +23,7 @@ class Workers:
     def __init__(self, num_threads: int, name: str) -> None:
         self.executor = WorkerPool(num_threads, thread_name_prefix=name)
         self._beside = WorkerPool(1, thread_name_prefix=f"{name}-beside")
+        self._helpers = WorkerPool(num_threads, thread_name_prefix=f"{name}-help")
 
     def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Have a thread make the call.
@@ -36,6 +37,14 @@ class Workers:
         """The same on a thread of its own, one call after the other, that takes no turn of the others'."""
         return self._submit(self._beside, call, *args)
 
+    def ask(self, call: Callable[[], None]) -> None:
+        """Have a further thread make the call, which somebody else makes if this one does not.
+
+        Raises:
+            RuntimeError: The tier is closed.
+        """
+        self._helpers.submit(call)
+
     @staticmethod
     def _submit(pool: WorkerPool, call: Callable[..., T], *args: Any) -> Future[T]:
         try:
@@ -47,16 +56,20 @@ class Workers:
         """A short call without buffers; cancelled, it waits for its real end all the same."""
         return await see_through(aiofiles.os.wrap(call)(*args, executor=self.executor))
 
+    @property
+    def _pools(self) -> tuple[WorkerPool, ...]:
+        return self._beside, self.executor, self._helpers
+
     def close(self) -> None:
         """Wait for calls that run; there are none when every `end` has ended."""
-        self._beside.shutdown(wait=True)
-        self.executor.shutdown(wait=True)
+        for pool in self._pools:
+            pool.shutdown(wait=True)
 
     def abandon(self, when_ended: Callable[[], None]) -> None:
         """Begin no further call; `when_ended` is called, in a thread, when those that run have ended."""
 
         def wait() -> None:
-            for pool in (self._beside, self.executor):
+            for pool in self._pools:
                 pool.shutdown(wait=True, cancel_futures=True)
             when_ended()
 

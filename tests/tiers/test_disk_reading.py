@@ -23,6 +23,7 @@ from lmcache_async.plugins.disk.reading import SharedReads
 
 PIECE = 4 * PAGE
 WAIT_S = 30.0
+THREADS = 4
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -30,10 +31,12 @@ Bytes = npt.NDArray[np.uint8]
 class Files:
     """Open files of random bytes, and reads of them in threads of their own."""
 
-    def __init__(self, folder: Path, threads: int = 4) -> None:
+    def __init__(self, folder: Path, helpers: int = 0) -> None:
         self.folder = folder
-        self.reads = SharedReads(PIECE)
-        self.pool = ThreadPoolExecutor(threads)
+        self.helpers = ThreadPoolExecutor(helpers) if helpers else None
+        self.asked = 0
+        self.reads = SharedReads(PIECE, threads=THREADS, ask=self.ask if helpers else None)
+        self.pool = ThreadPoolExecutor(THREADS)
         self.descriptors: list[int] = []
 
     def add(self, nbytes: int) -> tuple[int, bytes]:
@@ -47,8 +50,19 @@ class Files:
         place = self.reads.place() if place is None else place
         return self.pool.submit(self.reads.read, place, descriptor, memory.data)
 
-    def close(self) -> None:
+    def ask(self, call: Callable[[], None]) -> None:
+        assert self.helpers is not None
+        self.asked += 1
+        self.helpers.submit(call)
+
+    def shut(self) -> None:
+        """All that runs has ended then, and no thread knows anything of it."""
         self.pool.shutdown()
+        if self.helpers is not None:
+            self.helpers.shutdown()
+
+    def close(self) -> None:
+        self.shut()
         for descriptor in self.descriptors:
             os.close(descriptor)
 
@@ -56,6 +70,20 @@ class Files:
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Files]:
     files = Files(tmp_path)
+    yield files
+    files.close()
+
+
+@pytest.fixture(params=[0, THREADS], ids=["alone", "helped"])
+def any_files(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Files]:
+    files = Files(tmp_path, helpers=request.param)
+    yield files
+    files.close()
+
+
+@pytest.fixture
+def helped(tmp_path: Path) -> Iterator[Files]:
+    files = Files(tmp_path, helpers=THREADS)
     yield files
     files.close()
 
@@ -86,7 +114,10 @@ class Log:
     sizes=st.lists(st.integers(0, 3 * PIECE + 5), min_size=1, max_size=8),
     cut=st.lists(st.integers(0, 2 * PIECE), min_size=8, max_size=8),
 )
-def test_each_file_gives_its_own_bytes_up_to_its_end(files: Files, sizes: list[int], cut: list[int]) -> None:
+def test_each_file_gives_its_own_bytes_up_to_its_end(
+    any_files: Files, sizes: list[int], cut: list[int]
+) -> None:
+    files = any_files
     started = []
     for size, missing in zip(sizes, cut, strict=False):
         descriptor, content = files.add(max(size - missing, 0))
@@ -133,6 +164,87 @@ def test_a_place_taken_earlier_comes_first(files: Files, monkeypatch: pytest.Mon
     assert [future.result(WAIT_S) for future in futures] == [3 * PIECE] * 2
 
 
+def test_a_file_alone_is_read_by_all_threads(helped: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch)
+    descriptor, content = helped.add(9 * PIECE)
+    log.held = {descriptor: threading.Event()}
+    memory = np.zeros(9 * PIECE, np.uint8)
+
+    future = helped.start(descriptor, memory)
+
+    for _ in range(THREADS):
+        assert log.begun.acquire(timeout=WAIT_S)
+    log.held[descriptor].set()
+    assert future.result(WAIT_S) == 9 * PIECE
+    assert memory.tobytes() == content
+    assert len(log.pieces) == 9
+
+
+def test_threads_whose_own_file_is_read_are_made_up_for(
+    helped: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    small = [helped.add(PIECE)[0] for _ in range(THREADS - 1)]
+    large = helped.add(9 * PIECE)[0]
+    gates = {descriptor: threading.Event() for descriptor in (*small, large)}
+    log.held = gates
+    futures = [helped.start(descriptor, np.zeros(PIECE, np.uint8)) for descriptor in small]
+    futures.append(helped.start(large, np.zeros(9 * PIECE, np.uint8)))
+    for _ in range(THREADS):
+        assert log.begun.acquire(timeout=WAIT_S)
+
+    for descriptor in small:
+        gates[descriptor].set()
+
+    for _ in range(THREADS - 1):
+        assert log.begun.acquire(timeout=WAIT_S)
+    gates[large].set()
+    assert [future.result(WAIT_S) for future in futures] == [PIECE] * (THREADS - 1) + [9 * PIECE]
+
+
+def test_nobody_is_asked_to_help_where_each_thread_has_a_file_of_its_own(
+    helped: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    gate = threading.Event()
+    descriptors = [helped.add(PIECE)[0] for _ in range(THREADS)]
+    log.held = dict.fromkeys(descriptors, gate)
+
+    futures = [helped.start(descriptor, np.zeros(PIECE, np.uint8)) for descriptor in descriptors]
+
+    for _ in range(THREADS):
+        assert log.begun.acquire(timeout=WAIT_S)
+    gate.set()
+    assert [future.result(WAIT_S) for future in futures] == [PIECE] * THREADS
+    assert helped.asked == 0
+
+
+def test_a_file_is_read_where_nobody_helps_any_more(helped: Files) -> None:
+    assert helped.helpers is not None
+    helped.helpers.shutdown()
+    descriptor, content = helped.add(5 * PIECE)
+    memory = np.zeros(5 * PIECE, np.uint8)
+
+    assert helped.start(descriptor, memory).result(WAIT_S) == 5 * PIECE
+    assert memory.tobytes() == content
+
+
+def test_whatever_breaks_in_a_helper_is_told_to_the_reader(
+    helped: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+
+    def fail(descriptor: int, offset: int) -> None:
+        if offset == 3 * PIECE:
+            raise MemoryError("none left")
+
+    log.fail = fail
+    descriptor = helped.add(5 * PIECE)[0]
+
+    with pytest.raises(MemoryError, match="none left"):
+        helped.start(descriptor, np.zeros(5 * PIECE, np.uint8)).result(WAIT_S)
+
+
 def test_an_error_is_the_read_s_own_though_another_thread_met_it(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +265,9 @@ def test_an_error_is_the_read_s_own_though_another_thread_met_it(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_memory_is_nobody_s_when_the_read_has_ended(
-    files: Files, monkeypatch: pytest.MonkeyPatch, fails: bool
+    any_files: Files, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    files = any_files
     log = Log(monkeypatch)
     descriptors = [files.add(5 * PIECE)[0] for _ in range(4)]
 
@@ -176,7 +289,7 @@ def test_memory_is_nobody_s_when_the_read_has_ended(
             if error is not None:
                 error.with_traceback(None)
         del futures, future
-        files.pool.shutdown()  # its threads know their last call until they have ended
+        files.shut()  # threads know their last call until they have ended
         assert [ref() for ref in gone] == [None] * 4
     finally:
         gc.enable()
