@@ -68,9 +68,14 @@ class Contest:
     def turn(self, engine: Engine) -> None:
         """From here on it is asked, and nobody else: all others are idle, and its processes are awake."""
         if self.awake is not engine:
-            time.sleep(self.idle_s)
+            self.rest()
             self.awake = engine
             engine.wake()
+
+    def rest(self) -> None:
+        """From here on all are idle, and leave the cores to who measures without them."""
+        time.sleep(self.idle_s)
+        self.awake = None
 
     @contextlib.contextmanager
     def excused(self, engine: Engine) -> Iterator[None]:

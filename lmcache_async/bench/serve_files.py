@@ -67,7 +67,7 @@ class RawReads:
     """Reads whole files by `preadv`, as many at a time as the disk tier, into memory that was touched before."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
+        self._paths = paths
         self._flags = os.O_RDONLY | (os.O_DIRECT if direct(paths) else 0)
         largest = max(path.stat().st_size for path in paths)
         self._memory = [mmap.mmap(-1, -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE) for _ in range(THREADS)]
@@ -85,8 +85,8 @@ class RawReads:
 
     def milliseconds(self) -> float:
         """Of reading all of them, around the page cache or after they were dropped from it."""
-        drop(self.paths)
-        left = iter(self.paths)
+        drop(self._paths)
+        left = iter(self._paths)
 
         def thread(memory: mmap.mmap) -> None:
             for path in left:  # the next one, whichever thread is free

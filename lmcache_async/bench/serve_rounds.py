@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from dataclasses import dataclass, field
@@ -125,33 +124,33 @@ def known_to_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> Answ
 
 
 def _new_and_known(contest: Contest, engine: Engine, prompt: list[int]) -> Asked | None:
-    with contest.excused(engine), contextlib.ExitStack() as stack:
+    with contest.excused(engine):
         contest.turn(engine)
         directory = contest.files.get(engine.name)
         before = serve_files.sizes(directory).keys() if directory is not None else set()
         asked = Asked(engine, engine.ask(prompt))
-        reads = None
         if directory is not None:
             serve_files.wait_still(directory)
             engine.wake()
-            reads = stack.enter_context(_reads(engine, directory, before))
         for _ in range(REPEATS):
-            if reads is not None:
-                asked.raw.append(reads.milliseconds())
-                serve_files.drop(reads.paths)
+            if directory is not None:
+                serve_files.drop(serve_files.sizes(directory).keys() - before)
             if not contest.computes(engine):
                 engine.reset()
                 asked.hits.append(engine.ask(prompt))
             asked.own.append(engine.ask(prompt))
+        if directory is not None:
+            contest.rest()
+            asked.raw += _raw_reads(engine, serve_files.sizes(directory).keys() - before)
     return asked if contest.takes_part(engine.name) else None
 
 
-def _reads(engine: Engine, directory: Path, before: Collection[Path]) -> serve_files.RawReads:
+def _raw_reads(engine: Engine, written: Collection[Path]) -> list[float]:
     """Of the files that it has written meanwhile: each prompt's are as new as anybody else's."""
-    written = sorted(serve_files.sizes(directory).keys() - before)
     if not written:
-        raise ServeError(f"{engine.name} kept no file of a new prompt under {directory}")
-    return serve_files.RawReads(written)
+        raise ServeError(f"{engine.name} kept no file of a new prompt")
+    with serve_files.RawReads(sorted(written)) as reads:
+        return [reads.milliseconds() for _ in range(REPEATS)]
 
 
 def _from_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> None:

@@ -90,7 +90,7 @@ async def test_only_the_parts_asked_for_are_measured():
         ("wrong", "the answer differs from that without a connector"),
         ("misses", "0 tokens came from a cache, which had to be 512 to 513"),
         ("dead", "the vLLM 'lmcache-async' ended: no such device\nThe end of its log:\nno such device"),
-        ("full at restart", "lmcache-async, disk, restarted kept no file of a new prompt under "),
+        ("full at restart", "lmcache-async, disk, restarted kept no file of a new prompt"),
         ("dies", "ended: MemoryError: out of memory\nThe end of its log:"),
     ],
 )
