@@ -37,7 +37,7 @@ class Contest:
         plain: vLLM without a connector.
         main: Who is compared with it: our connector, and the peers that are there.
         chosen: Of prompts and orders.
-        files: Where those peers keep KV whose hits are to come from the disk.
+        files: Where those keep KV whose hits are to come from the disk, by name.
         idle_s: Seconds between one engine's work and the next one's.
     """
 
