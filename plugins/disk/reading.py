@@ -38,6 +38,16 @@ def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
     return done
 
 
+def even_piece(nbytes: int, about: int) -> int:
+    """Bytes of each piece, in whole pages, so that none is much smaller than the others.
+
+    A record is its payload and a page: cut every 2 MiB, that page alone would be a read of its own, and wait for its
+    turn at the disk like a large one.
+    """
+    count = max((nbytes + about // 2) // about, 1)
+    return max(-(-nbytes // count // PAGE) * PAGE, PAGE)
+
+
 class SharedReads:
     """Reads of files, shared out in pieces among the threads that wait for them, in the order they came.
 
@@ -159,12 +169,13 @@ class _Read:
     def __init__(self, place: int, descriptor: int, view: memoryview, piece_bytes: int) -> None:
         self.place = place
         self.descriptor = descriptor
-        self.piece_bytes = piece_bytes
+        self.piece_bytes = even_piece(len(view), piece_bytes)
         self.view: memoryview | None = view
-        self._starts: Iterator[int] = iter(range(0, len(view), piece_bytes))
+        starts = range(0, len(view), self.piece_bytes)
+        self._starts: Iterator[int] = iter(starts)
         self._nbytes = len(view)
         self._whole = len(view)  # bytes from the start on without a gap
-        self._left = self.unbegun = -(-len(view) // piece_bytes)
+        self._left = self.unbegun = len(starts)
         self._error: Exception | None = None
 
     def __lt__(self, other: _Read) -> bool:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.plugins.disk import reading
-from lmcache_async.plugins.disk.reading import SharedReads
+from lmcache_async.plugins.disk.reading import SharedReads, even_piece
 
 PIECE = 4 * PAGE
 WAIT_S = 30.0
@@ -127,6 +127,25 @@ def test_each_file_gives_its_own_bytes_up_to_its_end(
     for future, memory, content in started:
         assert future.result(WAIT_S) == len(content)
         assert memory[: len(content)].tobytes() == content
+
+
+@given(nbytes=st.integers(0, 64 << 20), about=st.integers(1, 1024).map(lambda pages: pages * PAGE))
+def test_pieces_are_whole_pages_and_nearly_alike(nbytes: int, about: int) -> None:
+    piece = even_piece(nbytes, about)
+
+    assert piece % PAGE == 0
+    assert PAGE <= piece <= max(1.5 * about + PAGE, PAGE)
+    count = -(-nbytes // piece)
+    assert count <= max(nbytes // about + 1, 1)
+    if nbytes >= about:
+        assert piece > about / 2
+
+
+@pytest.mark.parametrize(("payload", "count"), [(2 << 20, 1), (8 << 20, 4), (16 << 20, 8), (3 << 20, 2)])
+def test_a_record_s_page_of_header_is_no_piece_of_its_own(payload: int, count: int) -> None:
+    piece = even_piece(payload + PAGE, 2 << 20)
+
+    assert -(-(payload + PAGE) // piece) == count
 
 
 def test_all_threads_read_the_first_file_before_the_next(
