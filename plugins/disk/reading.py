@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class SharedReads:
 
     Args:
         threads: How many are to read, as long as there are pieces.
-        ask: Has another thread make a call some time; it may raise RuntimeError when there is none any more.
+        ask: Has another thread make a call some time. What it raises means that there is none to be had.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class SharedReads:
         returns no thread reads from the file or into `view` any more, nor holds either.
 
         Raises:
-            OSError: The file cannot be read.
+            Exception: Whatever a piece of it could not be read for, mostly an OSError.
         """
         mine = _Read(place, descriptor, view, self._piece_bytes)
         with self._changed:
@@ -106,15 +107,16 @@ class SharedReads:
 
     def _ask_for_help(self, but: int = 0) -> None:
         """For all pieces that nobody has begun, but so many."""
+        if self._ask is None:
+            return
         with self._changed:
             left = sum(read.unbegun for read in self._waiting) - but
-            count = min(self._threads - self._reading - self._helping, left) if self._ask is not None else 0
-            self._helping += max(count, 0)
+            count = max(min(self._threads - self._reading - self._helping, left), 0)
+            self._helping += count
         for _ in range(count):
             try:
-                assert self._ask is not None  # else there is nobody to count on
                 self._ask(self._help)
-            except RuntimeError:  # the tier is closing
+            except Exception:  # noqa: BLE001 - it goes without; who left here would leave others writing to its memory
                 with self._changed:
                     self._helping -= 1
 
@@ -160,11 +162,7 @@ class SharedReads:
 
 
 class _Read:
-    """One file's read: which pieces are left, and what became of those that were begun.
-
-    Attributes:
-        unbegun: Pieces that no thread has begun.
-    """
+    """One file's read: which pieces are left, and what became of those that were begun."""
 
     def __init__(self, place: int, descriptor: int, view: memoryview, piece_bytes: int) -> None:
         self.place = place
@@ -175,11 +173,16 @@ class _Read:
         self._starts: Iterator[int] = iter(starts)
         self._nbytes = len(view)
         self._whole = len(view)  # bytes from the start on without a gap
-        self._left = self.unbegun = len(starts)
+        self._left = len(starts)
         self._error: Exception | None = None
 
     def __lt__(self, other: _Read) -> bool:
         return self.place < other.place
+
+    @property
+    def unbegun(self) -> int:
+        """Pieces that no thread has begun."""
+        return operator.length_hint(self._starts)
 
     @property
     def ended(self) -> bool:
@@ -187,7 +190,6 @@ class _Read:
 
     def begin(self) -> int | None:
         """Where the next piece begins; None if there is none to be begun."""
-        self.unbegun = max(self.unbegun - 1, 0)
         return next(self._starts, None)
 
     def piece(self, start: int) -> memoryview:

@@ -238,6 +238,22 @@ def test_nobody_is_asked_to_help_where_each_thread_has_a_file_of_its_own(
     assert helped.asked == 0
 
 
+def test_no_read_is_left_early_because_help_cannot_be_asked_for(
+    helped: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(monkeypatch)
+    descriptor = helped.add(5 * PIECE)[0]
+    refused = MemoryError("none left")
+
+    def ask(call: Callable[[], None]) -> None:
+        raise refused
+
+    reads = SharedReads(PIECE, threads=THREADS, ask=ask)
+
+    assert reads.read(0, descriptor, np.zeros(5 * PIECE, np.uint8).data) == 5 * PIECE
+    assert len(log.pieces) == 5
+
+
 def test_a_file_is_read_where_nobody_helps_any_more(helped: Files) -> None:
     assert helped.helpers is not None
     helped.helpers.shutdown()
