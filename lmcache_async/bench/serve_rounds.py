@@ -127,30 +127,30 @@ def _new_and_known(contest: Contest, engine: Engine, prompt: list[int]) -> Asked
     with contest.excused(engine):
         contest.turn(engine)
         directory = contest.files.get(engine.name)
-        before = serve_files.sizes(directory).keys() if directory is not None else set()
+        before = set() if directory is None else serve_files.sizes(directory).keys()
         asked = Asked(engine, engine.ask(prompt))
-        if directory is not None:
-            serve_files.wait_still(directory)
-            engine.wake()
+        files = [] if directory is None else _written(engine, directory, before)
         for _ in range(REPEATS):
-            if directory is not None:
-                serve_files.drop(serve_files.sizes(directory).keys() - before)
+            serve_files.drop(files)
             if not contest.computes(engine):
                 engine.reset()
                 asked.hits.append(engine.ask(prompt))
             asked.own.append(engine.ask(prompt))
-        if directory is not None:
+        if files:
             contest.rest()
-            asked.raw += _raw_reads(engine, serve_files.sizes(directory).keys() - before)
+            with serve_files.RawReads(files) as reads:
+                asked.raw += [reads.milliseconds() for _ in range(REPEATS)]
     return asked if contest.takes_part(engine.name) else None
 
 
-def _raw_reads(engine: Engine, written: Collection[Path]) -> list[float]:
-    """Of the files that it has written meanwhile: each prompt's are as new as anybody else's."""
-    if not written:
+def _written(engine: Engine, directory: Path, before: Collection[Path]) -> list[Path]:
+    """Files of the prompt that it was asked last: as new as anybody else's."""
+    serve_files.wait_still(directory)
+    engine.wake()
+    files = sorted(serve_files.sizes(directory).keys() - before)
+    if not files:
         raise ServeError(f"{engine.name} kept no file of a new prompt")
-    with serve_files.RawReads(sorted(written)) as reads:
-        return [reads.milliseconds() for _ in range(REPEATS)]
+    return files
 
 
 def _from_slow_tier(contest: Contest, engine: Engine, stored: Stored) -> None:
