@@ -109,7 +109,14 @@ $(VENV)/.stamp-native: $(VENV)/.stamp-venv tools/native.py
 $(VENV)/.stamp-browser: $(VENV)/.stamp-venv tools/browser.py tools/native.py
 	@$(BIN)/python -m tools.browser $(VENV)/browser && touch $@ || true
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-package requirements/test.txt | $(VENV)/.stamp-native $(VENV)/.stamp-browser
+# With a GPU vLLM has brought torchvision itself.
+$(VENV)/.stamp-vision: $(VENV)/.stamp-venv requirements/test-vision.txt
+ifeq ($(DEVICE),cpu)
+	$(PIP) install --no-deps --upgrade --target $(VENV)/vision -r requirements/test-vision.txt
+endif
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-package $(VENV)/.stamp-vision requirements/test.txt | $(VENV)/.stamp-native $(VENV)/.stamp-browser
 	@echo "== tools for tests and linters"
 	$(PIP) install --no-deps -r requirements/test.txt
 	@touch $@

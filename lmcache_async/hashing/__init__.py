@@ -8,7 +8,7 @@ from lmcache_async.hashing.digest import (
     digest_function,
     hash_key_id,
 )
-from lmcache_async.hashing.fingerprint import FingerprintMode, weights_fingerprint
+from lmcache_async.hashing.fingerprint import FingerprintMode, processor_fingerprint, weights_fingerprint
 from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text, engine_root
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
@@ -29,5 +29,6 @@ __all__ = [
     "hash_key_id",
     "message_end",
     "partial_candidates",
+    "processor_fingerprint",
     "weights_fingerprint",
 ]

@@ -23,13 +23,12 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.hashing.digest import Digest, digest_function
 from lmcache_async.hashing.namespace import canonical_text
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
-from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
+from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, Chunk, ChunkKey, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _TOKEN_BYTES = 4
-_MAX_CHUNK_SIZE = 1 << 24  # far above any use, and it keeps the marks of namespace.py out of reach
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -175,8 +174,8 @@ def message_end(tokens: Tokens, extra: str, chunk_size: int) -> bytes:
 def _check(parent: bytes, chunk_size: int) -> None:
     if len(parent) != KEY_BYTES:
         raise ValueError(f"a root or key has {KEY_BYTES} bytes, this one {len(parent)}")
-    if not 1 <= chunk_size <= _MAX_CHUNK_SIZE:
-        raise ConfigError(f"chunk_size is {chunk_size}; it is 1 to {_MAX_CHUNK_SIZE} tokens")
+    if not 1 <= chunk_size <= MAX_CHUNK_SIZE:
+        raise ConfigError(f"chunk_size is {chunk_size}; it is 1 to {MAX_CHUNK_SIZE} tokens")
 
 
 def _lengths(num_tokens: int, unit: int) -> range:

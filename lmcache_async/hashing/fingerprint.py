@@ -27,8 +27,19 @@ FingerprintMode: TypeAlias = Literal["sampled", "full"]
 
 # The first group with a file is what is loaded. A folder that holds a model in two forms prefers the first too.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
+# How images, audio and video become embeddings. Chat templates change token ids only, and these are in the keys.
+_PROCESSOR = ("*processor_config.json",)
 # Read whole: they say what is computed with the weights, and which of them.
-_SETTINGS = ("config.json", "adapter_config.json", "params.json", "*quant*.json", "*.index.json", "*.py")
+_SETTINGS = (
+    "config.json",
+    "adapter_config.json",
+    "params.json",
+    "*quant*.json",
+    "*.index.json",
+    "*.py",
+    *_PROCESSOR,
+)
+_MISTRAL_TOKENIZER = ("tekken.json",)  # has the image and audio settings of models in Mistral's own format
 
 _SAMPLE_BYTES = 4096
 _END_BYTES = (
@@ -64,13 +75,37 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
         raise FileNotFoundError(f"no model at {path}; the weights of a hub name have no local fingerprint")
     weights = _weight_files(path)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
-    new, prefix = (
-        (hashlib.sha256, f"{mode}:sha256") if algorithm in CRYPTOGRAPHIC else (xxhash.xxh3_128, mode)
-    )
+    new = _hash_of(algorithm)
+    prefix = f"{mode}:sha256" if algorithm in CRYPTOGRAPHIC else mode
     with ThreadPoolExecutor(_THREADS, "lmcache-async-fingerprint") as pool:
         described = pool.map(partial(_describe, new, _sample if mode == "sampled" else _all), weights)
         entries = [*described, *map(partial(_describe, new, _all), settings)]
-    return f"{prefix}:{new(canonical_text(sorted(entries)).encode()).hexdigest()[:32]}"
+    return f"{prefix}:{_joined(new, entries)}"
+
+
+def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
+    """Fingerprint of the files by which the model at `path` turns images, audio and video into inputs.
+
+    Blocks: run it in a worker thread.
+
+    Args:
+        algorithm: As for `weights_fingerprint`.
+
+    Returns:
+        32 hex digits; empty if there is no such file.
+    """
+    new = _hash_of(algorithm)
+    entries = [_describe(new, _all, file) for file in _matches(path, (*_PROCESSOR, *_MISTRAL_TOKENIZER))]
+    return _joined(new, entries) if entries else ""
+
+
+def _hash_of(algorithm: str) -> Callable[..., Any]:
+    return hashlib.sha256 if algorithm in CRYPTOGRAPHIC else xxhash.xxh3_128
+
+
+def _joined(new: Callable[..., Any], entries: list[tuple[str, int, str]]) -> str:
+    digest: str = new(canonical_text(sorted(entries)).encode()).hexdigest()
+    return digest[:32]
 
 
 def _weight_files(path: Path) -> list[Path]:

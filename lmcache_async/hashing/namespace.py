@@ -63,6 +63,11 @@ class Namespace:
         object.__setattr__(self, "extra", _sorted_pairs(self.extra))
 
     @property
+    def rank(self) -> int:
+        """This rank's number among all of the model, tensor ranks of one pipeline rank beside each other."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
     def text(self) -> str:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         secret = values.pop("hash_key")
@@ -84,6 +89,9 @@ class RequestNamespace:
         lora_path: Where the adapter came from, or better a fingerprint of its weights.
         cache_salt: The tenant's secret; requests with different salts never share a chunk.
         tags: Tags of the request that keep its chunks apart.
+
+    Raises:
+        TypeError: A value is no text. A salt of 0, say, would read as none, and tenants would share chunks.
     """
 
     lora: str = ""
@@ -92,7 +100,9 @@ class RequestNamespace:
     tags: Pairs = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", _sorted_pairs(self.tags))
+        for name in ("lora", "lora_path", "cache_salt"):
+            object.__setattr__(self, name, _text(name, getattr(self, name)))
+        object.__setattr__(self, "tags", _sorted_pairs(_checked_tags(self.tags)))
 
     @property
     def text(self) -> str:
@@ -140,6 +150,23 @@ def _root(parent: bytes, text: str, mark: int, algorithm: str, hash_key: bytes) 
     body = text.encode("utf-8")
     message = b"".join((parent, body, struct.pack("<II", len(body), mark)))
     return digest_function(algorithm, hash_key)(message)
+
+
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):  # without the value: a salt is a secret
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected a text, or None for none")
+    return value
+
+
+def _checked_tags(tags: object) -> Pairs:
+    if not isinstance(tags, tuple | list):
+        raise TypeError(f"tags are of type {type(tags).__name__}; expected pairs of a name and a value")
+    for pair in tags:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
+            raise TypeError(f"tag {pair!r} is no pair of two texts, a name and a value")
+    return tuple((name, value) for name, value in tags)
 
 
 def _sorted_pairs(pairs: Pairs) -> Pairs:

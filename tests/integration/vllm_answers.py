@@ -17,13 +17,34 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A square of noise.
+
+    Attributes:
+        side: Its width and height in pixels.
+        uuid: Sent with it as its identity; without one vLLM finds a name itself.
+    """
+
+    seed: int
+    side: int
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """One request. Generated tokens are greedy and never end early."""
+    """One request. Generated tokens are greedy and never end early.
+
+    Attributes:
+        images: In the order of their placeholders in the prompt.
+        processor: The request's `mm_processor_kwargs`.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
     cache_salt: str = ""
     params: Mapping[str, Any] | None = None
+    images: tuple[Image, ...] = ()
+    processor: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,13 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from tests import vision
 from tests.integration import vllm_worker_calls
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _IMPORTS = (
     "vllm",
@@ -25,6 +29,12 @@ _IMPORTS = (
     "vllm.model_executor.models.llama",
     "lmcache_async.engine.engine",
 )
+# Registered as classes, since vLLM looks at models that it knows by name in a process of their own.
+_MODELS = {
+    "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2",
+    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
+}
+_IMAGE_MODELS = {"Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl"}
 
 
 class Child:
@@ -37,7 +47,8 @@ class Child:
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
-        self._llm = LLM(enable_prefix_caching=True, disable_log_stats=False, seed=0, **options)
+        defaults = {"enable_prefix_caching": True, "disable_log_stats": False, "seed": 0}
+        self._llm = LLM(**(defaults | options))
         self._engine: Any = self._llm.llm_engine
         self._answers: dict[str, dict[str, Any]] = {}
         self._begun: dict[str, float] = {}
@@ -47,7 +58,12 @@ class Child:
         from vllm import SamplingParams
 
         for request in requests:
-            prompt = {"prompt_token_ids": request["prompt"]}
+            prompt: Any = {"prompt_token_ids": request["prompt"]}
+            if request["images"]:
+                prompt["multi_modal_data"] = {"image": [_image(image) for image in request["images"]]}
+                prompt["multi_modal_uuids"] = {"image": [image["uuid"] for image in request["images"]]}
+            if request["processor"]:
+                prompt["mm_processor_kwargs"] = request["processor"]
             if request["cache_salt"]:
                 prompt["cache_salt"] = request["cache_salt"]
             params = request["params"]
@@ -76,6 +92,11 @@ class Child:
     def take(self, name: str) -> dict[str, Any]:
         """The answer of a request that has ended."""
         return self._answers.pop(name)
+
+    def embed(self, prompt: list[int]) -> list[float]:
+        """A pooling model's answer."""
+        [output] = self._llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        return list(output.outputs.embedding)
 
     def abort(self, names: list[str]) -> None:
         self._engine.abort_request(names)
@@ -143,6 +164,15 @@ def _answer(output: Any) -> dict[str, Any]:
     }
 
 
+def _image(image: dict[str, Any]) -> Image.Image:
+    """Noise; its grain is coarse enough to be seen after scaling."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(image["seed"]).integers(0, 256, (image["side"], image["side"], 3))
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
 def serve(channel: socket.socket) -> None:
     """Until the end of the input. The first line carries the engine's options."""
     with channel.makefile("rw", encoding="utf-8") as stream:
@@ -180,8 +210,12 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
 def main() -> None:
     """Fork an engine for each message, which carries the engine's channel and its log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
+    images = vision.prepare()
     for name in _IMPORTS:
         importlib.import_module(name)
+    registry = importlib.import_module("vllm").ModelRegistry
+    for architecture, module in (_MODELS | (_IMAGE_MODELS if images else {})).items():
+        registry.register_model(architecture, getattr(importlib.import_module(module), architecture))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
     gc.freeze()
     calls.sendall(b".")

@@ -232,12 +232,18 @@ class Engines:
             raise EngineError((directory / "nursery.log").read_text())
 
     def start(
-        self, transfer: Mapping[str, Any] | None = None, *, processes: bool = False, **options: Any
+        self,
+        transfer: Mapping[str, Any] | None = None,
+        *,
+        processes: bool = False,
+        unsupported: bool = False,
+        **options: Any,
     ) -> Engine:
         """An engine that answers.
 
         Args:
             transfer: Its `kv_transfer_config`.
+            unsupported: The connector is expected to turn itself off, so its halves never meet.
             processes: Scheduler and worker are processes of their own, as vLLM has it by default; without,
                 all is in one, each step is the test's, and it starts in seconds.
         """
@@ -256,7 +262,7 @@ class Engines:
         if transfer is not None:
             settings["kv_transfer_config"] = transfer
         engine.start(settings | options)
-        if transfer is not None and not processes:
+        if transfer is not None and not processes and not unsupported:
             engine.wait_connected()
         return engine
 

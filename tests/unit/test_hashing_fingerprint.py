@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.hashing import weights_fingerprint
+from lmcache_async.hashing import processor_fingerprint, weights_fingerprint
 from lmcache_async.hashing.fingerprint import _spans
 
 MODES = ["sampled", "full"]
@@ -146,6 +146,9 @@ def test_only_full_sees_one_byte_between_the_samples(model, tensors):
         lambda model: (model / "config.json").write_text('{"hidden_size": 9}'),
         lambda model: (model / "config.json").unlink(),
         lambda model: (model / "adapter_config.json").write_text('{"lora_alpha": 32}'),
+        lambda model: (model / "preprocessor_config.json").write_text('{"image_mean": [0.5]}'),
+        lambda model: (model / "video_preprocessor_config.json").write_text("{}"),
+        lambda model: (model / "processor_config.json").write_text("{}"),
         lambda model: (model / "modeling_own.py").write_text("def forward(): ..."),
         lambda model: (model / "model-00002-of-00002.safetensors").unlink(),
         lambda model: (model / "model-00002-of-00002.safetensors").rename(model / "model-00003.safetensors"),
@@ -165,10 +168,42 @@ def test_settings_names_and_headers_count(model, change, mode):
 def test_what_is_no_weight_and_no_setting_does_not_count(model, mode):
     before = weights_fingerprint(model, mode=mode)
     (model / "README.md").write_text("hello")
+    (model / "chat_template.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "tokenizer_config.json").write_text("{}")
     (model / "pytorch_model.bin").write_bytes(b"the same model in another form")
     (model / "original.safetensors").mkdir()
 
     assert weights_fingerprint(model, mode=mode) == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "algorithm", "fingerprint"),
+    [
+        ("sampled", "xxh3_128", "sampled:5e3872fa19cec28bc1816ad13ffe7c48"),
+        ("sampled", "sha256", "sampled:sha256:901b04fa2a900fa461a195eac862a363"),
+        ("full", "xxh3_128", "full:33bc0aa73599107daeed3b37e840e215"),
+        ("full", "sha256", "full:sha256:b808e6d34312ad1179dd0156f9a2df26"),
+    ],
+)
+def test_the_fingerprint_of_a_text_model_is_that_of_version_0_1(model, mode, algorithm, fingerprint):
+    assert weights_fingerprint(model, mode=mode, algorithm=algorithm) == fingerprint
+
+
+def test_a_processor_is_known_by_its_files_wherever_they_lie(model, tmp_path):
+    assert processor_fingerprint(model) == ""
+    (model / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    (model / "tekken.json").write_text('{"image": {}}')
+    first = processor_fingerprint(model)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(model, elsewhere)
+
+    assert processor_fingerprint(elsewhere) == first
+    assert processor_fingerprint(elsewhere, algorithm="sha256") != first
+    (elsewhere / "tekken.json").write_text('{"image": {"max_image_size": 9}}')
+    assert processor_fingerprint(elsewhere) != first
+    (elsewhere / "tekken.json").unlink()
+    assert processor_fingerprint(elsewhere) != first
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -136,6 +136,39 @@ def test_the_order_of_tags_does_not_matter():
     assert one.text == other.text
 
 
+@pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])
+@pytest.mark.parametrize("value", [0, False, 7, b"", b"a", [], {}, 0.0], ids=repr)
+def test_what_is_no_text_is_never_taken_for_none(field, value):
+    with pytest.raises(TypeError, match=f"{field} is of type {type(value).__name__}; expected a text"):
+        RequestNamespace(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])
+def test_none_is_nothing(field):
+    assert RequestNamespace(**{field: None}) == RequestNamespace()
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "ab",
+        ["ab"],
+        ["a"],
+        ("ab", "cd"),
+        {"a": "b"},
+        [("a", 1)],
+        [(1, "a")],
+        [("a", "b", "c")],
+        {("a", "b")},
+        0,
+    ],
+    ids=repr,
+)
+def test_tags_are_pairs_of_texts_and_nothing_else(tags):
+    with pytest.raises(TypeError, match="tag"):
+        RequestNamespace(tags=tags)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_roots_of_every_algorithm_have_16_bytes(algorithm):
     assert len(dataclasses.replace(PLAIN, algorithm=algorithm).root()) == 16

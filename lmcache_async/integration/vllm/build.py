@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from lmcache_async.engine.check import persistent_tiers
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.integration.vllm.config import (
     block_size_of,
     engine_config,
     layerwise_tokens,
     namespace_of,
+    replica_of,
     roles_of,
     steps_overlap,
 )
+from lmcache_async.integration.vllm.support import backend_reason
+from lmcache_async.integration.vllm.versions import shutdown_timeout_s
 from lmcache_async.integration.vllm.wire import socket_path
+from lmcache_async.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.scheduler import SchedulerHalf
     from lmcache_async.integration.vllm.worker import WorkerHalf
 
@@ -32,12 +38,14 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         ConfigError: A key or value is wrong.
     """
     from lmcache_async.integration.vllm.lookup_client import LookupClient
+    from lmcache_async.integration.vllm.media import MediaIdentity
     from lmcache_async.integration.vllm.scheduler import SchedulerHalf
 
     transfer = vllm_config.kv_transfer_config
     block_size = block_size_of(kv_cache_config)
     world_size = vllm_config.parallel_config.world_size
     config = engine_config(vllm_config, block_size)
+    _warn_of_lost_writes(vllm_config, config)
     client = LookupClient(
         [socket_path(config.vllm.socket_dir, transfer.engine_id, rank) for rank in range(world_size)],
         chunk_size=config.chunk_size,
@@ -55,7 +63,23 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         client=client,
         layerwise_tokens=layerwise_tokens(config, vllm_config),
         overlapped=steps_overlap(vllm_config),
+        media=MediaIdentity.of(vllm_config),
     )
+
+
+def _warn_of_lost_writes(vllm_config: Any, config: EngineConfig) -> None:
+    """Name the flag that lets the engine write its queue, where what is written outlives the process."""
+    timeout_s = shutdown_timeout_s(vllm_config)
+    if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
+        return
+    if tiers := persistent_tiers(config, Registry()):
+        logger.warning(
+            "a stop of vllm serve loses what waits to be written to %s: vLLM kills its workers after %g s, and"
+            " closing takes up to %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",
+            ", ".join(tiers),
+            timeout_s,
+            config.shutdown_timeout_s,
+        )
 
 
 def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
@@ -72,7 +96,14 @@ def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
     socket = socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank)
     events = vllm_config.kv_events_config
     kv_events = events is not None and events.enable_kv_cache_events
-    return WorkerHalf(config, rank=rank, block_size=block_size, socket=socket, kv_events=kv_events)
+    return WorkerHalf(
+        config,
+        rank=rank,
+        block_size=block_size,
+        socket=socket,
+        kv_events=kv_events,
+        replica=replica_of(vllm_config),
+    )
 
 
 def open_worker_half(
@@ -86,6 +117,9 @@ def open_worker_half(
     """
     from lmcache_async.device.layout import KVLayout
 
+    if reason := backend_reason(vllm_config, kv_cache_config):
+        logger.warning("LMCacheAsyncConnector is off: %s", reason)
+        return False
     block_size = block_size_of(kv_cache_config)
     try:
         layout = KVLayout.from_block_views(

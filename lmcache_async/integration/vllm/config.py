@@ -1,4 +1,4 @@
-"""From vLLM's configuration to ours: what is supported, the engine's config, what the KV depends on."""
+"""From vLLM's configuration to ours: the engine's config, what the KV depends on."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm import envs
+
 from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.hashing import FingerprintMode, Namespace, canonical_text, weights_fingerprint
+from lmcache_async.engine.check import load_engine_config
+from lmcache_async.hashing import (
+    FingerprintMode,
+    Namespace,
+    canonical_text,
+    processor_fingerprint,
+    weights_fingerprint,
+)
 from lmcache_async.integration.vllm.adapters import local_path
 from lmcache_async.integration.vllm.requests import Roles
+from lmcache_async.integration.vllm.support import backends_of, specs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
 _TEXT = "text:"
+_MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: what changes how media become embeddings
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in the model's config, but of the machine
-
-
-def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this model or setup cannot be served from; None when it can."""
-    parallel = vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups; one is supported"
-    if not groups[0].enable_kv_transfer:
-        return "the model's KV cache is not to be transferred"
-    for spec in _specs(groups[0].kv_cache_spec):
-        if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
-            return f"the KV cache is a {type(spec).__name__}; full attention and MLA are supported"
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is on; it is not supported"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales is on: the KV would depend on the first prompt that was served"
-    return None
 
 
 def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
@@ -46,7 +47,7 @@ def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
     Raises:
         ConfigError: A key or value is wrong.
     """
-    config = load_config(extra=vllm_config.kv_transfer_config.kv_connector_extra_config)
+    config = load_engine_config(extra=vllm_config.kv_transfer_config.kv_connector_extra_config)
     rounded = -(-config.chunk_size // block_size) * block_size
     if rounded != config.chunk_size:
         logger.info(
@@ -138,19 +139,23 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
             ("model_config", _digest(model.hf_config.to_dict())),
             ("speculative", _speculative(vllm_config.speculative_config)),
             ("vllm", _vllm_version()),
+            *_media(config, model),
         ),
     )
 
 
-def _specs(spec: Any) -> Iterable[Any]:
-    """The spec, or those of each layer where layers differ in their sizes."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    return inner.values() if isinstance(inner, dict) else (spec,)
+def replica_of(vllm_config: Any) -> int:
+    """The number of the data-parallel replica that this engine is; 0 without data parallelism.
+
+    Each replica of a dense model is an engine with `data_parallel_size` 1 and `data_parallel_rank` 0; only the
+    index differs.
+    """
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))  # older versions may lack it
 
 
 def _replicated(kv_cache_config: Any) -> bool:
     """Whether all tensor-parallel ranks have the same KV: MLA's latents are of no head, and are not split."""
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
     return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
@@ -182,17 +187,34 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
         return f"unknown:{uuid.uuid4().hex}"
 
 
+def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
+    """What embeddings of images, audio and video depend on besides their content; nothing for a text model.
+
+    With it a changed image processor is another namespace, also where `weights_fingerprint` is the user's text.
+    """
+    media = model.multimodal_config
+    if media is None:
+        return ()
+    settings = {name: getattr(media, name) for name in _MEDIA_SETTINGS}
+    settings["video_loader"] = envs.VLLM_VIDEO_LOADER_BACKEND
+    try:
+        files = processor_fingerprint(
+            local_path(model.model, model.revision), algorithm=config.hash_algorithm
+        )
+    except (OSError, ValueError):  # then the weights are unknown too, or are what the user says
+        files = ""
+    return (("media_processor", files), ("media_settings", _digest(settings)))
+
+
 def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
     """The attention backend, and on a CPU the page format, which depends on the instruction set."""
-    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     group = kv_cache_config.kv_cache_groups[0]
-    names = {layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers}
-    backend = "+".join(sorted(names))
+    backend = "+".join(sorted(backends_of(vllm_config, kv_cache_config)))
     if "CPU" not in backend:
         return backend
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    spec = next(iter(_specs(group.kv_cache_spec)))
+    spec = next(iter(specs_of(group.kv_cache_spec)))
     isa = _get_attn_isa(
         vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
     )

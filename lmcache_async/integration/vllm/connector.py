@@ -16,13 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_async.integration.vllm.build import build_scheduler_half, build_worker_half, open_worker_half
-from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
+from lmcache_async.integration.vllm.config import layerwise_always
 from lmcache_async.integration.vllm.hits import hit_sources
 from lmcache_async.integration.vllm.kv_events import kv_events
 from lmcache_async.integration.vllm.metadata import StepMetadata
 from lmcache_async.integration.vllm.stats import PARTS, LMCacheAsyncStats, part_of
+from lmcache_async.integration.vllm.support import unsupported_reason
 from lmcache_async.integration.vllm.versions import CacheHitSource
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.logging import LimitedLogger, NamedHandler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,7 +50,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._worker: WorkerHalf | None = None
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
-            logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
+            if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
+                logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
         elif role == KVConnectorRole.SCHEDULER:
             _recompute_failed_loads(vllm_config.kv_transfer_config)
             self._scheduler = build_scheduler_half(vllm_config, kv_cache_config)
@@ -244,10 +246,10 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
 
 def _log_where_vllm_does() -> None:
-    """VLLM gives handlers to its own loggers alone; without this, nobody would see a line of ours."""
+    """VLLM gives handlers to its own loggers alone. Lines of ours go there too, with the product's name."""
     ours, theirs = logging.getLogger("lmcache_async"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
+        ours.addHandler(NamedHandler(theirs))
         ours.propagate = theirs.propagate
         ours.setLevel(theirs.level)
 

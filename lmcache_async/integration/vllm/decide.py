@@ -94,7 +94,8 @@ class Verdict:
     why: str
 
 
-NOTHING = "no tier has more of it than vLLM itself"
+MISS = "no tier has a prefix of it"
+LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
 
 
 class LoadDecider:
@@ -135,7 +136,7 @@ class LoadDecider:
     def verdict(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
         """The same, and why."""
         if hit.tokens <= hit.local_tokens:
-            return Verdict("local" if hit.tokens else "miss", hit.tokens, NOTHING)
+            return Verdict("local", hit.tokens, LOCAL) if hit.tokens else Verdict("miss", 0, MISS)
         chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._unasked(promised)
         if not (self._always or promised) and self.prefill.known:
             times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}

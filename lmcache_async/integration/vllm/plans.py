@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lmcache_async.integration.vllm.decide import NOTHING
+from lmcache_async.integration.vllm.decide import MISS
 from lmcache_async.types import RequestPlan
 
 if TYPE_CHECKING:
@@ -63,5 +63,5 @@ class Plans:
         if lookup is None or lookup.answer is None:
             return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"
         if lookup.verdict is None:
-            return "miss", NOTHING
+            return "miss", MISS
         return lookup.verdict.decided, lookup.verdict.why

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.chains import Adapter, RequestChain
 from lmcache_async.integration.vllm.handover import Promise
+from lmcache_async.integration.vllm.media import MediaIdentity
+from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lmcache_async.integration.vllm.lookups import Lookup
+
+logger = LimitedLogger(logging.getLogger(__name__))
 
 _TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key of its own
 
@@ -39,13 +44,21 @@ class RequestOptions:
         if not params:
             return DEFAULT_OPTIONS
         tags = params.get("tags")
+        usable = tags is None or isinstance(tags, dict)
+        if not usable:  # taken for none it would share the request's KV with everybody
+            logger.report(
+                "tags",
+                "kv_transfer_params: tags is a %s; expected an object of names and values; the request is neither"
+                " loaded nor stored",
+                type(tags).__name__,
+            )
         pairs = {str(name): str(value) for name, value in tags.items()} if isinstance(tags, dict) else {}
         for name, value in params.items():
             if name.startswith(_TAG_PREFIX):
                 pairs[name.removeprefix(_TAG_PREFIX)] = str(value)
         return cls(
-            load=not _is_set(params, "skip_load"),
-            store=not (_is_set(params, "skip_save") or _is_set(params, "force_skip_save")),
+            load=usable and not _is_set(params, "skip_load"),
+            store=usable and not (_is_set(params, "skip_save") or _is_set(params, "force_skip_save")),
             hand_over=params.get("do_remote_decode") is True,
             promise=Promise.of(params),
             tags=tuple(sorted(pairs.items())),
@@ -118,10 +131,10 @@ class Roles:
     hands_over: bool = False
 
 
-def new_state(request: Any, tail_tokens: int, roles: Roles) -> RequestState:
+def new_state(request: Any, tail_tokens: int, roles: Roles, media: MediaIdentity) -> RequestState:
     """At first sight of a request."""
     options = RequestOptions.of(request.kv_transfer_params)
-    fits = _usable(request)
+    fits = _usable(request) and media.all_by_content(request.mm_features)
     may_store = fits and roles.stores and options.store
     return RequestState(
         request=request,

@@ -12,6 +12,7 @@ from lmcache_async.integration.vllm.asking import Asking
 from lmcache_async.integration.vllm.decide import LoadDecider, PrefillClock
 from lmcache_async.integration.vllm.handover import Handover, Promise
 from lmcache_async.integration.vllm.loads import Loads, LoadSpan, load_job, lost_job
+from lmcache_async.integration.vllm.media import MediaIdentity
 from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.notices import MAX_NOTICES
 from lmcache_async.integration.vllm.pins import Pins
@@ -35,6 +36,7 @@ class SchedulerHalf:
     Args:
         layerwise_tokens: The longest hit that is loaded by the step that uses it.
         overlapped: vLLM plans a step before the one before it has ended.
+        media: Which identifiers of images, audio and video stand for their content.
 
     Attributes:
         roles: What it does.
@@ -53,10 +55,12 @@ class SchedulerHalf:
         client: LookupClient,
         layerwise_tokens: int = 0,
         overlapped: bool = False,
+        media: MediaIdentity | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
         self.roles = roles
+        self._media = media or MediaIdentity()
         self._client = client
         self._policy = StorePolicy(
             chunk_size=config.chunk_size,
@@ -256,7 +260,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             tail = self._policy.tail_tokens(request.num_prompt_tokens)
-            state = new_state(request, tail, self.roles)
+            state = new_state(request, tail, self.roles, self._media)
             self._requests[request.request_id] = state
         return state
 

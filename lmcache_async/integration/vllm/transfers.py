@@ -73,7 +73,8 @@ class Transfers:
         self._failed_blocks: set[int] = set()
         self._copied: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
-        self._awaited: set[int] = set()  # layer-wise loads whose end is not known
+        self._loading: set[int] = set()  # jobs whose end is not reported
+        self._storing: set[int] = set()  # jobs whose blocks are not reported as free
 
     def load(self, jobs: Sequence[Job], progress: Mapping[int, LoadProgress] | None = None) -> None:
         """Start to load, behind what the model's thread has asked of the device.
@@ -83,24 +84,29 @@ class Transfers:
         """
         if not jobs:
             return
+        waited = progress or {}
         self._expect(jobs)
         try:
-            self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), progress or {}))
+            started = self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
         except Exception as error:  # a border: these loads are lost, vLLM computes instead
             logger.log(logging.ERROR, repr(error), "loads could not be started: %r", error, exc_info=True)
-            self.lose_loads(jobs)
-            for waited in (progress or {}).values():
-                waited.end()
+            self._loads_lost(jobs, waited)
+        else:
+            started.add_done_callback(lambda _: self._loads_lost(jobs, waited))
 
     def store(self, jobs: Sequence[Job]) -> None:
         """Start to store what the forward passes so far have computed."""
         if not jobs:
             return
+        with self._lock:
+            self._storing.update(job.job_id for job in jobs)
         try:
-            self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
+            started = self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
         except Exception as error:  # a border: these stores are dropped
             logger.log(logging.ERROR, repr(error), "stores could not be started: %r", error, exc_info=True)
-            self.drop_stores(jobs)
+            self._copies_ended(jobs)
+        else:
+            started.add_done_callback(lambda _: self._copies_ended(jobs))
 
     def tell(self, plans: Sequence[RequestPlan]) -> None:
         """Where requests that were admitted get their prompts from, for who looks at the engine."""
@@ -124,8 +130,10 @@ class Transfers:
             self._failed_blocks.update(job.touched_blocks())
 
     def drop_stores(self, jobs: Iterable[Job]) -> None:
-        """Report the stores' blocks as not needed any more."""
+        """Report the blocks of stores that were not started as not needed any more."""
         for job in jobs:
+            with self._lock:
+                self._storing.add(job.job_id)
             self._copy_ended(job)
 
     def take_finished(self) -> set[str]:
@@ -238,21 +246,34 @@ class Transfers:
 
     def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
         with self._lock:
-            if not job.layerwise:
+            if job.job_id not in self._loading:
+                return  # reported already: its blocks may be another request's by now
+            self._loading.discard(job.job_id)
+            if not job.layerwise:  # vLLM waits for no word of a layer-wise load
                 self._finished.add(job.request_id)
-            elif job.job_id in self._awaited:
-                self._awaited.discard(job.job_id)  # vLLM waits for no word of it
-            else:
-                return  # given up: its blocks may be another request's by now
             self._failed_blocks.update(failed_blocks)
 
     def _expect(self, jobs: Iterable[Job]) -> None:
         with self._lock:
-            self._awaited.update(job.job_id for job in jobs if job.layerwise)
+            self._loading.update(job.job_id for job in jobs)
+
+    def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
+        """No load of these runs any more: report what has not been reported, and let nobody wait for it."""
+        for job in jobs:
+            if job.job_id in self._loading:
+                self._load_ended(job, job.touched_blocks())
+        for waited in progress.values():
+            waited.end()
+
+    def _copies_ended(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._copy_ended(job)
 
     def _copy_ended(self, job: Job) -> None:
         with self._lock:
-            self._copied[job.job_id] = 1
+            if job.job_id in self._storing:
+                self._storing.discard(job.job_id)
+                self._copied[job.job_id] = 1
 
 
 class _Once:

@@ -6,9 +6,9 @@ docs/compatibility.md says which were tried.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NOT_CALLED_BY_ALL", "CacheHitSource"]
+__all__ = ["NOT_CALLED_BY_ALL", "CacheHitSource", "shutdown_timeout_s"]
 
 NOT_CALLED_BY_ALL = frozenset({"get_external_cache_hit_sources"})
 """Methods of the connector that older versions do not know."""
@@ -27,3 +27,8 @@ else:
             DISK = "disk"
             P2P = "p2p"
             EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+def shutdown_timeout_s(vllm_config: Any) -> float | None:
+    """How long vLLM waits for its engine processes to end before it kills them; None where it has no such option."""
+    return getattr(vllm_config, "shutdown_timeout", None)

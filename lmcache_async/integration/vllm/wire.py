@@ -22,7 +22,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
-from lmcache_async.types import KEY_BYTES
+from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,7 +31,6 @@ PROTOCOL = 4
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys; more is no message of ours
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
-_MAX_CHUNK_SIZE = 1 << 24
 _PEER = struct.Struct("iII")  # struct ucred: process, user, group
 MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
@@ -71,7 +70,7 @@ class Identity:
             } if (
                 len(root) == KEY_BYTES
                 and algorithm in ALGORITHMS
-                and 1 <= block_size <= chunk_size <= _MAX_CHUNK_SIZE
+                and 1 <= block_size <= chunk_size <= MAX_CHUNK_SIZE
             ):
                 return cls(PROTOCOL, root, algorithm, chunk_size, block_size, hash_key_id)
         raise ValueError(f"what the rank says of itself is no identity: {message!r:.200}")

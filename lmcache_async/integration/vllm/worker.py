@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
+from lmcache_async.errors import EngineClosedError
 from lmcache_async.hashing import hash_key_id
 from lmcache_async.integration.vllm.feed import StatsFeed
 from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
@@ -36,7 +37,13 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 class OpenEngine(Protocol):
     def __call__(
-        self, config: EngineConfig, *, layout: KVLayout, namespace: Namespace, watcher: Watcher | None = None
+        self,
+        config: EngineConfig,
+        *,
+        layout: KVLayout,
+        namespace: Namespace,
+        watcher: Watcher | None = None,
+        replica: int = 0,
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
@@ -52,6 +59,7 @@ class WorkerHalf:
         socket: Where lookups are answered.
         open_engine: Makes the engine.
         kv_events: VLLM publishes KV events; the first rank tells of its tiers.
+        replica: The number of the data-parallel replica.
     """
 
     def __init__(
@@ -63,8 +71,10 @@ class WorkerHalf:
         socket: Path,
         open_engine: OpenEngine = CacheEngine.open,
         kv_events: bool = False,
+        replica: int = 0,
     ) -> None:
         self.config = config
+        self._replica = replica
         self.rank = rank
         self._block_size = block_size
         self._socket = socket
@@ -150,10 +160,10 @@ class WorkerHalf:
         if self._loop is None or self._serving is None:
             return
         loop, self._loop = self._loop, None
-        loop.call_soon(self._stop.set)
         try:
+            loop.call_soon(self._stop.set)
             self._serving.result(self.config.shutdown_timeout_s + 0.5)
-        except (TimeoutError, concurrent.futures.CancelledError):
+        except (TimeoutError, concurrent.futures.CancelledError, EngineClosedError):
             logger.report("close", "the engine did not close in time; what was not written is lost")
         finally:
             loop.close(0.5)
@@ -176,7 +186,9 @@ class WorkerHalf:
         """Hold engine and server open until told to stop, in one task from the first to the last."""
         try:
             watched = {} if self._notices is None else {"watcher": self._notices}
-            opening = self._open_engine(self.config, layout=layout, namespace=namespace, **watched)
+            opening = self._open_engine(
+                self.config, layout=layout, namespace=namespace, replica=self._replica, **watched
+            )
             async with opening as engine:
                 transfers = Transfers(
                     engine,

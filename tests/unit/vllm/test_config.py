@@ -1,24 +1,39 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.config import MultiModalConfig, ParallelConfig, PoolerConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from lmcache_async.config import load_config
-from lmcache_async.integration.vllm.config import engine_config, namespace_of, unsupported_reason
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.errors import ConfigError
+from lmcache_async.integration.vllm import worker
+from lmcache_async.integration.vllm.build import build_worker_half
+from lmcache_async.integration.vllm.config import engine_config, namespace_of, replica_of
+from lmcache_async.integration.vllm.support import backend_reason, unsupported_reason
+from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.vllm_setup import Setup, kv_cache_config, vllm_config
 
 
@@ -104,6 +119,82 @@ def test_a_local_model_is_known_by_its_weights_wherever_it_lies(config: Any, set
     assert roots[0] == roots[1] != roots[2]
 
 
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tekken.json",
+)
+
+
+def image_model(config: Any, folder: Path, **settings: Any) -> Any:
+    """The config of a model that takes images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({}))
+    save_file({"w": torch.tensor([1.0])}, folder / "model.safetensors")
+    placed = changed(config, "model_config.model", str(folder))
+    return changed(placed, "model_config.multimodal_config", MultiModalConfig(**settings))
+
+
+@pytest.mark.parametrize("weights", ["sampled", "text:w"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_changed_image_processor_is_another_namespace(
+    config: Any, setup: Setup, tmp_path: Path, name: str, weights: str
+):
+    one, other = (image_model(config, tmp_path / place / "model") for place in "ab")
+    (tmp_path / "a" / "model" / name).write_text(json.dumps({"image_mean": [0.5]}))
+    (tmp_path / "b" / "model" / name).write_text(json.dumps({"image_mean": [0.4]}))
+
+    assert root(one, setup, weights_fingerprint=weights) != root(other, setup, weights_fingerprint=weights)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mm_processor_kwargs": {"max_pixels": 1000}},
+        {"mm_processor_kwargs": {"images_kwargs": {"size": {"longest_edge": 9}}}},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
+        {"video_pruning_rate": 0.5},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_what_changes_the_embeddings_of_media_is_in_the_root(
+    config: Any, setup: Setup, tmp_path: Path, settings: dict[str, Any]
+):
+    plain = root(image_model(config, tmp_path / "model"), setup)
+
+    assert root(image_model(config, tmp_path / "model", **settings), setup) != plain
+
+
+def test_where_the_processor_lies_its_caches_and_the_chat_template_are_not(
+    config: Any, setup: Setup, tmp_path: Path
+):
+    one = image_model(config, tmp_path / "a" / "model", mm_processor_cache_gb=0)
+    other = image_model(config, tmp_path / "b" / "model", limit_per_prompt={"image": 3})
+    for place in "ab":
+        (tmp_path / place / "model" / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "a" / "model" / "chat_template.json").write_text("{}")
+
+    assert root(one, setup) == root(other, setup)
+
+
+def test_the_root_of_a_text_model_is_that_of_version_0_1(config: Any, setup: Setup):
+    known = changed(config, "model_config.hf_config", SimpleNamespace(to_dict=dict))
+    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
+    extra = namespace_of(known, kv_cache_config(setup), engine, "layout").extra
+
+    assert [name for name, _ in extra] == [
+        "attention",
+        "block_size",
+        "kv_cache_dtype",
+        "kv_cache_layout",
+        "model_config",
+        "speculative",
+        "vllm",
+    ]
+
+
 def test_weights_that_cannot_be_read_serve_this_process_alone(config: Any, setup: Setup, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("lmcache_async").propagate = True
@@ -170,6 +261,84 @@ def test_ranks_of_mla_have_the_same_keys_and_places_of_their_own(config: Any, se
     assert first.root() != second.root()
 
 
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+def test_a_user_may_disable_vllms_own_prefix_caching(tmp_path: Path, chunked_prefill: bool):
+    setup = Setup(folder=tmp_path / "model", options={}, prefix_caching=False)
+    made = changed(vllm_config(setup), "scheduler_config.enable_chunked_prefill", chunked_prefill)
+
+    assert unsupported_reason(made, kv_cache_config(setup)) is None
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
+def test_pooling_over_the_whole_prompt_is_not_supported(config: Any, setup: Setup, pooling: str):
+    pooled = changed(config, "model_config.pooler_config", PoolerConfig(seq_pooling_type=pooling))
+
+    assert "pooling" in str(unsupported_reason(pooled, kv_cache_config(setup)))
+
+
+def test_pooling_of_the_last_token_is_supported(config: Any, setup: Setup):
+    pooled = changed(config, "model_config.pooler_config", PoolerConfig(seq_pooling_type="LAST"))
+
+    assert unsupported_reason(pooled, kv_cache_config(setup)) is None
+
+
+def test_attention_to_later_tokens_is_not_supported(config: Any, setup: Setup):
+    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
+    seeing = dataclasses.replace(full, non_causal=True)
+
+    assert "causal" in str(unsupported_reason(config, with_groups(setup, group(seeing))))
+
+
+@pytest.mark.parametrize(("backend", "supported"), [("FLASHINFER", False), ("FLASH_ATTN", True)])
+def test_batch_invariance_is_supported_where_vllm_caches_prefixes_with_it(
+    config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch, backend: str, supported: bool
+):
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+    layers = dict.fromkeys(kv_cache_config(setup).kv_cache_groups[0].layer_names, layer)
+    loaded = changed(config, "compilation_config.static_forward_context", layers)
+    assert backend_reason(loaded, kv_cache_config(setup)) is None
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+    assert (backend_reason(loaded, kv_cache_config(setup)) is None) == supported
+
+
+@pytest.mark.parametrize("kind", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
+def test_the_remedy_for_local_attention_is_named_and_works(config: Any, setup: Setup, kind: Any):
+    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
+    common = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
+    size = {"sliding_window": 64} if kind is SlidingWindowSpec else {"attention_chunk_size": 64}
+    layers = {"layer.0": full, "layer.1": kind(**common, **size)}
+
+    def groups(disabled: bool) -> Any:
+        made = changed(config, "scheduler_config.disable_hybrid_kv_cache_manager", disabled)
+        made = changed(made, "cache_config.kv_cache_layout", "LBNHC")
+        return with_groups(setup, *get_kv_cache_groups(made, dict(layers)))
+
+    reason = str(unsupported_reason(config, groups(disabled=False)))
+    assert "2 KV cache groups" in reason
+    assert "--disable-hybrid-kv-cache-manager" in reason
+    assert unsupported_reason(config, groups(disabled=True)) is None
+
+
+def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup):
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+
+    reason = str(unsupported_reason(config, with_groups(setup, full, group(state))))
+
+    assert "MambaSpec" in reason
+    assert "--disable" not in reason
+
+
+def test_sliding_windows_alone_have_a_remedy_of_their_own(config: Any, setup: Setup):
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+
+    assert "--disable-sliding-window" in str(unsupported_reason(config, with_groups(setup, group(window))))
+
+
 def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
     window = SlidingWindowSpec(
@@ -192,3 +361,35 @@ def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     ):
         assert reason is not None
         assert word in reason
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_of_a_dense_model_is_known_by_its_index(rank: int):
+    parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=rank)
+    parallel.reconfigure_for_independent_dp_rank()  # as vLLM does in the replica's process
+
+    assert parallel.data_parallel_rank == 0
+    assert replica_of(SimpleNamespace(parallel_config=parallel)) == rank
+
+
+def test_a_vllm_without_data_parallelism_is_the_first_replica(config: Any):
+    assert replica_of(config) == 0
+
+
+def test_the_worker_half_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):
+    opened: list[int] = []
+
+    @contextlib.asynccontextmanager
+    async def open_engine(*_: Any, replica: int, **__: Any) -> AsyncIterator[None]:
+        opened.append(replica)
+        raise ConfigError("far enough")
+        yield
+
+    monkeypatch.setattr(worker, "WorkerHalf", functools.partial(WorkerHalf, open_engine=open_engine))
+    monkeypatch.setattr(config.parallel_config, "data_parallel_index", 3)
+    half = build_worker_half(config, kv_cache_config(setup))
+    layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
+    with pytest.raises(ConfigError, match="far enough"):
+        half.open(layout, Rig().namespace)
+
+    assert opened == [3]

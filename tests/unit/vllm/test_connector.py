@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.logging_utils import NewLineFormatter
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_async.config import load_config
@@ -307,11 +311,24 @@ def test_an_engine_that_cannot_be_opened_turns_the_worker_off(setup: Setup, capl
     worker.shutdown()
 
 
-def test_our_lines_go_where_vllms_go(setup: Setup):
-    logging.getLogger("lmcache_async").handlers = []
+def test_our_lines_go_where_vllms_go_with_the_name_of_the_product(setup: Setup, monkeypatch):
+    ours, theirs = logging.getLogger("lmcache_async"), logging.getLogger("vllm")
+    text = io.StringIO()
+    lines = logging.StreamHandler(text)
+    lines.setFormatter(NewLineFormatter("%(levelname)s [%(fileinfo)s:%(lineno)d] %(message)s"))
+    lines.setLevel(logging.WARNING)
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
     made(setup).shutdown()
+    made(setup).shutdown()
+    monkeypatch.setattr(theirs, "handlers", [lines])  # as after another configuration of vLLM's
+    LimitedLogger(logging.getLogger("lmcache_async.plugins.disk")).report(
+        "a", "tier %r: 100%% of %d", "disk", 3
+    )
+    logging.getLogger("lmcache_async").info("below the level of vLLM's handler")
 
-    assert logging.getLogger("lmcache_async").handlers == logging.getLogger("vllm").handlers
+    [line] = text.getvalue().splitlines()
+    assert re.fullmatch(r"WARNING \[test_connector.py:\d+\] lmcache-async: tier 'disk': 100% of 3", line)
 
 
 def test_importing_the_connector_starts_no_thread_and_no_device():
@@ -342,3 +359,35 @@ def test_hits_are_split_by_their_tiers_and_add_up():
     }
     assert hit_sources({}, 5, kinds) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
     assert hit_sources({"cpu": 1}, 0, kinds) == {}
+
+
+DISK: dict[str, Any] = {"name": "disk", "max_bytes": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "timeout", "own", "warns"),
+    [
+        (["cpu"], 0, 3.0, False),
+        (["cpu", DISK], 0, 3.0, True),
+        (["cpu", DISK], 2, 3.0, True),
+        (["cpu", DISK], 30, 3.0, False),
+        (["cpu", DISK], 30, 60.0, True),
+        (["cpu", DISK], None, 3.0, False),  # a vLLM without that option
+    ],
+)
+def test_a_stop_that_loses_queued_writes_is_warned_of_once(
+    tmp_path: Path, caplog, tiers: list[Any], timeout: int | None, own: float, warns: bool
+):
+    tiers = [tier if isinstance(tier, str) else tier | {"path": str(tmp_path / "kv")} for tier in tiers]
+    setup = Setup(folder=tmp_path / "model", options={"tiers": tiers, "shutdown_timeout_s": own})
+    config = vllm_config(setup)
+    object.__setattr__(config, "shutdown_timeout", timeout)
+
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        LMCacheAsyncConnector(config, role, kv_cache_config(setup)).shutdown()
+
+    found = [
+        record.getMessage() for record in caplog.records if "--shutdown-timeout 30" in record.getMessage()
+    ]
+    assert len(found) == warns
+    assert all("written to disk: " in line for line in found)

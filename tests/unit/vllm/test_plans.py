@@ -67,6 +67,22 @@ def test_why_a_hit_is_loaded(
     assert (verdict.decided, verdict.why) == told
 
 
+@pytest.mark.parametrize(
+    ("tokens", "local", "told"),
+    [
+        (0, 0, ("miss", "no tier has a prefix of it")),
+        (0, 500, ("miss", "no tier has a prefix of it")),
+        (400, 500, ("local", "vLLM's own prefix cache has as much of it as the tiers")),
+    ],
+)
+def test_why_nothing_is_loaded(tokens: int, local: int, told: tuple[str, str]) -> None:
+    decider = LoadDecider(PrefillClock(lambda: 0.0, 1000.0), 100)
+
+    verdict = decider.verdict("r", Hit((), tokens, local, 1001))
+
+    assert (verdict.decided, verdict.why) == told
+
+
 def test_a_request_is_told_once_and_no_more_than_a_page_shows() -> None:
     plans = Plans(block_size=16, chunk_size=100, wanted=True)
     one = state()

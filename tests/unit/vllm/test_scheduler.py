@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
@@ -326,6 +327,21 @@ def test_a_producer_never_loads_and_a_consumer_never_stores():
     assert consumer.step((second, 20)).stores == ()
 
 
+@pytest.mark.parametrize(("identifier", "cached"), [("renderer0-mm-1-image-0", False), ("cat.png", True)])
+def test_media_that_vllm_counts_are_neither_looked_up_nor_stored(identifier: str, cached: bool):
+    image = MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=2, length=9))
+    bench = Bench()
+    request = Request("image", [1] * 20, SamplingParams(max_tokens=1), None, mm_features=[image])
+    bench.half.on_new_request(request)
+
+    stores = bench.step((request, 20)).stores
+
+    assert bool(bench.client.asked) == cached
+    assert bool(stores) == cached
+    if not cached:
+        assert bench.half.match(request, 0) == (0, False)
+
+
 def test_prompts_given_as_embeddings_and_streaming_sessions_are_left_alone():
     bench = Bench()
     request = bench.request(20)
@@ -344,6 +360,16 @@ def test_tags_of_both_spellings_name_one_namespace():
 
     (state,) = bench.half._requests.values()
     assert state.chain.tags == (("team", "a"), ("user", "7"))
+
+
+@pytest.mark.parametrize("tags", [["a"], "a", 0, True, []], ids=repr)
+def test_a_request_with_tags_that_name_nothing_is_neither_loaded_nor_stored(tags):
+    bench = Bench()
+    request = bench.request(20, params={"tags": tags})
+
+    assert bench.half.match(request, 0) == (0, False)
+    assert bench.client.asked == []
+    assert bench.step((request, 20)).stores == ()
 
 
 def test_a_preempted_request_is_looked_up_again_with_what_it_has_generated():

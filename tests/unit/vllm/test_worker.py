@@ -24,6 +24,7 @@ from lmcache_async.integration.vllm.wire import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerHalf
 from lmcache_async.observability.totals import Totals
 from lmcache_async.types import RetrieveReport, StoreReport
+from tests.broken_loop import BrokenLoops
 
 CHUNK, BLOCK = 4, 2
 
@@ -314,6 +315,32 @@ def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVL
     assert half.take_finished() == {"r1"}
     assert half.take_failed_blocks() == {10, 11, 12, 13, 14}
     assert half.take_report() is not None
+
+
+def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm_goes_on(
+    socket_dir: Path, layout: KVLayout, until: Until, monkeypatch: pytest.MonkeyPatch
+):
+    loops = BrokenLoops(monkeypatch)
+    half = Worker(Engine(), socket_dir)
+    half.open(layout, NAMESPACE)
+    half.engine.gate.clear()
+    half.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    half.start_stores()
+    until(lambda: bool(half.engine.retrieved and half.engine.stored))
+
+    loops.break_one(half._loop_thread.call_soon)
+    assert finished(half, until) == (["r1"], {10, 11, 12, 13, 14})
+    assert copied(half, until) == {2: 1}
+    half.engine.gate.set()
+
+    half.begin_step(StepMetadata(loads=(job(3, blocks=(1, 2)),), stores=(job(4),)))
+    half.start_stores()
+    assert finished(half, until) == (["r3"], {1, 2})
+    assert copied(half, until) == {4: 1}
+    assert half.take_stats() is not None
+    half.close()
+    assert half.take_finished() == set()
+    assert half.take_report() is None
 
 
 def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):

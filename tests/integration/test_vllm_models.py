@@ -1,0 +1,83 @@
+"""Models that the connector does not support in a real vLLM: it is off, says why, and vLLM answers as without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.model_families import make_embedding_model, make_mla_model, make_sliding_window_model
+from tests.integration.vllm_answers import Question, assert_same, difference, tokens
+from tests.integration.vllm_driver import Engine, Engines, connector
+
+pytestmark = pytest.mark.vllm
+
+OFF = "LMCacheAsyncConnector is off: "
+
+
+def why_off(engine: Engine) -> str:
+    """The one line of the log that says it."""
+    [line] = [line for line in engine.log().splitlines() if OFF in line]
+    return line.partition(OFF)[2]
+
+
+def test_mla_is_off_where_vllm_cannot_continue_its_prefill(engines: Engines, tmp_path: Path) -> None:
+    """On a CPU without AMX; this backend is the one that is chosen there."""
+    model = make_mla_model(tmp_path / "model")
+    question = Question(tokens("mla", 300))
+
+    with engines.started(
+        connector(), unsupported=True, model=str(model), attention_backend="CPU_MLA"
+    ) as engine:
+        first = engine.ask(question)
+        assert engine.call("reset", connector=False)
+        second = engine.ask(question)
+
+    assert_same(second, first)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 0)
+    assert "MLA" in why_off(engine)
+
+
+def test_pooling_over_the_whole_prompt_is_off(engines: Engines, tmp_path: Path) -> None:
+    model = make_embedding_model(tmp_path / "model")
+    prompt = list(tokens("pooling", 200))
+
+    with engines.started(
+        connector(),
+        unsupported=True,
+        model=str(model),
+        skip_tokenizer_init=False,
+        runner="pooling",
+        pooler_config={"seq_pooling_type": "MEAN"},
+        enable_prefix_caching=False,  # vLLM's default for such a model
+        max_num_batched_tokens=2048,  # the longest prompt: such a prefill is not cut
+    ) as engine:
+        first = engine.call("embed", prompt=prompt)
+        second = engine.call("embed", prompt=prompt)
+        other = engine.call("embed", prompt=[*prompt[:-1], 7])
+
+    assert second == pytest.approx(first, abs=1e-5)
+    assert other != pytest.approx(first, abs=1e-3)
+    assert "pooling" in why_off(engine)
+
+
+def test_sliding_windows_are_off_until_their_layers_keep_the_whole_prompt(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """The remedy that the message names: equal answers and hits."""
+    model = str(make_sliding_window_model(tmp_path / "model"))
+    question = Question(tokens("windows", 500))
+
+    with engines.started(connector(), unsupported=True, model=model) as off:
+        reference = off.ask(question)
+        changed = off.ask(Question((7, *question.prompt[1:])))
+    with engines.started(connector(), model=model, disable_hybrid_kv_cache_manager=True) as engine:
+        cold = engine.ask(question)
+        engine.settle()
+        warm = engine.ask(question)
+
+    assert "--disable-hybrid-kv-cache-manager" in why_off(off)
+    assert difference(changed, reference) > 0.1
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 480)
+    assert_same(cold, reference)
+    assert_same(warm, reference)
