@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -13,34 +16,73 @@ from typing import Any, Self, TypeVar
 import uvloop
 
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.observability.logging import LimitedLogger, describe
 
 T = TypeVar("T")
+
+_CLOSED = "the event loop's thread was closed"
+LAST_S = 1.0
+"""What tasks are given to clean up when the thread ends without having been closed."""
 
 
 class LoopThread:
     """Runs coroutines for other threads. A daemon: it never keeps a process alive.
+
+    A task or callback cannot end it: after a SystemExit, a KeyboardInterrupt or a call of `loop.stop()` the
+    loop goes on. Should the thread end all the same, then every call that waits and every later one raises
+    EngineClosedError at once.
 
     Args:
         name: The thread's name.
     """
 
     def __init__(self, name: str = "lmcache-async-loop") -> None:
+        self._process = os.getpid()
+        self._logger = LimitedLogger(logging.getLogger(__name__))
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         # Held to put anything on the loop: behind the closing it would never run.
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = ""  # or why nothing runs any more
+        self._stopping = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._started.wait()
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that runs the thread. A fork does not copy threads."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Refuse a call in a forked child, where it would wait for a thread that is not there.
+
+        Takes no lock: another thread of the parent may have held it at the fork.
+
+        Raises:
+            EngineClosedError: The process was forked.
+        """
+        if self.inherited:
+            raise EngineClosedError(
+                f"the cache engine was opened in process {self._process}, from which this process {os.getpid()} was"
+                f" forked; an engine cannot be used after a fork: open one in this process"
+            )
+
+    @property
+    def closed(self) -> str:
+        """Why nothing runs any more; "" while calls are taken."""
+        return self._closed
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start the coroutine on the loop. Cancelling the future cancels it.
 
         Raises:
-            EngineClosedError: The loop was closed; the coroutine is closed too.
+            EngineClosedError: The loop was closed or has ended, or the process was forked; the coroutine is closed too.
         """
+        if self.inherited:
+            coroutine.close()
+        self.check_process()
         with self._lock:
             if not self._closed:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -48,36 +90,45 @@ class LoopThread:
                 future.add_done_callback(self._futures.discard)
                 return future
         coroutine.close()
-        raise EngineClosedError("the event loop's thread was closed")
+        raise EngineClosedError(self._closed)
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call the function on the loop's thread.
 
         Raises:
-            EngineClosedError: The loop was closed.
+            EngineClosedError: The loop was closed or has ended, or the process was forked.
         """
+        self.check_process()
         with self._lock:
             if self._closed:
-                raise EngineClosedError("the event loop's thread was closed")
+                raise EngineClosedError(self._closed)
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Cancel what still runs, drain it within the deadline, stop the loop. May be called twice.
 
         Who waits for a coroutine that did not end in time gets CancelledError.
+
+        Raises:
+            EngineClosedError: The process was forked; nothing of the parent's loop is touched.
         """
+        self.check_process()
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
+            has_ended = bool(self._closed)
+            self._closed = self._closed or _CLOSED
+            if not has_ended:
+                drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
+        if has_ended:
+            self._thread.join(timeout_s)
+            return
         try:
             drained.result(timeout_s + 1.0)
         except (TimeoutError, concurrent.futures.CancelledError):
             drained.cancel()
         for future in list(self._futures):
             future.cancel()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # the thread has ended meanwhile
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(timeout_s)
 
     def __enter__(self) -> Self:
@@ -91,11 +142,53 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.call_soon(self._started.set)
+        cause = "it ended"
+        try:
+            while not self._stopping:
+                self._run_once()
+        except BaseException as error:  # noqa: BLE001  # nothing above would tell anyone
+            cause = f"{type(error).__name__}: {describe(error)}"
+        finally:
+            self._end(cause)
+
+    def _run_once(self) -> None:
+        """Run until someone stops the loop. What a task or callback raised has ended that one alone."""
         try:
             self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+        except (SystemExit, KeyboardInterrupt) as error:
+            kind = type(error).__name__
+            self._logger.report(
+                kind, "a task or callback raised %s: %s; the event loop goes on", kind, describe(error)
+            )
+        else:
+            if not self._stopping:
+                self._logger.report("stop", "a task or callback called loop.stop(); the event loop goes on")
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._loop.stop()
+
+    def _end(self, cause: str) -> None:
+        self._started.set()
+        with self._lock:
+            has_failed = not self._closed
+            if has_failed:
+                self._closed = f"the event loop's thread has ended: {cause}"
+            lost = list(self._futures) if has_failed else []
+        if has_failed:
+            self._logger.log(logging.ERROR, "ended", "%s; every call fails from now on", self._closed)
+            self._finish(_cancel_others(LAST_S))
+            for future in lost:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended by now
+                    future.set_exception(EngineClosedError(self._closed))
+        self._finish(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run one last thing; nothing that fails here matters to anyone."""
+        with contextlib.suppress(BaseException):
+            self._loop.run_until_complete(work)
+        work.close()
 
 
 async def _cancel_others(timeout_s: float) -> None:

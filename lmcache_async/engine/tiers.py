@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
@@ -9,6 +12,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, LayerStatistics, Shared, TierLayer
+from lmcache_async.tiers.layers.border import BorderLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.layers.notice import NoticeLayer, Watcher
 from lmcache_async.tiers.stack import StackedTier
@@ -26,17 +30,25 @@ def stacked_tiers(
     namespace: Namespace,
     logger: LimitedLogger,
     watcher: Watcher | None = None,
+    *,
+    chunk_bytes: int = 0,
+    replica: int = 0,
 ) -> list[StackedTier]:
     """The configured tiers, not opened yet.
 
     Args:
         watcher: Who wants to know which tier keeps which chunk.
+        chunk_bytes: Bytes of the largest record; the queue before a slow tier takes one at least.
+        replica: The data-parallel replica; each has directories of its own.
 
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
     shared = Shared()
-    return [_stacked(registry, spec, config, namespace, logger, shared, watcher) for spec in config.tiers]
+    return [
+        _stacked(registry, spec, config, namespace, logger, shared, watcher, chunk_bytes, replica)
+        for spec in config.tiers
+    ]
 
 
 def _stacked(
@@ -47,19 +59,24 @@ def _stacked(
     logger: LimitedLogger,
     shared: Shared,
     watcher: Watcher | None,
+    chunk_bytes: int,
+    replica: int,
 ) -> StackedTier:
-    tier = _tier(registry, spec, namespace, third_party=config.plugins.third_party)
+    tier = _tier(registry, spec, namespace, replica, third_party=config.plugins.third_party)
+    in_arena = tier.capabilities.in_arena
+    if not in_arena:
+        tier = BorderLayer(tier, name=spec.id, logger=logger)
     if watcher is not None:
         tier = NoticeLayer(tier, spec.id, watcher)
-    in_arena = tier.capabilities.in_arena
     layers = spec.layers
     if layers is None:
         layers = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
     for index, layer in reversed(list(enumerate(layers))):
-        context = layer_context(spec, index, layer, logger, shared)
+        layer = placed_layer(spec, index, layer)
+        context = layer_context(spec, layer, logger, shared)
         tier = layered(registry, layer, tier, context, third_party=config.plugins.third_party)
-    if in_arena:
-        return StackedTier(spec.id, tier)  # it waits for nothing outside: no deadline, no queue
+    if in_arena:  # it waits for nothing outside: no deadline, no queue; its border is around its layers too
+        return StackedTier(spec.id, BorderLayer(tier, name=spec.id, logger=logger))
     guarded = GuardLayer(
         tier,
         name=spec.id,
@@ -70,18 +87,38 @@ def _stacked(
     )
     if not guarded.capabilities.writes:
         return StackedTier(spec.id, guarded)
-    writer = TierWriter(guarded, name=spec.id, max_bytes=config.max_pending_write_bytes)
+    writer = TierWriter(
+        guarded,
+        name=spec.id,
+        max_bytes=config.max_pending_write_bytes,
+        max_s=config.store.max_pending_write_s,
+        chunk_bytes=chunk_bytes,
+    )
     return StackedTier(spec.id, guarded, writer)
 
 
-def _tier(registry: Registry, spec: TierSpec, namespace: Namespace, *, third_party: bool) -> Tier:
+def _tier(
+    registry: Registry, spec: TierSpec, namespace: Namespace, replica: int, *, third_party: bool
+) -> Tier:
     tier_class = load_tier(registry, spec, third_party=third_party)
     options = dict(spec.options)
-    if namespace.world_size > 1 and "subdirectory" in tier_class.config_type.model_fields:
-        # Ranks are processes of their own; each owns a directory.
-        rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
-        options.setdefault("subdirectory", f"rank-{rank}")
-    return tier_class(validate_options(tier_class.config_type, options, spec.where))
+    if "subdirectory" in tier_class.config_type.model_fields:
+        options |= _own_subdirectory(options, namespace, replica)
+    return tier_class(validate_options(tier_class.config_type, options, spec.origin))
+
+
+def _own_subdirectory(options: Mapping[str, Any], namespace: Namespace, replica: int) -> dict[str, str]:
+    """The option `subdirectory` of this process, where one process owns a directory.
+
+    The first replica has the directories of an engine without replicas, and so keeps their records when
+    another replica is added.
+    """
+    given = options.get("subdirectory")
+    rank = f"rank-{namespace.rank}" if namespace.world_size > 1 else ""
+    if replica == 0:
+        return {"subdirectory": rank} if rank and given is None else {}
+    own = f"dp{replica}-{rank}" if rank else f"dp{replica}"
+    return {"subdirectory": f"{given}/{own}" if given else own}
 
 
 def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[Tier]:
@@ -97,17 +134,20 @@ def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[
     return tier_class
 
 
-def layer_context(
-    spec: TierSpec, index: int, layer: LayerSpec, logger: LimitedLogger, shared: Shared
-) -> LayerContext:
-    """Where the layer of that index is."""
+def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
+    """The layer of that index, with its place in the config."""
+    return layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
+
+
+def layer_context(spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, shared: Shared) -> LayerContext:
+    """Where the layer is."""
     return LayerContext(
         tier=spec.id,
         layer=layer.id,
         timeout_s=spec.timeout_s,
         logger=logger,
         shared=shared,
-        where=f"{spec.where}, layers[{index}] ({layer.id})",
+        where=layer.where,
     )
 
 
@@ -127,7 +167,7 @@ def layered(
             f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
             f" layer {spec.name!r} out of its `layers`"
         )
-    options = validate_options(layer_class.options_type, spec.options, where, beside=("id",))
+    options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
     return layer_class(inner, options, context)
 
 

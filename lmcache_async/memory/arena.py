@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING
 from lmcache_async.errors import BudgetExceededError, ConfigError
 from lmcache_async.memory.buffer import PAGE, Buffer, Slab
 from lmcache_async.memory.region import Region
+from lmcache_async.observability.logging import LimitedLogger, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+logger = LimitedLogger(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +284,11 @@ class Arena:
         try:
             for reclaim in self._reclaimers:
                 before = len(self._free)
-                reclaim(wanted)
+                try:
+                    reclaim(wanted)
+                except BaseException as error:  # noqa: BLE001  # a plug-in's; who wants memory is another one
+                    kind = type(error).__name__
+                    logger.report(f"reclaim.{kind}", "a reclaimer raised %s: %s", kind, describe(error))
                 self._collect()
                 freed = len(self._free) - before  # counted here: a slab that is still looked at is not free
                 self._reclaimed += freed

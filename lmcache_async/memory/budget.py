@@ -19,7 +19,7 @@ class BudgetStatistics:
     """What a budget holds.
 
     Attributes:
-        max_bytes: The whole budget.
+        max_bytes: The most that may be reserved now: the whole budget, or the limit set below it.
         used_bytes: Reserved now.
         peak_bytes: The most that was ever reserved at one time.
         waiting: Reservations that wait now.
@@ -45,6 +45,7 @@ class ByteBudget:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
         self._max_bytes = max_bytes
+        self._limit = max_bytes
         self._used = 0
         self._peak = 0
         self._waited = 0
@@ -55,6 +56,15 @@ class ByteBudget:
     @property
     def max_bytes(self) -> int:
         return self._max_bytes
+
+    def limit(self, nbytes: int) -> None:
+        """Let at most so many bytes of the budget be in use from now on. What is reserved stays reserved.
+
+        A reservation that is within the whole budget is always granted when nothing else is in use.
+        """
+        _check(nbytes)
+        self._limit = min(nbytes, self._max_bytes)
+        self._serve()
 
     def reserve_nowait(self, nbytes: int) -> bool:
         """Reserve now or answer False; False also while others wait."""
@@ -86,8 +96,7 @@ class ByteBudget:
                 return
             self._refused += 1
             raise BudgetExceededError(
-                f"{nbytes} bytes were not free within {timeout_s} s:"
-                f" {self._used} of {self._max_bytes} are in use"
+                f"{nbytes} bytes were not free within {timeout_s} s: {self._used} of {self._limit} are in use"
             ) from None
         except asyncio.CancelledError:
             if _is_granted(granted):
@@ -120,7 +129,7 @@ class ByteBudget:
 
     def statistics(self) -> BudgetStatistics:
         return BudgetStatistics(
-            max_bytes=self._max_bytes,
+            max_bytes=self._limit,
             used_bytes=self._used,
             peak_bytes=self._peak,
             waiting=len(self._waiters),
@@ -129,7 +138,7 @@ class ByteBudget:
         )
 
     def _fits(self, nbytes: int) -> bool:
-        return self._used + nbytes <= self._max_bytes
+        return self._used + nbytes <= (self._limit if self._used else self._max_bytes)
 
     def _add(self, nbytes: int) -> None:
         self._used += nbytes

@@ -103,15 +103,29 @@ class Slab:
         self._owner.slab_idle(self)
 
 
+class LeaseOwner(Protocol):
+    """Ends leases in place of whoever uses them."""
+
+    def retained(self, lease: Buffer) -> None:
+        """`lease` was taken with `retain` of a lease that belongs to this owner."""
+
+
 class Buffer:
     """One lease of one slab, to be released exactly once. Used on the arena's thread.
 
     Workers may read and write its views elsewhere. The slab is used again only when its last lease
     is released *and* the last view (slice, array, tensor) taken from any of them is gone: a view
     that outlives its lease costs a slab, never someone else's bytes.
+
+    A lease can be read-only, and it can belong to an owner that ends it. A tier's buffers are both or
+    one of these: see `lmcache_async.tiers.border`.
+
+    Attributes:
+        readonly: Whether the views and arrays of this lease refuse writes, and its tensors are copies.
+        owner: Releases the lease. A release by anyone else is optional, and may be repeated.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views")
+    __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views", "owner", "readonly")
 
     def __init__(self, slab: Slab, nbytes: int) -> None:
         _check_size(nbytes, slab)
@@ -120,6 +134,8 @@ class Buffer:
         self._nbytes = nbytes
         self._released = False
         self._views: dict[int, memoryview] | None = None  # most leases have none
+        self.readonly = False
+        self.owner: LeaseOwner | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +159,7 @@ class Buffer:
 
     @property
     def view(self) -> memoryview:
-        """The bytes, writable; unusable (ValueError) after the release."""
+        """The bytes; writable unless the lease is read-only. Unusable (ValueError) after the release."""
         return self._view(self._nbytes)
 
     @property
@@ -153,11 +169,16 @@ class Buffer:
 
     @property
     def array(self) -> Bytes:
-        """The bytes as uint8 of shape (nbytes,), without a copy."""
+        """The bytes as uint8 of shape (nbytes,), without a copy.
+
+        Of a read-only lease it is an array that cannot be made writable.
+        """
         return self._bytes()[: self._nbytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """The bytes from `offset` on as a tensor, without a copy.
+
+        PyTorch has no read-only tensors: of a read-only lease it is a copy.
 
         Raises:
             ValueError: They reach beyond `nbytes`.
@@ -167,12 +188,43 @@ class Buffer:
         stop = offset + math.prod(shape) * dtype.itemsize
         if not 0 <= offset <= stop <= self._nbytes:
             raise ValueError(f"bytes {offset} to {stop} are not all within the {self._nbytes} of the buffer")
-        return torch.from_numpy(self._bytes()[offset:stop]).view(dtype).view(shape)
+        array = self._bytes()[offset:stop]
+        return torch.from_numpy(array.copy() if self.readonly else array).view(dtype).view(shape)
 
     def retain(self) -> Buffer:
-        """A further lease of the same slab, with a length and a release of its own."""
+        """A further lease of the same slab, with a length and a release of its own; read-only as this one."""
         self._check_leased()
-        return Buffer(self._slab, self._nbytes)
+        lease = Buffer(self._slab, self._nbytes)
+        lease.readonly = self.readonly
+        if self.owner is not None:
+            self.owner.retained(lease)
+        return lease
+
+    def lend(self, owner: LeaseOwner) -> Buffer:
+        """A further lease of the same slab, read-only and the owner's."""
+        self._check_leased()
+        lease = Buffer(self._slab, self._nbytes)
+        lease.readonly = True
+        lease.owner = owner
+        return lease
+
+    def take_over(self) -> Buffer:
+        """This lease as a new buffer, writable and without an owner; this buffer counts as released.
+
+        Whoever still has this buffer can neither use nor end the lease any more.
+        """
+        self._check_leased()
+        lease = Buffer.__new__(Buffer)
+        lease._slab = self._slab
+        lease._nbytes = self._nbytes
+        lease._released = False
+        lease._views = None
+        lease.readonly = False
+        lease.owner = None
+        self._released = True
+        if self._views is not None:
+            self._end_views(self._views)
+        return lease
 
     def resize(self, nbytes: int) -> None:
         """Set the true length, where it is known only after a read."""
@@ -184,17 +236,15 @@ class Buffer:
         """Give the lease back; its views become unusable.
 
         Raises:
-            RuntimeError: It was given back before.
+            RuntimeError: It was given back before, and has no owner.
         """
         if self._released:
+            if self.owner is not None:
+                return
             raise RuntimeError(f"the lease of slab {self._slab.index} was given back twice")
         self._released = True
         if self._views is not None:
-            for view in self._views.values():
-                # An array or a pending read uses the view: the slab waits for it.
-                with contextlib.suppress(BufferError):
-                    view.release()
-            self._views = None
+            self._end_views(self._views)
         self._slab.drop()
 
     def __enter__(self) -> Self:
@@ -211,6 +261,8 @@ class Buffer:
 
     def _bytes(self) -> Bytes:
         self._check_leased()
+        if self.readonly:  # over a read-only view, so that the flag of the array cannot be set again
+            return np.frombuffer(self._slab.bytes.data.toreadonly(), dtype=np.uint8)
         return self._slab.bytes
 
     def _view(self, nbytes: int) -> memoryview:
@@ -219,8 +271,16 @@ class Buffer:
             self._views = {}
         view = self._views.get(nbytes)
         if view is None:
-            view = self._views[nbytes] = self._slab.bytes.data[:nbytes]
+            view = self._slab.bytes.data[:nbytes]
+            view = self._views[nbytes] = view.toreadonly() if self.readonly else view
         return view
+
+    def _end_views(self, views: dict[int, memoryview]) -> None:
+        for view in views.values():
+            # An array or a pending read uses the view: the slab waits for it.
+            with contextlib.suppress(BufferError):
+                view.release()
+        self._views = None
 
     def _check_leased(self) -> None:
         if self._released:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -86,21 +86,28 @@ class RetrieveRequest(Request):
         return self.progress is not None
 
 
+class Lease(Protocol):
+    """What a batch holds for as long as it is in the chain: a buffer, or room in a queue."""
+
+    def release(self) -> None: ...
+
+
 class Scope:
     """The leases of one batch: all given back when the batch has left the chain, however it left."""
 
-    __slots__ = ("_buffers",)
+    __slots__ = ("_leases",)
 
     def __init__(self) -> None:
-        self._buffers: list[Buffer] = []
+        self._leases: list[Lease] = []
 
-    def add(self, buffers: Iterable[Buffer]) -> None:
-        self._buffers.extend(buffers)
+    def add(self, leases: Iterable[Lease]) -> None:
+        self._leases.extend(leases)
 
     def close(self) -> None:
-        buffers, self._buffers = self._buffers, []
-        for buffer in buffers:
-            buffer.release()
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            if not (isinstance(lease, Buffer) and lease.released):  # a stage may have ended a lease itself
+                lease.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

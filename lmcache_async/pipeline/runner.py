@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +17,11 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.memory.tasks import is_ending, running_task
+from lmcache_async.observability.logging import describe
 from lmcache_async.pipeline.batch import Batch, Request
 from lmcache_async.pipeline.chain import Chain
+from lmcache_async.pipeline.stage import StageInfo
 
 Out = TypeVar("Out")
 
@@ -33,6 +36,8 @@ class Runner(Generic[Out]):
     Args:
         failed: Makes the result of a batch that a cache error, or the deadline, kept from its end.
         ends: Whether a result ends the run: batches after it are given up.
+        admit: Awaited before each batch begins, with the chunks of the whole run and the seconds that are left.
+            With a BudgetExceededError the rest of the run is given up.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Runner(Generic[Out]):
         budget: ByteBudget,
         failed: Callable[[Batch, str], Out],
         ends: Callable[[Out], bool] = lambda _: False,
+        admit: Callable[[Batch, int, float], Awaitable[None]] | None = None,
     ) -> None:
         self.chain = chain
         self._batch_chunks = batch_chunks
@@ -51,6 +57,7 @@ class Runner(Generic[Out]):
         self._budget = budget
         self._failed = failed
         self._ends = ends
+        self._admit = admit
 
     async def run(
         self, request: Request, *, timeout_s: float, on_copied: Callable[[], None] | None = None
@@ -71,7 +78,7 @@ class Runner(Generic[Out]):
             async with asyncio.timeout_at(deadline):
                 head: Any = request
                 for info in self.chain.head:
-                    head = await info.stage(head)
+                    head = await pass_through(info, head)
             batches = self._split(head)
             gate.expect(len(batches))
             return await self._run_batches(batches, deadline, gate)
@@ -89,6 +96,7 @@ class Runner(Generic[Out]):
 
     async def _run_batches(self, batches: list[Batch], deadline: float, gate: _Gate) -> list[Out]:
         run = _Run[Out](batches)
+        num_chunks = sum(len(batch.chunks) for batch in batches)
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline, run.give_up)
         try:
@@ -96,11 +104,18 @@ class Runner(Generic[Out]):
                 for index, batch in enumerate(batches):
                     nbytes = min(batch.budget_chunks * self._chunk_bytes, self._budget.max_bytes)
                     try:
+                        if self._admit is not None:
+                            await self._admit(batch, num_chunks, deadline - loop.time())
                         if nbytes:
                             await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
                     except BudgetExceededError:
+                        batch.scope.close()
                         break
+                    except BaseException:
+                        batch.scope.close()
+                        raise
                     if run.ended:
+                        batch.scope.close()
                         self._budget.release(nbytes)
                         break
                     task = group.create_task(self._run_one(run, index, gate))
@@ -125,7 +140,9 @@ class Runner(Generic[Out]):
                     return
                 if info.writes_device:
                     run.writing.add(index)
-                value = await info.stage(value)
+                value = await pass_through(info, value)
+                if isinstance(value, Batch) and value.scope is not batch.scope:
+                    run.scopes[index].append(value.scope)  # of a stage that did not pass on the batch's own
                 if info.reads_device:
                     gate.pass_one(index)
             run.results[index] = value
@@ -138,13 +155,37 @@ class Runner(Generic[Out]):
             raise
 
     def _finish(self, run: _Run[Out], index: int, nbytes: int, gate: _Gate) -> None:
-        run.batches[index].scope.close()
+        for scope in run.scopes[index]:
+            scope.close()
         self._budget.release(nbytes)
         gate.pass_one(index)
         result = run.results[index]
         if result is None or self._ends(result):
             run.end_after(index)
         run.done[index].set()
+
+
+async def pass_through(info: StageInfo, value: Any) -> Any:
+    """What a stage makes of a value. Stages are plug-ins: what one raises ends no event loop.
+
+    Raises:
+        RuntimeError: It raised an exception that is no Exception, such as SystemExit, or a CancelledError
+            where nobody had asked it to cancel.
+        TypeError: It gave something else than it is annotated with.
+    """
+    task = running_task()
+    try:
+        result = await info.stage(value)
+    except Exception:
+        raise
+    except BaseException as error:
+        if is_ending(error, task):
+            raise
+        text = f"stage {info.name!r} raised {type(error).__name__}: {describe(error)}"
+        raise RuntimeError(text) from error
+    if isinstance(info.gives, type) and not isinstance(result, info.gives):
+        raise TypeError(f"stage {info.name!r} gave {type(result).__name__}, not {info.gives.__name__}")
+    return result
 
 
 def error_cause(error: LMCacheAsyncError) -> str:
@@ -168,6 +209,7 @@ class _Run(Generic[Out]):
     def __init__(self, batches: list[Batch]) -> None:
         count = len(batches)
         self.batches = batches
+        self.scopes = [[batch.scope] for batch in batches]
         self.results: list[Out | None] = [None] * count
         self.done = [asyncio.Event() for _ in range(count)]
         self.tasks: list[asyncio.Task[None]] = []

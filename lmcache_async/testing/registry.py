@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
@@ -27,6 +28,18 @@ class FakeRegistry(Registry):
     ) -> None:
         super().__init__()
         self._given = {TIERS: dict(tiers or {}), STAGES: dict(stages or {}), LAYERS: dict(layers or {})}
+
+    def offering(
+        self, *, tiers: Mapping[str, object] | None = None, stages: Mapping[str, object] | None = None
+    ) -> FakeRegistry:
+        """A registry that offers these too. What is installed is not read again, which takes a while."""
+        other = copy.copy(self)
+        other._given = {
+            **self._given,
+            TIERS: {**self._given[TIERS], **(tiers or {})},
+            STAGES: {**self._given[STAGES], **(stages or {})},
+        }
+        return other
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
         if name in self._given[group]:

@@ -15,6 +15,7 @@ from lmcache_async.testing.caches import DTYPES, cache_forms
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.faults import Fault, FaultKind, FaultPlan, FaultyTier
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES
+from lmcache_async.tiers.layers.border import BorderLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
@@ -119,7 +120,8 @@ def tier_stacks(
         limit = draw(st.none() | st.integers(1, max_slabs))
         inner = DictTier(DictConfig(max_bytes=None if limit is None else limit * SLAB_BYTES))
         faulty = FaultyTier(inner, draw(fault_plans(kinds=fault_kinds)) if fault_kinds else None)
-        guarded = GuardLayer(faulty, name=f"tier{index}", timeout_s=timeout_s, logger=logger)
+        bordered = BorderLayer(faulty, name=f"tier{index}", logger=logger)
+        guarded = GuardLayer(bordered, name=f"tier{index}", timeout_s=timeout_s, logger=logger)
         writer = TierWriter(guarded, name=f"tier{index}", max_bytes=64 * SLAB_BYTES)
         stacked.append(StackedTier(f"tier{index}", guarded, writer))
     return TierStack(stacked, write_timeout_s=timeout_s)

@@ -7,14 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Generic, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypeVar  # typing's own has no default before Python 3.13
 
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.answers import reads, settle
+from lmcache_async.tiers.answers import reads, settle, settle_put
+from lmcache_async.tiers.border import flag
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -25,6 +27,10 @@ class TierConfig(BaseModel):
     """Options of a tier, checked at start-up; a tier's own config derives from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+ConfigT = TypeVar("ConfigT", bound=TierConfig, default=Any)
+"""A tier's own config type. `class MyTier(Tier)` without one is a tier whose `config` is not checked for types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class ScrubReport:
     errors: int = 0
 
 
-class Tier(ABC):
+class Tier(ABC, Generic[ConfigT]):
     """A place that keeps chunks by key.
 
     A buffer's bytes are one sealed record; a tier stores and returns them as they are and need not
@@ -105,8 +111,11 @@ class Tier(ABC):
     content, and either copy may stay. Every coroutine is a cancellation point; once cancelled it
     touches the caller's buffer no more and holds no lease of its own making.
 
-    The caller keeps its lease of the buffer given to `put` until the call has ended; a tier that
-    wants the bytes for longer takes a lease of its own (`buffer.retain()`) or copies them.
+    Buffers belong to the call they were given to. Those of `allocate` that `get` does not return are
+    released when it ends, however it ends, and a call may hold two for each key. The buffer given to
+    `put` is read-only and ends with the call; a tier that wants the bytes for longer takes a lease of
+    its own (`buffer.retain()`), which is read-only too, or copies them. A tier may release what it was
+    given, and need not.
     """
 
     config_type: ClassVar[type[TierConfig]] = TierConfig
@@ -114,7 +123,7 @@ class Tier(ABC):
     on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
     """Set by who wants to know, before it is opened: to be called with the keys that the tier gives up for room."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     @abstractmethod
@@ -158,13 +167,13 @@ class Tier(ABC):
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading keys are there: the length of the longest run from the first on."""
         for count, key in enumerate(keys):
-            if not await self.contains(key):
+            if not flag("contains", await self.contains(key)):
                 return count
         return len(keys)
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """`contains` for each key, in order. Asked only of tiers with a `local_index`."""
-        return [await self.contains(key) for key in keys]
+        return [flag("contains", await self.contains(key)) for key in keys]
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key, in order; a failure is a value in its place.
@@ -190,10 +199,7 @@ class Tier(ABC):
 
         async def one(index: int, key: ChunkKey, buffer: Buffer) -> None:
             async with limit:
-                try:
-                    await self.put(key, buffer)
-                except TierError as error:
-                    results[index] = error
+                await settle_put(results, index, self.put(key, buffer))
 
         async with asyncio.TaskGroup() as group:
             for index, (key, buffer) in enumerate(items):
@@ -236,7 +242,7 @@ class Tier(ABC):
         """Remove every chunk that `keys` lists; how many there were."""
         removed = 0
         for key in [key async for key in self.keys()]:
-            removed += await self.remove(key)
+            removed += flag("remove", await self.remove(key))
         return removed
 
     def statistics(self) -> TierStatistics:

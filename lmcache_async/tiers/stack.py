@@ -16,6 +16,7 @@ from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.outcome import leaving, no_room, release_all, when_all
 from lmcache_async.tiers.plan import Cover, runs
 from lmcache_async.tiers.stacked import Fetched, StackedTier
+from lmcache_async.tiers.writer import WriteReservation
 from lmcache_async.types import ChunkKey
 
 __all__ = ["Fetched", "StackedTier", "TierStack"]
@@ -107,10 +108,13 @@ class TierStack:
         cause = "" if cover.prefix == len(keys) else "tier_error" if failed else "miss"
         return tuple(tier for tier in found if tier is not None), cause
 
-    async def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
+    async def missing(self, keys: Sequence[ChunkKey], *, memory_chunks: int | None = None) -> list[int]:
         """Positions of the chunks that at least one tier that takes any lacks, as far as it is cheap to know.
 
         All of them when no such tier answers: what nobody vouches for is not there.
+
+        Args:
+            memory_chunks: How many leading chunks tiers in the arena are to have; None is all of them.
         """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
@@ -122,7 +126,8 @@ class TierStack:
                 self._count(stacked, "errors", error)
                 continue  # a tier that fails takes no write now either
             answered = True
-            lacking.update(set(everything).difference(held))
+            wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
+            lacking.update(set(wanted).difference(held))
         return sorted(lacking) if answered else everything
 
     async def fetch(
@@ -213,6 +218,28 @@ class TierStack:
             release_all(leases)
             raise
         return leases
+
+    async def reserve_writes(self, keys: Sequence[ChunkKey], *, timeout_s: float) -> list[WriteReservation]:
+        """Wait until every slow tier's queue has room for these chunks.
+
+        Cancelled, or where one has none in time, nothing is reserved.
+
+        Raises:
+            BudgetExceededError: A queue has no room within `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        reservations: list[WriteReservation] = []
+        try:
+            for stacked in self._takers:
+                if stacked.writer is not None:
+                    left = max(0.0, deadline - loop.time())
+                    reservations.append(await stacked.writer.reserve(keys, timeout_s=left))
+        except BaseException:
+            for reservation in reservations:
+                reservation.release()
+            raise
+        return reservations
 
     async def write(
         self,

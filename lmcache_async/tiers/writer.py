@@ -1,10 +1,11 @@
-"""The queue before a slow tier: bounded in bytes, drained in order, several chunks a call."""
+"""The queue before a slow tier: bounded in bytes and in seconds, drained in order, several chunks a call."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
@@ -21,7 +22,7 @@ class WriterStatistics:
     Attributes:
         queued_chunks: Chunks that wait or are being written.
         queued_bytes: Their bytes, which count against `max_bytes`.
-        max_bytes: The bound.
+        max_bytes: The bound, which is lower than configured where the tier is slow.
         refused: Chunks that found no room within their deadline.
     """
 
@@ -31,11 +32,62 @@ class WriterStatistics:
     refused: int
 
 
+class _WriteRate:
+    """How fast a tier writes: bytes a second of the time in which it wrote, later calls weighing more.
+
+    Args:
+        kept: What remains of the weight of earlier calls after each call.
+    """
+
+    __slots__ = ("_bytes", "_ended", "_kept", "_seconds")
+
+    def __init__(self, kept: float = 0.75) -> None:
+        self._kept = kept
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._ended = -math.inf
+
+    def add(self, nbytes: int, start: float, end: float) -> None:
+        """A call wrote so many bytes. Time that it shares with a call that ended before counts once."""
+        self._bytes = self._bytes * self._kept + nbytes
+        self._seconds = self._seconds * self._kept + max(0.0, end - max(start, self._ended))
+        self._ended = end
+
+    def bytes_in(self, seconds: float) -> float:
+        """How much is written in that time; infinite as long as nothing took any."""
+        return self._bytes * seconds / self._seconds if self._seconds else math.inf
+
+
 @dataclass(slots=True, eq=False)
 class _Item:
     key: ChunkKey
     buffer: Buffer
     done: asyncio.Future[TierError | None]
+
+
+class WriteReservation:
+    """Room in a writer's queue for chunks that are still to be submitted.
+
+    A chunk takes its part with `submit`; what is left by then is given back by `release`.
+    """
+
+    __slots__ = ("_keys", "_writer")
+
+    def __init__(self, writer: TierWriter, keys: set[ChunkKey]) -> None:
+        self._writer = writer
+        self._keys = keys
+
+    def take(self, key: ChunkKey) -> bool:
+        """Use the chunk's part; whether there is one."""
+        if key not in self._keys:
+            return False
+        self._keys.discard(key)
+        return True
+
+    def release(self) -> None:
+        """Give back what no chunk has taken. May be called twice."""
+        keys, self._keys = self._keys, set()
+        self._writer.withdraw(self, keys)
 
 
 class TierWriter:
@@ -48,16 +100,31 @@ class TierWriter:
         tier: The tier.
         name: What messages call it.
         max_bytes: Bound of what waits.
+        max_s: Bound of the time in which the tier writes what waits, by the rate of its calls so far. One
+            chunk may wait whatever the rate.
+        chunk_bytes: Bytes of the largest chunk; the bound has room for one at least.
         call_bytes: Most bytes given to one call of `put_many`.
         workers: Calls at the same time.
     """
 
     def __init__(
-        self, tier: Tier, *, name: str, max_bytes: int, call_bytes: int = 64 << 20, workers: int = 2
+        self,
+        tier: Tier,
+        *,
+        name: str,
+        max_bytes: int,
+        max_s: float = math.inf,
+        chunk_bytes: int = 0,
+        call_bytes: int = 64 << 20,
+        workers: int = 2,
     ) -> None:
         self._tier = tier
         self._name = name
-        self._budget = ByteBudget(max_bytes)
+        self._budget = ByteBudget(max(max_bytes, chunk_bytes))
+        self._max_s = max_s
+        self._rate = _WriteRate()
+        self._chunk_bytes = chunk_bytes
+        self._reserved: dict[ChunkKey, WriteReservation] = {}
         self._call_bytes = call_bytes
         self._queue: deque[_Item] = deque()
         self._work = asyncio.Event()
@@ -69,6 +136,25 @@ class TierWriter:
 
     def start(self) -> None:
         self._workers = [asyncio.create_task(self._run()) for _ in range(self._num_workers)]
+
+    async def reserve(self, keys: Collection[ChunkKey], *, timeout_s: float) -> WriteReservation:
+        """Wait for room for chunks that will be submitted. Cancelled, nothing is reserved.
+
+        Raises:
+            BudgetExceededError: There was none within `timeout_s`; or, at once, they are more than the bound.
+        """
+        wanted = set(keys)
+        await self._budget.reserve(len(wanted) * self._chunk_bytes, timeout_s=timeout_s)
+        reservation = WriteReservation(self, wanted)
+        self._reserved.update(dict.fromkeys(wanted, reservation))
+        return reservation
+
+    def withdraw(self, reservation: WriteReservation, keys: Collection[ChunkKey]) -> None:
+        """Give back the room that a reservation has for these chunks."""
+        for key in keys:
+            if self._reserved.get(key) is reservation:
+                del self._reserved[key]
+        self._budget.release(len(keys) * self._chunk_bytes)
 
     async def submit(
         self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float
@@ -86,7 +172,7 @@ class TierWriter:
             future: asyncio.Future[TierError | None] = loop.create_future()
             futures.append(future)
             if refusal is None:
-                refusal = await self._room(buffer.nbytes, deadline - loop.time())
+                refusal = await self._room(key, buffer.nbytes, deadline - loop.time())
             if refusal is not None:
                 self._refused += 1
                 future.set_result(refusal)
@@ -116,16 +202,22 @@ class TierWriter:
             await asyncio.gather(*self._workers, return_exceptions=True)
 
     def statistics(self) -> WriterStatistics:
+        budget = self._budget.statistics()
         return WriterStatistics(
             queued_chunks=len(self._pending),
-            queued_bytes=self._budget.statistics().used_bytes,
-            max_bytes=self._budget.max_bytes,
+            queued_bytes=budget.used_bytes,
+            max_bytes=budget.max_bytes,
             refused=self._refused,
         )
 
-    async def _room(self, nbytes: int, timeout_s: float) -> TierError | None:
+    async def _room(self, key: ChunkKey, nbytes: int, timeout_s: float) -> TierError | None:
         if refusal := self._refusal():
             return refusal
+        reservation = self._reserved.get(key)
+        if reservation is not None and nbytes <= self._chunk_bytes and reservation.take(key):
+            del self._reserved[key]
+            self._budget.release(self._chunk_bytes - nbytes)
+            return None
         if self._budget.reserve_nowait(nbytes):
             return None
         try:
@@ -150,6 +242,8 @@ class TierWriter:
                     self._end(item, error_or_none)
 
     async def _put(self, items: Sequence[_Item]) -> Sequence[TierError | None]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
         try:
             outcome = await self._tier.put_many([(item.key, item.buffer) for item in items])
         except TierError as error:
@@ -159,6 +253,10 @@ class TierWriter:
         if len(outcome) != len(items):
             message = f"tier {self._name!r}: put_many gave {len(outcome)} answers for {len(items)} chunks"
             return [TierError(message)] * len(items)
+        written = sum(item.buffer.nbytes for item, error in zip(items, outcome, strict=True) if error is None)
+        if written:  # a call that only refuses says nothing of the rate
+            self._rate.add(written, start, loop.time())
+            self._budget.limit(int(min(self._rate.bytes_in(self._max_s), self._budget.max_bytes)))
         return outcome
 
     def _take(self) -> list[_Item]:

@@ -58,7 +58,8 @@ class DiskConfig(TierConfig):
         scrub_interval_s: Seconds between the end of one reading of all records and the start of the
             next, in the background, that proves them; 0 is never.
         scrub_max_bytes_per_s: Most bytes a second that are read for that.
-        subdirectory: Appended to `path`; the engine sets `rank-<n>` when there are several ranks.
+        subdirectory: Appended to `path`. The engine sets `rank-<n>` when there are several ranks, `dp<n>` in
+            data-parallel replicas but the first, and `dp<n>-rank-<n>` with both.
     """
 
     path: Annotated[Path, BeforeValidator(parse_path)]

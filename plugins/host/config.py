@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -31,10 +32,9 @@ def _parse_user(value: object) -> int | None:
     value = unless_none(value)
     if value is None:
         return None
-    text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit()):
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
         raise ValueError("expected the number of a user")
-    return int(text)
+    return int(str(value))
 
 
 class HostConfig(TierConfig):

@@ -28,7 +28,7 @@ def _parse_host(value: object) -> object:
 
 
 def _parse_share(value: object) -> int:
-    return 0 if value in (0, "0") else parse_size(value)
+    return 0 if value in (0, "0") and value is not False else parse_size(value)
 
 
 class MooncakeConfig(TierConfig):

@@ -88,8 +88,16 @@ class PeerConfig(TierConfig):
     def _agrees(self) -> Self:
         if self.password_file is not None and self.password_variable:
             raise disagree(
-                "password_variable and password_file are both set; one of them is enough", "password_file"
+                "password_variable and password_file are both set; one of them is enough",
+                "password_file",
+                "password_variable",
             )
         if not self.tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
-            raise disagree("files for TLS are given, but tls is false", "tls")
+            raise disagree(
+                "files for TLS are given, but tls is false",
+                "tls",
+                "tls_ca_file",
+                "tls_cert_file",
+                "tls_key_file",
+            )
         return self

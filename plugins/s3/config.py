@@ -138,6 +138,8 @@ class S3Config(TierConfig):
                 "access_key_id and secret_key (or secret_key_file) belong together; give both or none",
                 "access_key_id",
                 "secret_key",
+                "secret_key_file",
+                "url",
             )
         for name, kind in _BELONGS.items():
             if getattr(self, name) is not None and self.place.kind != kind:

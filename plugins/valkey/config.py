@@ -107,11 +107,13 @@ class ValkeyConfig(TierConfig):
         if address.scheme in SENTINEL_SCHEMES and self.how != "sentinel":
             raise disagree(f"the URL names Sentinels, but mode is {self.mode}", "mode", "url")
         if self.how != "single" and address.scheme == "unix":
-            raise disagree(f"mode {self.how} has several servers, and a Unix socket leads to one", "mode")
+            raise disagree(
+                f"mode {self.how} has several servers, and a Unix socket leads to one", "mode", "url"
+            )
         if self.how == "single" and len(address.endpoints) > 1:
-            raise disagree("several hosts need mode: cluster or mode: sentinel", "url")
+            raise disagree("several hosts need mode: cluster or mode: sentinel", "url", "mode")
         if self.how == "cluster" and address.database:
-            raise disagree("a cluster has the database 0 alone", "url")
+            raise disagree("a cluster has the database 0 alone", "url", "mode")
         if address.scheme in TLS_SCHEMES and self.tls is False:
             raise disagree("the URL asks for TLS, but tls is false", "tls", "url")
         if address.username and self.username not in {"", address.username}:
@@ -119,7 +121,9 @@ class ValkeyConfig(TierConfig):
         for prefix in ("", "sentinel_"):
             if getattr(self, f"{prefix}password_file") and getattr(self, f"{prefix}password_variable"):
                 names = (f"{prefix}password_variable", f"{prefix}password_file")
-                raise disagree(f"{names[0]} and {names[1]} are both set; one of them is enough", names[1])
+                raise disagree(
+                    f"{names[0]} and {names[1]} are both set; one of them is enough", names[1], names[0]
+                )
         return self
 
 

@@ -10,6 +10,7 @@ from lmcache_async.pipeline.batch import Scope
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.testing.simulation import Faults, simulate
+from lmcache_async.tiers.border import CallLeases
 from lmcache_async.tiers.layers.deadline import BoundedLayer
 from lmcache_async.tiers.stack import Fetched, TierStack
 from lmcache_async.tiers.writer import TierWriter
@@ -157,9 +158,10 @@ def late_call_loses_its_lease(patch):
     """A tier that still writes after its caller has gone works on a slab that is somebody else's."""
 
     async def put_many(self, items):
-        return await self._call("put_many", self._write_s, self.inner.put_many(items))
+        return await self._call("put_many", self._write_s, lambda: self.inner.put_many(items))
 
     patch(BoundedLayer, "put_many", put_many)
+    patch(CallLeases, "lend", lambda self, buffer: buffer)
 
 
 def queue_without_bound(patch):

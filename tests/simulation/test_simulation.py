@@ -34,7 +34,7 @@ def test_nothing_happens_that_must_not_happen(seed, faults, installed):
 
 
 def test_the_worlds_are_full_of_events(installed):
-    reports = [simulate(seed, steps=200, faults=Faults.MANY, installed=installed) for seed in range(20, 24)]
+    reports = [simulate(seed, steps=200, faults=Faults.MANY, installed=installed) for seed in range(20, 28)]
 
     total = sum((Counter(report.counts) for report in reports), Counter())
     for event in (

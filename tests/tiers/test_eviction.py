@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.tiers.eviction import LRUPolicy
+from lmcache_async.tiers.eviction.lru import MIN_HINTS
 from lmcache_async.types import ChunkKey
 
 
@@ -289,6 +290,23 @@ def test_what_is_parked_and_leased_costs_one_look_each() -> None:
         policy.evict(1, look)
 
     assert looks == prompt[::-1]
+
+
+@pytest.mark.parametrize(("held", "remembered"), [(0, MIN_HINTS), (MIN_HINTS + 100, MIN_HINTS + 100)])
+def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number(
+    held: int, remembered: int
+) -> None:
+    policy = LRUPolicy()
+    for number in range(held):
+        policy.add(key(number), 1)
+    pairs = [(key(10**6 + 2 * i), key(10**6 + 2 * i + 1)) for i in range(2 * remembered)]
+    for parent, child in pairs:
+        policy.touch([parent, child])
+    for _, child in pairs:
+        policy.add(child, 1)
+
+    known = [policy.before(child) == parent for parent, child in pairs]
+    assert known == [False] * remembered + [True] * remembered
 
 
 def test_adding_a_held_chunk_is_refused() -> None:

@@ -8,6 +8,7 @@ from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance
 from lmcache_async.tiers.base import Capabilities, Tier
 from lmcache_async.tiers.layers.base import LayerConfig, TierLayer
+from lmcache_async.tiers.layers.border import BorderLayer
 from lmcache_async.tiers.layers.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.layers.deadline import DeadlineConfig, DeadlineLayer
 from lmcache_async.tiers.layers.faults import FaultsConfig, FaultsLayer
@@ -29,6 +30,10 @@ class Far(TierLayer):
 
 def guarded(tier: Tier) -> Tier:
     return GuardLayer(tier, name="t", timeout_s=60, logger=LimitedLogger(logging.getLogger("test")))
+
+
+def bordered(tier: Tier) -> Tier:
+    return BorderLayer(tier, name="t", logger=LimitedLogger(logging.getLogger("test")))
 
 
 def metrics(tier: Tier) -> Tier:
@@ -58,6 +63,11 @@ def faults(tier: Tier) -> Tier:
 class TestGuard(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
         return guarded(inner)
+
+
+class TestBorder(LayerConformance, SuffixEvictionConformance):
+    def wrap(self, inner: Tier) -> Tier:
+        return bordered(inner)
 
 
 class TestMetrics(LayerConformance, SuffixEvictionConformance):
@@ -92,4 +102,4 @@ class TestFaultsThatNeverStrike(LayerConformance, SuffixEvictionConformance):
 
 class TestAllTogether(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
-        return guarded(metrics(retry(limit(breaker(deadline(faults(Far(inner))))))))
+        return guarded(metrics(retry(limit(breaker(deadline(faults(bordered(Far(inner)))))))))

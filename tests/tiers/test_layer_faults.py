@@ -280,7 +280,7 @@ async def test_an_engine_takes_them_from_its_config_warns_and_is_never_wrong(cap
             {"damages": ["flop"]},
             "damages[0] is 'flop': expected 'flip', 'truncate' or 'other'; did you mean flip?",
         ),
-        ({"seed": -1}, "seed is -1: expected at least 0"),
+        ({"seed": -1}, "seed is -1: expected a whole number of at least 0"),
     ],
 )
 async def test_wrong_options_stop_the_start(options, text):

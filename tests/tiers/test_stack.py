@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.errors import TierFullError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
@@ -83,12 +83,14 @@ def guarded(tier):
     return GuardLayer(tier, name="t", timeout_s=60, logger=logger)
 
 
-def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0):
+def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0):
     """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
     stacked = []
     for index, tier in enumerate(tiers):
         in_arena = tier.capabilities.in_arena
-        writer = None if in_arena else TierWriter(tier, name=f"t{index}", max_bytes=max_bytes)
+        writer = None
+        if not in_arena:
+            writer = TierWriter(tier, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
         stacked.append(StackedTier(f"t{index}", tier, writer))
     return TierStack(stacked, write_timeout_s=write_timeout_s)
 
@@ -570,3 +572,29 @@ async def test_nothing_is_leased_for_a_pin_where_that_would_be_a_copy(arena):
 
     async with Opened(arena, holding([0], Copies)) as stack:
         assert await stack.lease_in_arena([key_of(0)], [0]) == []
+
+
+async def test_room_is_reserved_in_every_queue_or_in_none(arena):
+    gate = GatedTier(DictTier())
+    async with Opened(arena, DictTier(), gate, max_bytes=200, chunk_bytes=100) as stack:
+        first, second = (stacked.writer for stacked in stack.tiers)
+        items = filled(arena, [9])
+        await second.submit(items, timeout_s=0)
+        release(buffer for _, buffer in items)
+        with pytest.raises(BudgetExceededError):
+            await stack.reserve_writes([key_of(0), key_of(1)], timeout_s=0)
+        assert [w.statistics().queued_bytes for w in (first, second)] == [0, 100]
+
+        reserved = await stack.reserve_writes([key_of(0)], timeout_s=0)
+        assert [w.statistics().queued_bytes for w in (first, second)] == [100, 200]
+        release(reserved)
+        assert [w.statistics().queued_bytes for w in (first, second)] == [0, 100]
+        gate.open_gate()
+
+
+async def test_memory_lacks_only_as_many_leading_chunks_as_it_is_to_have(arena):
+    keys = [key_of(number) for number in range(5)]
+    async with Opened(arena, CPUTier(CPUConfig()), holding([0, 1, 3])) as stack:
+        assert await stack.missing(keys) == [0, 1, 2, 3, 4]
+        assert await stack.missing(keys, memory_chunks=1) == [0, 2, 4]
+        assert await stack.missing(keys, memory_chunks=0) == [2, 4]

@@ -15,6 +15,7 @@ from lmcache_async.testing.steps import cancelled_at_each_step, turns
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.tiers.layered import in_virtual_time, now
 
 SLAB = 4096
 
@@ -368,3 +369,170 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
     assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
     assert len(results_of(futures)) == 4
     assert all(worker.done() for worker in writer._workers)
+
+
+# Room that is reserved.
+
+
+async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_the_rest(arena):
+    tier = GatedTier(DictTier())
+    writer = open_writer(tier, max_bytes=4 * SLAB, chunk_bytes=SLAB)
+    reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
+    with Items(arena, [SLAB] * 3, first=10) as others:
+        refused = await writer.submit(others, timeout_s=0)
+    with Items(arena, [SLAB, 100]) as items:
+        taken = await writer.submit(items, timeout_s=0)
+    assert isinstance(refused[-1].result(), TierFullError)
+    assert writer.statistics().queued_bytes == 3 * SLAB + 100
+    reservation.release()
+    assert writer.statistics().queued_bytes == 3 * SLAB + 100
+
+    tier.open_gate()
+    assert await writer.flush(timeout_s=5)
+    assert results_of([*taken, *refused[:2]]) == [None] * 4
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_what_no_chunk_has_taken_of_a_reservation_is_given_back_once(arena):
+    writer = open_writer(DictTier(), max_bytes=4 * SLAB, chunk_bytes=SLAB)
+    reservation = await writer.reserve([key_of(number) for number in range(4)], timeout_s=0)
+    with Items(arena, [SLAB]) as items:
+        await writer.submit(items, timeout_s=0)
+    assert writer.statistics().queued_bytes == 4 * SLAB
+
+    reservation.release()
+    reservation.release()
+
+    assert await writer.flush(timeout_s=5)
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_two_reservations_for_one_chunk_are_both_given_back(arena):
+    writer = open_writer(DictTier(), max_bytes=4 * SLAB, chunk_bytes=SLAB)
+    first = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
+    second = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
+    first.release()
+    with Items(arena, [SLAB, SLAB]) as items:
+        await writer.submit(items, timeout_s=0)
+    second.release()
+
+    assert await writer.flush(timeout_s=5)
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_no_room_within_the_deadline_reserves_nothing(arena):
+    tier = GatedTier(DictTier())
+    writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
+    with Items(arena, [SLAB], first=5) as items:
+        await writer.submit(items, timeout_s=0)
+    for keys in ([key_of(0), key_of(1)], [key_of(number) for number in range(3)]):
+        with pytest.raises(BudgetExceededError):
+            await writer.reserve(keys, timeout_s=0)
+    waiting = asyncio.ensure_future(writer.reserve([key_of(0), key_of(1)], timeout_s=5))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert writer.statistics().queued_bytes == SLAB
+
+    tier.open_gate()
+    assert await writer.flush(timeout_s=5)
+    (await writer.reserve([key_of(0), key_of(1)], timeout_s=0)).release()
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_a_queue_has_room_for_one_chunk_however_small_its_bound_is(arena):
+    writer = open_writer(DictTier(), max_bytes=10, chunk_bytes=SLAB)
+    with Items(arena, [SLAB]) as items:
+        [future] = await writer.submit(items, timeout_s=0)
+
+    assert await future is None
+    await writer.aclose(timeout_s=1)
+
+
+class TimedTier(DictTier):
+    """Writes so many bytes a second, of all calls together."""
+
+    def __init__(self, bytes_per_s):
+        super().__init__()
+        self.bytes_per_s = bytes_per_s
+        self.busy = asyncio.Lock()
+
+    async def put_many(self, items):
+        async with self.busy:
+            await asyncio.sleep(sum(buffer.nbytes for _, buffer in items) / self.bytes_per_s)
+            return await super().put_many(items)
+
+
+async def written(writer, arena, count, first=0):
+    """Submit chunks of 100 bytes; how many were queued."""
+    with Items(arena, [100] * count, first) as items:
+        futures = await writer.submit(items, timeout_s=0)
+    queued = [not future.done() for future in futures]
+    assert all(isinstance(result, TierFullError) for result in results_of(futures[sum(queued) :]))
+    return sum(queued)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("bytes_per_s", "taken"), [(10, 2), (50, 10), (1000, 20), (0.1, 1)])
+@in_virtual_time
+async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(workers, bytes_per_s, taken):
+    arena = new_arena()
+    writer = open_writer(TimedTier(bytes_per_s), max_bytes=2000, max_s=20, call_bytes=100, workers=workers)
+    assert await written(writer, arena, 4) == 4  # nothing is known of the rate yet
+    assert await writer.flush(timeout_s=10_000)
+
+    assert await written(writer, arena, 25, first=4) == taken
+    assert writer.statistics().refused == 25 - taken
+    start = now()
+    assert await writer.flush(timeout_s=10_000)
+    assert now() - start == pytest.approx(taken * 100 / bytes_per_s)
+    await writer.aclose(timeout_s=1)
+    arena.close()
+
+
+@in_virtual_time
+async def test_a_tier_that_becomes_fast_again_gets_its_queue_back():
+    arena = new_arena()
+    tier = TimedTier(1)
+    writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
+    assert await written(writer, arena, 1) == 1
+    assert await writer.flush(timeout_s=10_000)
+    assert (
+        await written(writer, arena, 20) == 1
+    )  # one chunk may always wait, or the rate would never be known
+    assert await writer.flush(timeout_s=10_000)
+
+    tier.bytes_per_s = 10_000
+    for _ in range(30):
+        await written(writer, arena, 1)
+        assert await writer.flush(timeout_s=10_000)
+
+    assert await written(writer, arena, 20) == 20
+    await writer.aclose(timeout_s=1)
+    arena.close()
+
+
+@in_virtual_time
+async def test_calls_that_refuse_every_chunk_do_not_change_the_bound():
+    arena = new_arena()
+    tier = TimedTier(50)
+    writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
+    await written(writer, arena, 4)
+    assert await writer.flush(timeout_s=10_000)
+    before = writer.statistics().max_bytes
+
+    async def refuse(items):
+        await asyncio.sleep(100)
+        raise TierError("away")
+
+    tier.put_many = refuse
+    await written(writer, arena, 4)
+    assert await writer.flush(timeout_s=10_000)
+
+    assert writer.statistics().max_bytes == before == 1000
+    await writer.aclose(timeout_s=1)
+    arena.close()

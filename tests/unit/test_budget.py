@@ -166,3 +166,30 @@ def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tu
         assert budget.statistics().used_bytes == 0
 
     asyncio.run(main())
+
+
+async def test_a_limit_below_the_budget_holds_until_it_is_raised() -> None:
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(6)
+    budget.limit(7)
+    assert budget.statistics().max_bytes == 7
+    assert not budget.reserve_nowait(2)
+    waiting = asyncio.ensure_future(budget.reserve(4, timeout_s=5))
+    await turns()
+    assert not waiting.done()
+
+    budget.limit(99)  # the whole budget, not more
+
+    await turns()
+    assert waiting.done()
+    assert budget.statistics().used_bytes == budget.statistics().max_bytes == 10
+
+
+async def test_a_reservation_within_the_budget_is_granted_alone_whatever_the_limit() -> None:
+    budget = ByteBudget(10)
+    budget.limit(0)
+
+    assert budget.reserve_nowait(10)
+    assert not budget.reserve_nowait(1)
+    budget.release(10)
+    assert not budget.reserve_nowait(11)

@@ -167,3 +167,97 @@ def test_a_slab_is_free_after_its_last_lease(arena: Arena) -> None:
         assert arena.statistics().leased_slabs == 1
         other.release()
     assert arena.statistics().leased_slabs == 0
+
+
+class Owner:
+    """Notes the leases that were retained."""
+
+    def __init__(self) -> None:
+        self.leases: list[Buffer] = []
+
+    def retained(self, lease: Buffer) -> None:
+        self.leases.append(lease)
+
+
+def test_a_lent_lease_cannot_be_written_through(arena: Arena) -> None:
+    with leased(arena) as buffer:
+        buffer.view[:] = b"x" * 100
+        lease = buffer.lend(Owner())
+        array, tensor = lease.array, lease.tensor(torch.uint8, (100,))
+
+        for view in (lease.view, lease.padded_view, lease.view[3:9], memoryview(array)):
+            assert view.readonly
+            with pytest.raises(TypeError, match="read-only memory"):
+                view[0] = 1
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+        with lease.retain() as further:
+            assert further.readonly
+            assert further.view.readonly
+        tensor.fill_(7)
+        assert (lease.readonly, buffer.readonly) == (True, False)
+        assert bytes(lease.view) == bytes(buffer.view) == b"x" * 100
+        del array, tensor, view
+        lease.release()
+
+
+def test_a_lent_lease_is_of_the_same_bytes_without_a_copy(arena: Arena) -> None:
+    with leased(arena) as buffer:
+        lease = buffer.lend(Owner())
+        view, array = lease.view, lease.array
+        buffer.view[:] = b"y" * 100
+
+        assert bytes(view) == array.tobytes() == b"y" * 100
+        assert array.ctypes.data == lease.address == buffer.address
+        del view, array
+        lease.release()
+
+
+def test_an_owned_lease_may_be_released_twice_and_its_leases_are_the_owners_to_know(arena: Arena) -> None:
+    owner = Owner()
+    with leased(arena) as buffer:
+        lease = buffer.lend(owner)
+        further = lease.retain()
+        for _ in range(2):
+            lease.release()
+
+        assert owner.leases == [further]
+        assert arena.statistics().leased_slabs == 1
+        further.release()
+        buffer.view[:] = b"z" * 100
+
+
+def test_a_lease_that_is_taken_over_is_out_of_reach_of_the_former_buffer(arena: Arena) -> None:
+    former = leased(arena)
+    former.owner = Owner()
+    view = former.view
+    former.resize(50)
+    buffer = former.take_over()
+
+    assert former.released
+    former.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        view[0] = 1
+    with pytest.raises(ValueError, match="was released"):
+        former.retain()
+    assert (buffer.nbytes, buffer.readonly, buffer.owner, buffer.shared) == (50, False, None, False)
+    buffer.view[:] = b"w" * 50
+    assert arena.statistics().leased_slabs == 1
+    buffer.release()
+
+
+@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS.keys())
+def test_a_slab_is_not_used_again_while_a_read_only_view_of_it_lives(arena: Arena, take: Any) -> None:
+    buffer = leased(arena)
+    lease = buffer.lend(Owner())
+    view = take(lease)
+    lease.release()
+    buffer.release()
+
+    is_copy = isinstance(view, torch.Tensor)
+    assert arena.statistics().lingering_slabs == (0 if is_copy else 1)
+    del view
+    gc.collect()
+    assert arena.statistics().leased_slabs == 0

@@ -11,6 +11,7 @@ import uvloop
 from lmcache_async.engine import loop as loop_module
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import EngineClosedError
+from tests.broken_loop import BrokenLoops
 
 ENDED = (concurrent.futures.CancelledError, EngineClosedError)
 
@@ -203,3 +204,90 @@ def test_submits_of_many_threads_during_the_closing_all_end():
             thread.join(10)
 
         assert len(ends) == 4
+
+
+async def exit_in_task():
+    raise SystemExit(1)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def ends_loop(kind):
+    """A coroutine that ends an event loop in that way."""
+
+    async def stop():
+        asyncio.get_running_loop().stop()
+
+    async def in_task():
+        await asyncio.ensure_future(exit_in_task())
+
+    async def in_callback():
+        asyncio.get_running_loop().call_soon(interrupt)
+
+    return {
+        "loop.stop": stop,
+        "SystemExit in a task": in_task,
+        "KeyboardInterrupt in a callback": in_callback,
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["loop.stop", "SystemExit in a task", "KeyboardInterrupt in a callback"])
+def test_no_task_or_callback_ends_the_loop(loop, caplog, kind):
+    parked = Parked()
+    waiting = loop.submit(parked.run())
+    parked.started.wait(5)
+    for number in range(3):
+        loop.submit(ends_loop(kind))
+        assert loop.submit(answer(number)).result(5) == number
+
+    assert not waiting.done()
+    assert "the event loop goes on" in caplog.text
+    assert loop._thread.is_alive()
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    return BrokenLoops(monkeypatch)
+
+
+def test_a_thread_that_ends_by_itself_fails_pending_and_later_calls_at_once(broken, caplog):
+    loop, parked = LoopThread(), Parked()
+    waiting = loop.submit(parked.run())
+    parked.started.wait(5)
+
+    broken.break_one(loop.call_soon)
+
+    with pytest.raises(ENDED):
+        waiting.result(5)
+    assert parked.ended == ["cancelled", "cleaned up"]
+    for call in (lambda: loop.submit(answer(1)), lambda: loop.call_soon(print)):
+        with pytest.raises(EngineClosedError, match=r"has ended: OSError: the selector is closed"):
+            call()
+    assert "every call fails from now on" in caplog.text
+    loop.close()
+    assert not loop._thread.is_alive()
+
+
+def test_a_call_that_outlives_the_end_of_the_thread_fails_all_the_same(broken, monkeypatch):
+    monkeypatch.setattr(loop_module, "LAST_S", 0.01)
+    loop, inside = LoopThread(), threading.Event()
+
+    async def stubborn():
+        inside.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    waiting = loop.submit(stubborn())
+    inside.wait(5)
+    broken.break_one(loop.call_soon)
+
+    with pytest.raises(EngineClosedError, match="has ended: OSError"):
+        waiting.result(5)
+    loop.close()
+    del waiting
+    gc.collect()  # as above

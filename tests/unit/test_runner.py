@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierUnavailableError
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Batch, HashedBatch, PlannedBatch, Request
 from lmcache_async.pipeline.chain import Chain
@@ -72,7 +72,7 @@ class OrderedStarts(Starts):
     ordered = True
 
 
-def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: False):
+def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: False, admit=None):
     chain = Chain.named([("cut", Cut()), *((type(stage).__name__, stage) for stage in stages)])
     budget = ByteBudget(max_bytes)
     runner = Runner(
@@ -82,6 +82,7 @@ def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: Fa
         budget=budget,
         failed=lambda batch, cause: [cause],
         ends=ends,
+        admit=admit,
     )
     return runner, budget
 
@@ -275,3 +276,67 @@ def test_the_last_batches_of_what_is_read_are_ever_smaller(count, resident, size
     cuts = planned.cuts(size, 64)
 
     assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths
+
+
+class Held:
+    """A lease that says how often it was given back."""
+
+    def __init__(self):
+        self.released = 0
+
+    def release(self):
+        self.released += 1
+
+
+async def test_each_batch_is_admitted_before_it_begins_and_what_it_was_given_goes_back():
+    asked, held = [], []
+    watch = Watch()
+
+    async def admit(batch, num_chunks, timeout_s):
+        asked.append((batch.chunks[0].start, num_chunks, 0 < timeout_s <= 5, list(watch.started)))
+        held.append(Held())
+        batch.scope.add([held[-1]])
+
+    runner, _ = runner_of(watch, Starts(), batch_chunks=2, max_bytes=20, admit=admit)
+
+    await runner.run(request_of(5), timeout_s=5)
+
+    assert [one[:3] for one in asked] == [(0, 5, True), (2, 5, True), (4, 5, True)]
+    assert all(start not in started for start, _, _, started in asked)
+    assert [one.released for one in held] == [1, 1, 1]
+
+
+async def test_a_batch_that_is_not_admitted_ends_the_run_there():
+    held = Held()
+
+    async def admit(batch, num_chunks, timeout_s):
+        if batch.chunks[0].start:
+            batch.scope.add([held])
+            raise BudgetExceededError("no room")
+
+    runner, budget = runner_of(Starts(), batch_chunks=2, admit=admit)
+
+    results = await runner.run(request_of(6), timeout_s=5)
+
+    assert results == [[0, 1], ["deadline"], ["deadline"]]
+    assert held.released == 1
+    assert budget.statistics().used_bytes == 0
+
+
+async def test_cancelled_while_a_batch_waits_to_be_admitted_nothing_is_left():
+    held, waiting = Held(), asyncio.Event()
+
+    async def admit(batch, num_chunks, timeout_s):
+        batch.scope.add([held])
+        waiting.set()
+        await asyncio.Event().wait()
+
+    runner, budget = runner_of(Starts(), admit=admit)
+    task = asyncio.ensure_future(runner.run(request_of(2), timeout_s=5))
+    await waiting.wait()
+    task.cancel()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert held.released == 1
+    assert budget.statistics().used_bytes == 0

@@ -13,7 +13,8 @@ import pytest_asyncio
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.records import check_record, key_of, record, small_arena
+from lmcache_async.testing import records
+from lmcache_async.testing.records import check_record, key_of, small_arena
 from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey
@@ -103,6 +104,19 @@ async def in_time(call: Awaitable[T]) -> T:
         task.cancel()
     assert not running, f"a call did not end in {DEADLINE_S} s"
     return task.result()
+
+
+class _Caller:
+    """Owns the leases that a tier is given; leases that a tier retains are the tier's own."""
+
+    def retained(self, lease: Buffer) -> None:
+        """Nothing to do: the tier releases it."""
+
+
+def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
+    """The sealed record of chunk `number` as an engine gives it to `put`: in a read-only buffer."""
+    with records.record(arena, number, payload_bytes) as buffer:
+        return buffer.lend(_Caller())
 
 
 async def put(tier: Tier, arena: Arena, numbers: Iterable[int], payload_bytes: int = 5000) -> None:

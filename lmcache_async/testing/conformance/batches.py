@@ -11,10 +11,11 @@ from lmcache_async.testing.conformance.base import (
     leases_are_back,
     listed,
     put,
+    record,
     release_all,
     scribble,
 )
-from lmcache_async.testing.records import check_record, key_of, record
+from lmcache_async.testing.records import check_record, key_of
 from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
 
 

@@ -17,10 +17,11 @@ from lmcache_async.testing.conformance.base import (
     leases_are_back,
     leases_content,
     put,
+    record,
     release_all,
     scribble,
 )
-from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import cancelled_at_await, cancelled_at_each_await
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey

@@ -9,8 +9,16 @@ import pytest_asyncio
 
 from lmcache_async.errors import TierFullError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.testing.conformance.base import Cases, are_answers, holds, in_time, leases_are_back, put
-from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of, record
+from lmcache_async.testing.conformance.base import (
+    Cases,
+    are_answers,
+    holds,
+    in_time,
+    leases_are_back,
+    put,
+    record,
+)
+from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of
 from lmcache_async.tiers.base import Allocate, Tier
 
 ROOM = 6

@@ -14,9 +14,11 @@ from lmcache_async.testing.conformance.base import (
     leases_content,
     listed,
     put,
+    record,
     scribble,
 )
-from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, check_record, key_of, record
+from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, check_record, key_of
+from lmcache_async.testing.records import record as writable_record
 from lmcache_async.tiers.base import Allocate, Tier
 
 LENGTHS = (
@@ -61,23 +63,27 @@ class ContentCases(Cases):
     async def test_put_leaves_the_callers_buffer_and_lease_alone(
         self, opened: Tier, arena: Arena, allocate: Allocate
     ) -> None:
-        buffer = record(arena, 1)
-        content = bytes(buffer.view)
-        await opened.put(key_of(1), buffer)
+        for verb in ("put", "put_many"):
+            buffer = record(arena, 1)
+            content = bytes(buffer.view)
+            if verb == "put":
+                await opened.put(key_of(1), buffer)
+            else:
+                assert await opened.put_many([(key_of(1), buffer)]) == [None]
 
-        assert not buffer.released, "put released the caller's lease"
-        assert bytes(buffer.view) == content, "put changed the caller's bytes"
-        buffer.release()
-        await leases_are_back(opened, arena)
-        scribble(arena)
-        assert await holds(opened, 1, allocate)
+            assert not buffer.released, f"{verb} released the caller's lease"
+            assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
+            buffer.release()
+            await leases_are_back(opened, arena)
+            scribble(arena)
+            assert await holds(opened, 1, allocate)
 
     async def test_what_a_tier_outside_the_arena_keeps_does_not_follow_the_callers_buffer(
         self, opened: Tier, arena: Arena, allocate: Allocate
     ) -> None:
         if opened.capabilities.in_arena:
             return
-        with record(arena, 1) as buffer:
+        with writable_record(arena, 1) as buffer:
             await opened.put(key_of(1), buffer)
             assert not buffer.shared, "put has ended, and the tier holds a lease of the caller's memory"
             buffer.view[:] = bytes(buffer.nbytes)

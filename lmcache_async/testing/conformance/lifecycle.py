@@ -11,9 +11,17 @@ import pytest
 
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.testing.conformance.base import Cases, holds, in_time, leases_are_back, put, release_all
+from lmcache_async.testing.conformance.base import (
+    Cases,
+    holds,
+    in_time,
+    leases_are_back,
+    put,
+    record,
+    release_all,
+)
 from lmcache_async.testing.conformance.content import LENGTHS
-from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Allocate, Tier
 
 

@@ -6,8 +6,8 @@ import asyncio
 import random
 
 from lmcache_async.memory.arena import Arena
-from lmcache_async.testing.conformance.base import Cases, holds, in_time, leases_are_back, listed, put
-from lmcache_async.testing.records import key_of, record
+from lmcache_async.testing.conformance.base import Cases, holds, in_time, leases_are_back, listed, put, record
+from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Allocate, Tier
 
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from lmcache_async.types import ChunkKey
 
-# Places in a prompt remembered for chunks not held yet: those of a lookup whose store is still to come.
+# Places in a prompt remembered for chunks not held yet: those of a lookup whose store is still to come. As many
+# as chunks are held, within these bounds: what is never stored, as of most lookups of a full tier, is of no use.
+# The lower one covers a prompt of a million tokens in chunks of 256. A place takes some 230 bytes.
+MIN_HINTS = 1 << 12
 MAX_HINTS = 1 << 16
 
 
@@ -163,7 +166,8 @@ class LRUPolicy(EvictionPolicy):
     def _hint(self, child: ChunkKey, parent: ChunkKey) -> None:
         self._hints[child] = parent
         self._hints.move_to_end(child)
-        if len(self._hints) > self._max_hints:
+        bound = min(max(MIN_HINTS, len(self._sizes)), self._max_hints)
+        while len(self._hints) > bound:
             self._hints.popitem(last=False)
 
     def _link(self, child: ChunkKey, parent: ChunkKey) -> None:

@@ -21,8 +21,8 @@ from lmcache_async.errors import (
     TierPartUnavailableError,
     TierSuspendedError,
 )
+from lmcache_async.tiers.answers import memory_was_short
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.answers import memory_was_short
 from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics

@@ -11,8 +11,10 @@ from pydantic import BeforeValidator
 from lmcache_async.config.values import Seconds, parse_seconds, unless_none
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.tasks import is_ending, running_task
+from lmcache_async.tiers.answers import release_answers
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import release_answers
+from lmcache_async.tiers.border import ContractError
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, TierLayer
 from lmcache_async.types import ChunkKey
 
@@ -83,84 +85,104 @@ class BoundedLayer(TierLayer):
         return all(await asyncio.gather(*waits))
 
     async def contains(self, key: ChunkKey) -> bool:
-        return await self._call("contains", self._lookup_s, self.inner.contains(key))
+        return await self._call("contains", self._lookup_s, lambda: self.inner.contains(key))
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return await self._call("count_prefix", self._lookup_s, self.inner.count_prefix(keys))
+        return await self._call("count_prefix", self._lookup_s, lambda: self.inner.count_prefix(keys))
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self._call("contains_many", self._lookup_s, self.inner.contains_many(keys))
+        return await self._call("contains_many", self._lookup_s, lambda: self.inner.contains_many(keys))
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        call = self.inner.get(key, allocate)
-        return await self._call("get", self._read_s, call, lambda buffer: release_answers([buffer]))
+        return await self._call("get", self._read_s, lambda: self.inner.get(key, allocate))
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        call = self.inner.get_many(keys, allocate)
-        return await self._call("get_many", self._read_s, call, release_answers)
+        return await self._call("get_many", self._read_s, lambda: self.inner.get_many(keys, allocate))
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        if self._write_s is None:
+            return await self.inner.put(key, buffer)
         kept = buffer.retain()
-        await self._call("put", self._write_s, self.inner.put(key, kept), finally_=kept.release)
+        return await self._call(
+            "put", self._write_s, lambda: self.inner.put(key, kept), finally_=kept.release
+        )
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        if self._write_s is None:
+            return await self.inner.put_many(items)
         kept = [(key, buffer.retain()) for key, buffer in items]
         return await self._call(
             "put_many",
             self._write_s,
-            self.inner.put_many(kept),
+            lambda: self.inner.put_many(kept),
             finally_=lambda: release_answers([buffer for _, buffer in kept]),
         )
 
     async def remove(self, key: ChunkKey) -> bool:
-        return await self._call("remove", self._write_s, self.inner.remove(key))
+        return await self._call("remove", self._write_s, lambda: self.inner.remove(key))
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        return await self._call("reject", self._write_s, self.inner.reject(key, cause))
+        return await self._call("reject", self._write_s, lambda: self.inner.reject(key, cause))
 
     async def clear(self) -> int:
-        return await self._call("clear", self._write_s, self.inner.clear())
+        return await self._call("clear", self._write_s, self.inner.clear)
 
     async def _call(
         self,
         verb: str,
         timeout_s: float | None,
-        coroutine: Coroutine[Any, Any, T],
-        discard: Callable[[T], None] | None = None,
+        run: Callable[[], Coroutine[Any, Any, T]],
+        *,
         finally_: Callable[[], None] | None = None,
     ) -> T:
-        """Await a call of the tier; `discard` takes a result nobody waits for any more."""
-        if timeout_s is None:  # nothing to bound, so no task of its own
-            try:
-                return await coroutine
-            finally:
-                if finally_ is not None:
-                    finally_()
-        task = asyncio.ensure_future(coroutine)
+        """Await a call of the tier. The buffers of an answer that comes too late are released.
+
+        Args:
+            verb: For messages.
+            timeout_s: Its time; None sets no bound, and needs no task.
+            run: Begins the call.
+            finally_: Called when the call has really ended.
+        """
+        if timeout_s is None:
+            return await run()
+        task = asyncio.ensure_future(self._run(verb, run))
         if finally_ is not None:
             task.add_done_callback(lambda _: finally_())
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
         except asyncio.CancelledError:
-            self._leave(task, discard)
+            self._leave(task)
             raise
         if not done:
-            self._leave(task, discard)
+            self._leave(task)
             raise TierUnavailableError(f"tier {self._name!r}: {verb} gave no answer in {timeout_s} s")
         return self._result(verb, task)
 
+    async def _run(self, verb: str, run: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The call as its own task runs it. A SystemExit of a layer inside would end the event loop."""
+        task = running_task()
+        try:
+            return await run()
+        except Exception:
+            raise
+        except BaseException as error:
+            if is_ending(error, task):
+                raise
+            raise ContractError.of(verb, error) from error
+
     def _result(self, verb: str, task: asyncio.Task[T]) -> T:
         """What a call that ended in time came to."""
-        del verb
+        if task.cancelled():
+            raise ContractError(f"{verb} cancelled its own task")
         return task.result()
 
-    def _leave(self, task: asyncio.Task[T], discard: Callable[[T], None] | None) -> None:
+    def _leave(self, task: asyncio.Task[T]) -> None:
         def ended(task: asyncio.Task[T]) -> None:
             self._late.discard(task)
             if task.cancelled() or task.exception() is not None:
                 return
-            if discard is not None:
-                discard(task.result())
+            answer = task.result()
+            release_answers(answer if isinstance(answer, list) else [answer])
 
         self._late.add(task)
         task.add_done_callback(ended)

@@ -11,11 +11,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from lmcache_async.config.values import Probability, Wait, parse_names, parse_probability, unless_none
+from lmcache_async.config.values import Probability, Seed, Wait, parse_names, parse_probability, unless_none
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.answers import check_answers
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import check_answers
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.types import ChunkKey
 
@@ -71,7 +71,7 @@ class FaultsConfig(LayerConfig):
         remove: For `remove` and `reject`.
     """
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     error: Probability = 0.0
     delay: Probability = 0.0
     delay_s: Wait = 1.0

@@ -1,17 +1,18 @@
-"""The border around a tier: every call ends within the deadline, and fails as TierError alone."""
+"""The deadline of a tier, around all of its layers: every call ends in time, and fails as TierError alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
+from lmcache_async.errors import LMCacheAsyncError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.logging import LimitedLogger, describe
+from lmcache_async.tiers.answers import release_answers
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import check_answers
+from lmcache_async.tiers.border import Border, ContractError, flag, flags, number, read
 from lmcache_async.tiers.layers.deadline import BoundedLayer
 from lmcache_async.types import ChunkKey
 
@@ -19,7 +20,9 @@ T = TypeVar("T")
 
 
 class GuardLayer(BoundedLayer):
-    """Deadline and error border of one tier; outside of all its other layers, and not to be configured away.
+    """Deadline of one tier, and border around its layers; outside of all of them, and always there.
+
+    What `BorderLayer` checks for the tier is checked here for the layers, which may be third-party too.
 
     Args:
         inner: The tier.
@@ -40,13 +43,8 @@ class GuardLayer(BoundedLayer):
         close_timeout_s: float | None = None,
         open_timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(
-            inner,
-            name=name,
-            lookup_s=timeout_s,
-            read_s=timeout_s,
-            write_s=timeout_s,
-        )
+        super().__init__(inner, name=name, lookup_s=timeout_s, read_s=timeout_s, write_s=timeout_s)
+        self._border = Border(name, logger)
         self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
         self._logger = logger
         self._open_timeout_s = open_timeout_s
@@ -69,13 +67,19 @@ class GuardLayer(BoundedLayer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the tier; one that does not end in time is left as it is, and said to be."""
+        """Close the tier. One that fails, or does not end in time, is left as it is and logged."""
+
+        def close() -> Coroutine[Any, Any, None]:
+            return BoundedLayer.__aexit__(self, kind, error, trace)
+
         try:
             async with asyncio.timeout(2 * self._close_timeout_s):
                 try:
                     await self.drain(timeout_s=self._close_timeout_s)
                 finally:
-                    await super().__aexit__(kind, error, trace)
+                    await self._border.call("closing", close, lambda _: None)
+        except LMCacheAsyncError as failure:
+            self._border.report("closing", f"closing failed: {describe(failure)}")
         except TimeoutError:
             self._logger.report(
                 f"{self._name}.close",
@@ -84,34 +88,45 @@ class GuardLayer(BoundedLayer):
                 2 * self._close_timeout_s,
             )
 
+    async def contains(self, key: ChunkKey) -> bool:
+        return self._checked("contains", await super().contains(key), flag)
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        found = await super().count_prefix(keys)
+        return self._checked("count_prefix", found, lambda verb, answer: number(verb, answer, len(keys)))
+
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         there = await super().contains_many(keys)
-        self._check_count("contains_many", there, keys)
-        return there
+        return self._checked("contains_many", there, lambda verb, answers: flags(verb, answers, len(keys)))
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        return self._checked("get", await super().get(key, allocate), read)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        results = await super().get_many(keys, allocate)
-        self._check_count("get_many", results, keys)
-        return results
+        answers = await super().get_many(keys, allocate)
+        try:
+            return self._checked(
+                "get_many", answers, lambda verb, given: self._border.reads(verb, given, len(keys))
+            )
+        except TierError:
+            release_answers(answers)
+            raise
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        answers = await super().put_many(items)
+        return self._checked(
+            "put_many", answers, lambda verb, given: self._border.outcomes(verb, given, len(items))
+        )
+
+    def _checked(self, verb: str, answer: object, check: Callable[[str, object], T]) -> T:
+        try:
+            return check(verb, answer)
+        except ContractError as error:
+            raise self._border.failure(verb, error) from None
 
     def _result(self, verb: str, task: asyncio.Task[T]) -> T:
         try:
-            return task.result()
-        except (TierError, BudgetExceededError):
-            raise
-        except LMCacheAsyncError as error:
-            raise TierError(f"tier {self._name!r}: {verb} failed: {error}") from error
-        except Exception as error:
-            # The border: whatever a third-party tier raises becomes a miss or a drop, and is told once.
-            self._logger.report(
-                f"{self._name}.{verb}.{type(error).__name__}",
-                "tier %r: %s raised %s: %s",
-                self._name,
-                verb,
-                type(error).__name__,
-                error,
-            )
-            raise TierError(f"tier {self._name!r}: {verb} raised {type(error).__name__}: {error}") from error
-
-    def _check_count(self, verb: str, answers: Sequence[object], asked: Sequence[object]) -> None:
-        check_answers(f"tier {self._name!r}: {verb}", answers, len(asked))
+            return super()._result(verb, task)
+        except BaseException as error:  # noqa: BLE001  # of a task that has ended: no cancellation of ours
+            failure = self._border.failure(verb, error)
+            raise failure from failure.__cause__

@@ -16,8 +16,8 @@ from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailable
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.answers import check_answers, release_answers
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import check_answers, release_answers
 from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.types import ChunkKey

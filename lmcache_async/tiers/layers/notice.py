@@ -26,7 +26,7 @@ class NoticeLayer(TierLayer):
     """Changes nothing. What a backend that others share drops by itself, nobody here can know.
 
     Args:
-        inner: The tier itself, without layers.
+        inner: The tier in its border, without other layers.
         name: Its id.
         watcher: Who is told.
     """
@@ -35,7 +35,10 @@ class NoticeLayer(TierLayer):
         super().__init__(inner)
         self._name = name
         self._watcher = watcher
-        inner.on_evicted = self._gone
+        tier = inner
+        while isinstance(tier, TierLayer):
+            tier = tier.inner
+        tier.on_evicted = self._gone
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         await self.inner.put(key, buffer)

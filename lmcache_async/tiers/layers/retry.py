@@ -6,16 +6,16 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Self, TypeVar
+from typing import Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lmcache_async.config.explain import disagree
-from lmcache_async.config.values import Count, Seconds
+from lmcache_async.config.values import Count, OptionalSeed, Seconds
 from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.answers import check_answers, memory_was_short, release_answers
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.answers import check_answers, memory_was_short, release_answers
 from lmcache_async.tiers.layers.around import AroundLayer, Call
 from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
 from lmcache_async.types import ChunkKey
@@ -36,7 +36,7 @@ class RetryConfig(LayerConfig):
     attempts: Count = 3
     base_s: Seconds = 0.05
     max_s: Seconds = 1.0
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: OptionalSeed = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

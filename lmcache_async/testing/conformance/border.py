@@ -1,0 +1,186 @@
+"""The suite for the border around a tier: an engine outlives any tier, whatever the layers around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.loop import LoopThread
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.misbehaviour import MISBEHAVIOURS, MisbehavingTier, Misbehaviour
+from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import DEADLINE_S
+from lmcache_async.types import ChunkKey
+
+CHUNKS = 4
+"""Of a prompt."""
+
+HANGING_TIMEOUT_S = 0.02
+"""`timeout_s` of a tier whose calls do not end by themselves."""
+
+
+class BorderConformance:
+    """An engine with a misbehaving tier still answers, serves no wrong byte and leaks nothing.
+
+    Subclass it to test other layers around the tier:
+
+    ```python
+    class TestMyLayer(BorderConformance):
+        layers = ({"name": "my_layer", "retries": 3},)
+
+        @classmethod
+        def make_registry(cls):
+            return FakeRegistry(layers={"my_layer": MyLayer})
+    ```
+
+    Attributes:
+        layers: The `layers` of the misbehaving tier, as in a config; None for the default ones.
+    """
+
+    layers: ClassVar[Sequence[object] | None] = None
+    _made: ClassVar[FakeRegistry]
+
+    @classmethod
+    def make_registry(cls) -> FakeRegistry:
+        """Where the engine finds its plug-ins, other than the tiers of a case."""
+        return FakeRegistry()
+
+    @classmethod
+    def _registry(cls) -> FakeRegistry:
+        """Made once for each class: it reads the metadata of all that is installed."""
+        if "_made" not in vars(cls):
+            cls._made = cls.make_registry()
+        return cls._made
+
+    @pytest.mark.parametrize("mode", MISBEHAVIOURS, ids=str)
+    def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier(self, mode: Misbehaviour) -> None:
+        case = _Case(mode, self.layers, self._registry())
+        with LoopThread("border") as thread:
+            thread.submit(case.attack()).result(DEADLINE_S)
+            thread.submit(case.serves_the_rest()).result(DEADLINE_S)
+
+    @pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if not mode.ends_loop], ids=str)
+    def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(self, mode: Misbehaviour) -> None:
+        case = _Case(mode, self.layers, self._registry())
+
+        async def main() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                await case.attack()
+                await case.serves_the_rest()
+
+        asyncio.run(main())
+
+
+class _Case:
+    """One engine over three tiers: the misbehaving one is the fastest, then host memory, then a dict."""
+
+    def __init__(self, mode: Misbehaviour, layers: Sequence[object] | None, registry: FakeRegistry) -> None:
+        self._mode = mode
+        self._layers = layers
+        self._registry = registry
+        self._rig = Rig()
+        self._records: dict[ChunkKey, bytes] = {}
+        self._first = list(range(100, 100 + CHUNKS * self._rig.chunk_size))
+        self._second = list(range(500, 500 + CHUNKS * self._rig.chunk_size))
+
+    async def attack(self) -> None:
+        """Store, misbehave, look up, retrieve and store, and look at what is left."""
+        mode, bad = self._mode, MisbehavingTier(self._mode)
+        async with self._open(bad=bad, other=self._other()) as engine:
+            await self._store(engine, self._first)
+            assert await engine.flush(timeout_s=DEADLINE_S)
+            bad.begin()
+            for _ in range(CHUNKS + 1):
+                found = await self._retrieve(engine, self._first)
+            assert found == len(self._first) or not mode.serves, "the other tiers did not serve the prompt"
+            for _ in range(3):
+                await self._store(engine, self._second)
+                found = await self._retrieve(engine, self._second)
+            assert found == len(self._second) or not mode.serves, "the other tiers did not take the prompt"
+            engine.statistics()
+            if mode.kind == "time":
+                bad.end()  # or it would hold what its calls were given for as long as they run
+            await _until_idle(engine)
+
+    async def serves_the_rest(self) -> None:
+        """What the other tiers were given meanwhile is right."""
+        async with self._open(other=self._other()) as engine:
+            for tokens in (self._first, self._second):
+                assert await self._retrieve(engine, tokens) == len(tokens), "another tier lost chunks"
+            await _until_idle(engine)
+
+    def _other(self) -> DictTier:
+        return DictTier(records=self._records)
+
+    def _open(self, **tiers: DictTier) -> Any:
+        specs: list[object] = [{"name": "other", "layers": []}]
+        if "bad" in tiers:
+            bad: dict[str, object] = {"name": "bad", "timeout_s": DEADLINE_S}
+            if self._mode.hangs:
+                bad["timeout_s"] = HANGING_TIMEOUT_S
+            if self._layers is not None:
+                bad["layers"] = list(self._layers)
+            specs = [bad, "cpu", *specs]
+        return self._rig.open(
+            registry=self._registry.offering(tiers={name: _loads(tier) for name, tier in tiers.items()}),
+            tiers=specs,
+            **{
+                "retrieve.timeout_s": DEADLINE_S,
+                "store.timeout_s": DEADLINE_S,
+                "store.allocate_timeout_s": DEADLINE_S,
+            },
+        )
+
+    async def _store(self, engine: CacheEngine, tokens: list[int]) -> None:
+        slots = range(len(tokens))
+        self._rig.write(slots, self._rig.content(tokens))
+        report = await engine.store(tokens, list(slots))
+        assert not report.dropped, f"dropped: {report.dropped}"
+
+    async def _retrieve(self, engine: CacheEngine, tokens: list[int]) -> int:
+        """How many tokens were found, of which every byte was right."""
+        found = await engine.lookup(tokens)
+        assert 0 <= found <= len(tokens)
+        self._rig.wipe()
+        slots = list(range(self._rig.num_slots - len(tokens), self._rig.num_slots))
+        mask = await engine.retrieve(tokens, slots)
+        hit = int(mask.sum())
+        assert mask[:hit].all()
+        assert torch.equal(self._rig.read(slots[:hit]), self._rig.content(tokens)[:, :, :hit]), "wrong bytes"
+        assert (self._rig.read(slots[hit:]) == -7.0).all(), "rows were written that the mask does not name"
+        return hit
+
+
+def _loads(tier: DictTier) -> type[DictTier]:
+    """A class whose only object is that tier, as a registry gives it."""
+
+    class Loads(DictTier):
+        def __new__(cls, *_: Any) -> Any:
+            return tier
+
+        def __init__(self, *_: Any) -> None:
+            """It is ready."""
+
+    return Loads
+
+
+async def _until_idle(engine: CacheEngine) -> None:
+    """Wait until no slab is leased but those of the tier in host memory."""
+    await engine.flush(timeout_s=DEADLINE_S)
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        statistics = engine.statistics()
+        kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
+        leaked = statistics.arena.leased_slabs - kept
+        if not leaked and not statistics.running and not statistics.late_calls:
+            return
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"{leaked} slabs are leased, {statistics.late_calls} calls have not ended"
+        )
+        await asyncio.sleep(0)

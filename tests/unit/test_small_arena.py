@@ -1,0 +1,148 @@
+"""Prompts larger than the arena: a slower tier gets all of them, batch by batch, within the store's deadline."""
+
+import asyncio
+
+import pytest
+import torch
+
+from lmcache_async.testing.fakes import FaultyTier, GatedTier, unavailable
+from lmcache_async.testing.rig import Rig
+from tests.made import Made
+
+CHUNKS = 20
+TOKENS = list(range(500, 500 + 8 * CHUNKS - 3))  # the last chunk is partial
+SLOTS = range(len(TOKENS))
+BACK = range(255, 255 - len(TOKENS), -1)
+
+
+def rig_of(slabs):
+    rig = Rig(slabs=slabs, blocks=64)
+    rig.write(SLOTS, rig.content(TOKENS))
+    return rig
+
+
+def settings(*tiers, **others):
+    """`allocate_timeout_s` is 0, so that nothing that waits for memory is rescued by it."""
+    return {
+        "tiers": list(tiers),
+        "store.batch_bytes": "32MiB",
+        "retrieve.batch_bytes": "32MiB",
+        "store.allocate_timeout_s": 0,
+    } | others
+
+
+def nothing_is_held(engine):
+    statistics = engine.statistics()
+    kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
+    assert statistics.arena.leased_slabs == kept
+    assert statistics.writers["dict"].queued_bytes == statistics.writers["dict"].queued_chunks == 0
+
+
+@pytest.mark.parametrize("tiers", [("cpu", "dict"), ("dict",), ("dict", "cpu")], ids=" ".join)
+@pytest.mark.parametrize("slabs", [1, 2, 3, 4, 5, 8, 13, 19])
+async def test_all_chunks_of_a_prompt_are_in_the_slower_tier_and_come_back(slabs, tiers):
+    rig, made = rig_of(slabs), Made()
+    async with rig.open(registry=made.registry, **settings(*tiers)) as engine:
+        report = await engine.store(TOKENS, SLOTS)
+
+        assert (report.stored, report.dropped) == (CHUNKS, {})
+        assert len(made.records) == CHUNKS
+        assert await engine.lookup(TOKENS) == len(TOKENS)
+        rig.wipe()
+        assert (await engine.retrieve(TOKENS, BACK)).all()
+        assert torch.equal(rig.read(BACK), rig.content(TOKENS))
+        assert await engine.flush(timeout_s=5)
+        nothing_is_held(engine)
+
+
+async def test_a_store_waits_for_a_slow_tier_as_long_as_its_deadline_lets():
+    rig, made = rig_of(4), Made(GatedTier)
+    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
+        storing = asyncio.ensure_future(engine.store(TOKENS, SLOTS))
+        await made.tier.parked.wait()
+        held = engine.statistics().writers["dict"]
+        assert held.queued_bytes <= held.max_bytes
+        assert not storing.done()
+
+        made.tier.open_gate()
+        report = await storing
+
+        assert (report.stored, report.dropped) == (CHUNKS, {})
+        assert len(made.records) == CHUNKS
+
+
+async def test_what_a_tier_that_stands_still_cannot_take_is_dropped_at_the_deadline_and_counted():
+    rig, made = rig_of(4), Made(GatedTier)
+    patience = {"store.timeout_s": 0.05}
+    async with rig.open(registry=made.registry, **settings("cpu", "dict", **patience)) as engine:
+        report = await engine.store(TOKENS, SLOTS)
+
+        assert report.stored + sum(report.dropped.values()) == CHUNKS
+        assert report.dropped["deadline"] >= CHUNKS - 4
+        made.tier.open_gate()
+        assert await engine.flush(timeout_s=5)
+        nothing_is_held(engine)
+
+
+async def test_a_prompt_that_fits_into_memory_is_copied_without_a_wait_for_slower_tiers():
+    rig, made = rig_of(CHUNKS), Made(GatedTier)
+    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
+        storing = asyncio.ensure_future(engine.store(TOKENS, SLOTS))
+        await made.tier.parked.wait()
+        while engine.statistics().tiers["cpu"].chunks < CHUNKS:
+            await asyncio.sleep(0)
+        assert made.records == {}
+
+        made.tier.open_gate()
+        await storing
+
+
+async def test_several_prompts_at_the_same_time_are_all_stored():
+    rig, made = rig_of(6), Made()
+    prompts = [[1000 * number + token for token in TOKENS] for number in range(4)]
+    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
+        reports = await asyncio.gather(*(engine.store(tokens, SLOTS) for tokens in prompts))
+
+        assert [(report.stored, report.dropped) for report in reports] == [(CHUNKS, {})] * 4
+        assert len(made.records) == 4 * CHUNKS
+        assert await engine.flush(timeout_s=5)
+        nothing_is_held(engine)
+
+
+async def test_chunks_that_a_slower_tier_has_are_not_written_again_for_memory_that_cannot_hold_them():
+    rig, made = rig_of(4), Made()
+    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
+        await engine.store(TOKENS, SLOTS)
+        again = await engine.store(TOKENS, SLOTS)
+        third = await engine.store(TOKENS, SLOTS)
+
+    assert (again.stored, again.present) == (4, CHUNKS - 4)  # the prefix, back into memory
+    assert (third.stored, third.present) == (0, CHUNKS)
+
+
+async def test_a_tier_that_fails_is_a_counted_drop_and_no_wait():
+    rig, made = rig_of(4), Made(FaultyTier)
+    async with rig.open(registry=made.registry, **settings({"name": "dict", "layers": []})) as engine:
+        made.tier.faults.extend([unavailable()] * 1000)
+        report = await engine.store(TOKENS, SLOTS)
+
+        assert report.stored == 0
+        assert sum(report.dropped.values()) == CHUNKS
+        assert "deadline" not in report.dropped
+        nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("steps", range(0, 120, 7))
+async def test_cancelled_at_any_await_no_room_is_lost(steps):
+    rig, made = rig_of(4), Made()
+    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
+        task = asyncio.ensure_future(engine.store(TOKENS, SLOTS))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert await engine.flush(timeout_s=5)
+        nothing_is_held(engine)
+
+        await engine.store(TOKENS, SLOTS)
+        assert len(made.records) == CHUNKS
