@@ -1,33 +1,38 @@
 """The KV cache layer under LLM serving: async stages, pluggable tiers, never wrong.
 
-Public names only; see `docs/` for what they are about.
+Public names only; see `docs/` for what they are about. A name's module is imported on first use of the name, so
+that what needs no tensor, such as `lmcache-async config`, does not import torch.
 """
 
-from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder
-from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.errors import (
-    BudgetExceededError,
-    ChainError,
-    ChunkCorruptError,
-    ConfigError,
-    EngineClosedError,
-    LMCacheAsyncError,
-    MissingDependencyError,
-    TierClosedError,
-    TierError,
-    TierFullError,
-    TierPartUnavailableError,
-    TierSuspendedError,
-    TierUnavailableError,
-    UnknownPluginError,
-)
-from lmcache_async.hashing import Namespace, RequestNamespace
-from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
-from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
-from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+    from lmcache_async.config import EngineConfig, load_config
+    from lmcache_async.device.layout import KVLayout
+    from lmcache_async.engine.engine import CacheEngine
+    from lmcache_async.errors import (
+        BudgetExceededError,
+        ChainError,
+        ChunkCorruptError,
+        ConfigError,
+        EngineClosedError,
+        LMCacheAsyncError,
+        MissingDependencyError,
+        TierClosedError,
+        TierError,
+        TierFullError,
+        TierPartUnavailableError,
+        TierSuspendedError,
+        TierUnavailableError,
+        UnknownPluginError,
+    )
+    from lmcache_async.hashing import Namespace, RequestNamespace
+    from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
+    from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
+    from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
 __all__ = [
     "Allocate",
@@ -67,3 +72,57 @@ __all__ = [
     "UnknownPluginError",
     "load_config",
 ]
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and knows of no other name
+    _NAMES = {
+        "lmcache_async.cache_engine": ["LMCacheEngine", "LMCacheEngineBuilder"],
+        "lmcache_async.config": ["EngineConfig", "load_config"],
+        "lmcache_async.device.layout": ["KVLayout"],
+        "lmcache_async.engine.engine": ["CacheEngine"],
+        "lmcache_async.errors": [
+            "BudgetExceededError",
+            "ChainError",
+            "ChunkCorruptError",
+            "ConfigError",
+            "EngineClosedError",
+            "LMCacheAsyncError",
+            "MissingDependencyError",
+            "TierClosedError",
+            "TierError",
+            "TierFullError",
+            "TierPartUnavailableError",
+            "TierSuspendedError",
+            "TierUnavailableError",
+            "UnknownPluginError",
+        ],
+        "lmcache_async.hashing": ["Namespace", "RequestNamespace"],
+        "lmcache_async.memory.buffer": ["Buffer"],
+        "lmcache_async.tiers.base": [
+            "Allocate",
+            "Capabilities",
+            "ScrubReport",
+            "Tier",
+            "TierConfig",
+            "TierStatistics",
+        ],
+        "lmcache_async.tiers.layers.base": [
+            "ConfiguredLayer",
+            "LayerConfig",
+            "LayerContext",
+            "LayerStatistics",
+        ],
+        "lmcache_async.types": ["ChunkKey", "RetrieveReport", "StoreReport"],
+    }
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on first use (PEP 562)."""
+        try:
+            module = import_module(_MODULES[name])
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        globals()[name] = value = vars(module)[name]
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -16,8 +16,9 @@ class LookupStage:
 
     Chunks with a row that is masked (-1) cannot be stored and are dropped.
 
-    Where memory is the only tier, what lies behind the first arena-full of a prompt could only push out
-    its own prefix: that is dropped before it is copied.
+    What lies behind the first arena-full of a prompt could only push its own prefix out of memory. It is stored
+    for slower tiers alone: where they have it, it counts as present, and where there are none it is dropped
+    before it is copied.
     """
 
     per_request = True
@@ -31,7 +32,8 @@ class LookupStage:
         if all(stacked.writer is None for stacked in self._stack.tiers) and len(chunks) > self._num_slabs:
             drops["larger_than_memory"] += len(chunks) - self._num_slabs
             chunks = chunks[: self._num_slabs]
-        missing = await self._stack.missing([chunk.key for chunk in chunks])
+        keys = [chunk.key for chunk in chunks]
+        missing = await self._stack.missing(keys, memory_chunks=self._num_slabs)
         present = len(chunks) - len(missing)
         if missing and np.concatenate([batch.rows[i] for i in missing]).min(initial=0) < 0:
             masked = [i for i in missing if (batch.rows[i] < 0).any()]

@@ -62,8 +62,13 @@ def build(
     logger: LimitedLogger,
     registry: Registry,
     watcher: Watcher | None = None,
+    *,
+    replica: int = 0,
 ) -> Parts:
     """Make the parts; nothing is opened yet but the arena's memory and the copier.
+
+    Args:
+        replica: The data-parallel replica.
 
     Raises:
         ConfigError: A name or an option is wrong.
@@ -76,11 +81,6 @@ def build(
         )
     check_hash_key(config, namespace)
     cipher = open_cipher(config)
-    stack = TierStack(
-        stacked_tiers(registry, config, namespace, logger, watcher),
-        write_timeout_s=config.store.allocate_timeout_s,
-        encrypted=cipher is not None,
-    )
     record_format = RecordFormat(
         namespace=namespace.text,
         layout=layout.text,
@@ -88,11 +88,20 @@ def build(
         chunk_size=config.chunk_size,
         reserved_bytes=ENVELOPE_BYTES if cipher else 0,
     )
-    payload = layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
+    record_bytes = record_format.record_bytes(
+        layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
+    )
+    stack = TierStack(
+        stacked_tiers(
+            registry, config, namespace, logger, watcher, chunk_bytes=record_bytes, replica=replica
+        ),
+        write_timeout_s=config.store.allocate_timeout_s,
+        encrypted=cipher is not None,
+    )
     with contextlib.ExitStack() as undo:
         arena = Arena(
             config.arena.max_bytes,
-            record_format.record_bytes(payload),
+            record_bytes,
             pin=layout.device.type == "cuda",
             pin_device=layout.device.index,
             huge_pages=config.arena.huge_pages,

@@ -13,6 +13,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import Parts, build, default_logger, instrument_of
+from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.clear import clear
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookups import Lookups
@@ -98,18 +99,34 @@ class CacheEngine(TokenVerbs):
         logger: LimitedLogger | None = None,
         registry: Registry | None = None,
         watcher: Watcher | None = None,
+        replica: int = 0,
     ) -> AsyncIterator[CacheEngine]:
         """An engine over the device memory that `layout` describes; closed at the end of the block.
 
         Closing waits at most `config.shutdown_timeout_s` for what is under way and for what slower tiers
         have still to write, then frees everything. What persistent tiers hold stays.
 
+        Args:
+            config: The engine's.
+            layout: Of the device memory.
+            namespace: What the KV depends on; also this process's rank.
+            instrument: Is told of stores, retrieves and plans, instead of the log.
+            logger: Of the engine and its tiers.
+            registry: The installed plug-ins.
+            watcher: Is told which tier keeps which chunk.
+            replica: The number of this data-parallel replica. Replicas have the same keys; each has its own
+                directories and its own port of the status page.
+
         Raises:
             ConfigError: A name or an option is wrong, or a tier or the status page cannot be opened.
             ChainError: The stages of a chain do not fit.
         """
         logger = logger or default_logger()
-        parts = build(config, layout, namespace, logger, registry or Registry(), watcher)
+        registry = registry or Registry()
+        try:
+            parts = build(config, layout, namespace, logger, registry, watcher, replica=replica)
+        except START_ERRORS as error:
+            raise refusal(error, config, registry) from error
         try:
             engine = cls(config, parts, namespace, layout, instrument_of(config, logger, instrument))
             await parts.stack.open(parts.arena)
@@ -117,7 +134,7 @@ class CacheEngine(TokenVerbs):
             parts.free()
             raise
         try:
-            async with status_page(engine, engine._recent) as engine.status_url:
+            async with status_page(engine, engine._recent, replica=replica) as engine.status_url:
                 yield engine
         finally:
             await engine._aclose()

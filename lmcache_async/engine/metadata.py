@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout, Layers
-from lmcache_async.hashing import Namespace, RequestNamespace
+from lmcache_async.hashing import Namespace
 
 Memory: TypeAlias = list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
@@ -61,18 +61,6 @@ class LMCacheEngineMetadata:
             algorithm=config.hash_algorithm,
             hash_key=config.read_hash_key(),
         )
-
-
-def request_namespace(kwargs: Mapping[str, Any]) -> RequestNamespace:
-    """What else one request's KV depends on, from the arguments of a call."""
-    tags = dict(kwargs.get("tags") or {})
-    configs: Mapping[str, Any] = kwargs.get("request_configs") or {}
-    tags.update({name: value for name, value in configs.items() if name.startswith("lmcache.tag.")})
-    return RequestNamespace(
-        lora=str(kwargs.get("lora") or ""),
-        cache_salt=str(kwargs.get("cache_salt") or ""),
-        tags=tuple((str(name), str(value)) for name, value in tags.items()),
-    )
 
 
 def memory_of(kv_caches: Layers) -> Memory:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lmcache_async.config import EngineConfig
@@ -32,14 +33,16 @@ class Runners:
 def open_runners(config: EngineConfig, parts: Parts, *, max_pinned: int) -> Runners:
     """Args: max_pinned: Slabs of the arena that lookups may hold."""
     slab_bytes = parts.arena.slab_bytes
+    store_in_flight, store_chunks = _store_bounds(config, parts.arena)
     in_flight, batch_chunks = _retrieve_bounds(config, parts.arena, max_pinned)
     return Runners(
         store=Runner(
             parts.store,
-            batch_chunks=max(1, config.store.batch_bytes // slab_bytes),
+            batch_chunks=store_chunks,
             chunk_bytes=slab_bytes,
-            budget=ByteBudget(config.store.max_in_flight_bytes),
+            budget=store_in_flight,
             failed=_store_failed,
+            admit=partial(_admit_store, parts),
         ),
         retrieve=Runner(
             parts.retrieve,
@@ -58,6 +61,32 @@ def open_runners(config: EngineConfig, parts: Parts, *, max_pinned: int) -> Runn
             ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
         ),
     )
+
+
+def _store_bounds(config: EngineConfig, arena: Arena) -> tuple[ByteBudget, int]:
+    """Bytes that stores may have in flight, and chunks of a batch.
+
+    Half of the arena is left to what waits for slower tiers. A batch is at most a quarter, so that one is copied
+    while another one is written, and never more than the queue of a slower tier takes.
+    """
+    half = arena.num_slabs * arena.slab_bytes // 2
+    max_bytes = max(arena.slab_bytes, min(config.store.max_in_flight_bytes, half))
+    batch_bytes = min(config.store.batch_bytes, half // 2, config.max_pending_write_bytes)
+    return ByteBudget(max_bytes), max(1, batch_bytes // arena.slab_bytes)
+
+
+async def _admit_store(parts: Parts, batch: Batch, num_chunks: int, timeout_s: float) -> None:
+    """Wait for slower tiers where a prompt is larger than the arena: only they can have all of it.
+
+    Other stores do not wait here: they are copied as soon as there is memory, and what a slower tier's queue
+    has no room for then is kept in memory alone.
+
+    Raises:
+        BudgetExceededError: They did not write enough within `timeout_s`.
+    """
+    if num_chunks > parts.arena.num_slabs:
+        keys = [chunk.key for chunk in batch.chunks]
+        batch.scope.add(await parts.stack.reserve_writes(keys, timeout_s=timeout_s))
 
 
 def _retrieve_bounds(config: EngineConfig, arena: Arena, max_pinned: int) -> tuple[ByteBudget, int]:

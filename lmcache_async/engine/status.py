@@ -28,7 +28,9 @@ _LOCAL = "vLLM itself"
 
 
 @contextlib.asynccontextmanager
-async def status_page(engine: CacheEngine, recent: RecentRequests) -> AsyncIterator[str | None]:
+async def status_page(
+    engine: CacheEngine, recent: RecentRequests, *, replica: int = 0
+) -> AsyncIterator[str | None]:
     """Serves for the block, if the engine's config says so; gives the address.
 
     Raises:
@@ -39,8 +41,8 @@ async def status_page(engine: CacheEngine, recent: RecentRequests) -> AsyncItera
     if config.listen is None:
         yield None
         return
-    rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
-    async with status_server(EngineSource(engine, recent), config, rank=rank) as server:
+    number = replica * namespace.world_size + namespace.rank
+    async with status_server(EngineSource(engine, recent), config, rank=number) as server:
         yield server.url
 
 
@@ -107,12 +109,11 @@ class EngineSource:
     def status(self) -> dict[str, Any]:
         engine, told = self._engine, self._engine.statistics()
         namespace, totals = engine.namespace, engine.totals
-        rank = namespace.pp_rank * namespace.tp_size + namespace.tp_rank
         return {
             "kind": "engine",
             "title": namespace.model,
             "facts": [
-                ["rank", f"{rank} of {namespace.world_size}"],
+                ["rank", f"{namespace.rank} of {namespace.world_size}"],
                 ["chunk", f"{engine.config.chunk_size} tokens"],
                 ["host", socket.gethostname()],
                 ["process", str(os.getpid())],

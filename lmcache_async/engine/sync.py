@@ -8,18 +8,29 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import torch
 
-from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import Layers
+from lmcache_async.engine.arguments import (
+    Mask,
+    RequestArguments,
+    check_names,
+    paged_cache,
+    request_id,
+    request_namespace,
+    slots_of,
+)
+from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of, request_namespace
+from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of
 from lmcache_async.engine.metrics import engine_families
 from lmcache_async.engine.results import EngineStatistics
 from lmcache_async.errors import ConfigError, EngineClosedError
@@ -36,6 +47,9 @@ class LMCacheEngine:
 
     It opens with the first call that gives `kv_caches` (all later ones must give the same tensors, or
     none); until then a lookup finds nothing.
+
+    A process that is forked from the engine's cannot use it: each call raises EngineClosedError there, and the
+    parent's engine is not touched. The child may open an engine of its own.
 
     Args:
         config: As from `load_config`.
@@ -65,45 +79,55 @@ class LMCacheEngine:
                 self.close()
                 raise
 
-    def store(self, tokens: TokenIds, mask: torch.Tensor | None = None, **kwargs: Any) -> None:
+    def store(self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]) -> None:
         """Store the KV of `tokens`; returns when every tier has taken or refused it.
 
         Args:
             tokens: Token ids of the whole prefix: a list, an array or a tensor.
-            mask: Bool of shape (len(tokens),), of the form F* T*: False tokens are not stored.
+            mask: Booleans of shape (len(tokens),), of the form F* T*: False tokens are not stored. A tensor, an
+                array or a list.
             **kwargs: `kv_caches` (or `kvcaches`), `slot_mapping` of shape (len(tokens),), `req_id`,
-                `cache_salt`, `lora`, `tags`, `request_configs`.
+                `cache_salt`, `lora`, `tags`, `request_configs`; see `RequestArguments`.
+
+        Raises:
+            TypeError: There is another argument, or one is of another type.
+            ValueError: An argument has a value that fits neither the tokens nor the cache.
         """
-        engine = self._ready(kwargs)
+        check_names("store", kwargs, "mask")
+        engine = self._ready(paged_cache(kwargs))
         if engine is None:
             raise ValueError("the first store must give kv_caches=, the paged KV cache of all layers")
         self._wait(
             engine.store(
                 tokens,
-                _slots(kwargs),
+                slots_of(kwargs),
                 mask=mask,
                 namespace=request_namespace(kwargs),
-                request_id=str(kwargs.get("req_id", "")),
+                request_id=request_id(kwargs),
                 fence=engine.copier.fence(),
             )
         )
 
-    def retrieve(self, tokens: TokenIds, mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def retrieve(
+        self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]
+    ) -> torch.Tensor:
         """Load the longest prefix that is there into its slots; arguments as in `store`.
 
         Returns:
-            Bool of shape (len(tokens),) on the CPU, of the form F* T* F*: True for the tokens loaded.
+            Bool of shape (len(tokens),) on the CPU: True for the tokens loaded. It has the form F* T* F*, but
+            that tokens with a slot of -1 are False everywhere.
         """
-        engine = self._ready(kwargs)
+        check_names("retrieve", kwargs, "mask")
+        engine = self._ready(paged_cache(kwargs))
         if engine is None:
             raise ValueError("the first retrieve must give kv_caches=, the paged KV cache of all layers")
         return self._wait(
             engine.retrieve(
                 tokens,
-                _slots(kwargs),
+                slots_of(kwargs),
                 mask=mask,
                 namespace=request_namespace(kwargs),
-                request_id=str(kwargs.get("req_id", "")),
+                request_id=request_id(kwargs),
                 fence=engine.copier.fence(),
             )
         )
@@ -114,51 +138,65 @@ class LMCacheEngine:
         *,
         lookup_id: str | None = None,
         pin: bool = False,
-        **kwargs: Any,
+        **kwargs: Unpack[RequestArguments],
     ) -> int:
-        """How many leading tokens are there. With `pin`, those in host memory stay until `lookup_unpin`."""
-        engine = self._ready(kwargs)
+        """How many leading tokens are there. With `pin`, those in host memory stay until `lookup_unpin`.
+
+        Args and errors: `tokens` and `**kwargs` as in `store`.
+        """
+        check_names("lookup", kwargs, "lookup_id", "pin")
+        namespace = request_namespace(kwargs)
+        engine = self._ready(paged_cache(kwargs))
         if engine is None:
             return 0
         if pin and lookup_id is None:
             raise ValueError("pin=True needs a lookup_id, by which lookup_unpin ends it")
-        return self._wait(
-            engine.lookup(tokens, namespace=request_namespace(kwargs), lookup_id=lookup_id if pin else None)
-        )
+        return self._wait(engine.lookup(tokens, namespace=namespace, lookup_id=lookup_id if pin else None))
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
         """End the pins of these lookups; unknown ids are fine."""
-        engine = self._ready({})
+        engine = self._ready(None)
         for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
             if engine is not None:
                 self._loop.call_soon(engine.unpin, lookup_id)
 
-    def prefetch(self, tokens: TokenIds, **kwargs: Any) -> int:
-        """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there."""
-        engine = self._ready(kwargs)
-        return (
-            0 if engine is None else self._wait(engine.prefetch(tokens, namespace=request_namespace(kwargs)))
-        )
+    def prefetch(self, tokens: TokenIds, **kwargs: Unpack[RequestArguments]) -> int:
+        """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there.
+
+        Args and errors: as in `store`.
+        """
+        check_names("prefetch", kwargs)
+        namespace = request_namespace(kwargs)
+        engine = self._ready(paged_cache(kwargs))
+        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=namespace))
 
     def clear(self, *, memory_only: bool = False) -> int:
         """Forget every chunk of every tier, or of memory alone; how many there were."""
-        engine = self._ready({})
+        engine = self._ready(None)
         return 0 if engine is None else self._wait(engine.clear(memory_only=memory_only))
 
     def statistics(self) -> EngineStatistics | None:
         """A snapshot; None before the engine has opened."""
-        engine = self._ready({})
+        engine = self._ready(None)
         return None if engine is None else self._wait(_call(engine.statistics))
 
     def metrics(self) -> list[Family]:
         """All that there is to be measured; `exposition` makes Prometheus' text of it. Nothing before it has opened."""
-        engine = self._ready({})
+        engine = self._ready(None)
         if engine is None:
             return []
         return self._wait(_call(lambda: engine_families(engine.statistics(), engine.totals)))
 
     def close(self) -> None:
-        """Write what is queued, within the configured deadline, and free everything. Disk content stays."""
+        """Write what is queued, within the configured deadline, and free everything. Disk content stays.
+
+        Raises:
+            EngineClosedError: The process was forked, and the engine is the parent's.
+        """
+        if not self._closed:
+            self._loop.check_process()
+        elif self._loop.inherited:
+            return  # the lock may be held for ever here
         with self._lock:
             if self._closed:
                 return
@@ -167,6 +205,8 @@ class LMCacheEngine:
                 self._loop.submit(self._exit.aclose()).result(4 * self.config.shutdown_timeout_s + 1.0)
             except TimeoutError:
                 logger.warning("the engine's tiers did not close in time; they are left as they are")
+            except EngineClosedError as error:
+                logger.warning("the engine's tiers were not closed: %s", error)
             finally:
                 self._engine = None
                 self._loop.close(self.config.shutdown_timeout_s)
@@ -181,18 +221,25 @@ class LMCacheEngine:
         Raises:
             ValueError: It was opened over others.
         """
-        self._ready({"kv_caches": kv_caches})
+        self._ready(kv_caches)
 
     def __enter__(self) -> Self:
+        self._check_process()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # A forked child that leaves the block has nothing to close, and the block's own error goes on.
+        if not self._loop.inherited:
+            self.close()
 
-    def _ready(self, kwargs: Mapping[str, Any]) -> CacheEngine | None:
-        kv_caches = kwargs.get("kv_caches", kwargs.get("kvcaches"))
+    def _check_process(self) -> None:
+        """Raises EngineClosedError: this process was forked from the one that opened the engine."""
+        self._loop.check_process()
+
+    def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
@@ -217,14 +264,17 @@ class LMCacheEngine:
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
-            raise EngineClosedError("the engine was closed during the call") from error
+            raise EngineClosedError(self._loop.closed or "the engine was closed during the call") from error
         except BaseException:
             future.cancel()
             raise
 
 
 class LMCacheEngineBuilder:
-    """Engines of this process by instance id, as LMCache's users find them."""
+    """Engines of this process by instance id, as LMCache's users find them.
+
+    In a forked child the ids of the parent's open engines raise EngineClosedError; others can be used.
+    """
 
     _engines: ClassVar[dict[str, LMCacheEngine]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -242,12 +292,13 @@ class LMCacheEngineBuilder:
 
         Raises:
             ConfigError: There is one with another config or other metadata.
+            EngineClosedError: The process was forked, and the engine is the parent's.
             ValueError: There is one over another cache.
         """
         with cls._lock:
-            engine = cls._engines.get(instance_id)
-            if engine is None or engine.closed:
-                engine = LMCacheEngine(config or load_config(), metadata, kv_caches=kv_caches)
+            engine = cls._find(instance_id)
+            if engine is None:
+                engine = LMCacheEngine(config or load_engine_config(), metadata, kv_caches=kv_caches)
                 cls._engines[instance_id] = engine
             elif (config or engine.config) != engine.config or (
                 metadata or engine.metadata
@@ -262,15 +313,23 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """The engine of that id, or None; None also once it was closed."""
+        """The engine of that id, or None; None also once it was closed.
+
+        Raises:
+            EngineClosedError: The process was forked, and the engine is the parent's.
+        """
         with cls._lock:
-            engine = cls._engines.get(instance_id)
-            return None if engine is None or engine.closed else engine
+            return cls._find(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
-        """Close the engine and free everything; content on disk stays unless `clear`. Unknown ids are fine."""
+        """Close the engine and free everything; content on disk stays unless `clear`. Unknown ids are fine.
+
+        Raises:
+            EngineClosedError: The process was forked, and the engine is the parent's.
+        """
         with cls._lock:
+            cls._find(instance_id)
             engine = cls._engines.pop(instance_id, None)
         if engine is None:
             return
@@ -280,11 +339,21 @@ class LMCacheEngineBuilder:
         finally:
             engine.close()
 
+    @classmethod
+    def _find(cls, instance_id: str) -> LMCacheEngine | None:
+        engine = cls._engines.get(instance_id)
+        if engine is None or engine.closed:
+            return None
+        engine._check_process()
+        return engine
 
-def _slots(kwargs: Mapping[str, Any]) -> Any:
-    if kwargs.get("slot_mapping") is None:
-        raise ValueError("slot_mapping= is missing: for each token its slot in the paged KV cache")
-    return kwargs["slot_mapping"]
+    @classmethod
+    def _renew_lock(cls) -> None:
+        cls._lock = threading.Lock()
+
+
+# Another thread of the parent may have held the lock at the fork; a child could never release it.
+os.register_at_fork(after_in_child=LMCacheEngineBuilder._renew_lock)
 
 
 async def _call(function: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Fence
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.arguments import Mask, leading_false, row_ids
 from lmcache_async.engine.results import LookupResult
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
@@ -61,7 +62,7 @@ class TokenVerbs(ABC):
         tokens: TokenIds,
         rows: Any,
         *,
-        mask: torch.Tensor | None = None,
+        mask: Mask | None = None,
         namespace: RequestNamespace = NO_NAMESPACE,
         request_id: str = "",
         fence: Fence | None = None,
@@ -71,13 +72,14 @@ class TokenVerbs(ABC):
         Args:
             tokens: Token ids of the whole prefix, from position 0 on.
             rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids.
-            mask: Bool of shape (len(tokens),); leading False tokens are not stored.
+            mask: Booleans of shape (len(tokens),), as a tensor, an array or a list; leading False tokens are
+                not stored.
             namespace: What else the request's KV depends on.
             request_id: For log lines.
             fence: What the copy waits for, taken on the model's thread; by default it is taken here.
 
         Raises:
-            TypeError: A token or a row is no integer.
+            TypeError: A token or a row is no integer, or the mask has other values than booleans.
             ValueError: A token or a row is out of bounds, rows are missing, or the mask has another form.
         """
         ids = as_tokens(tokens)
@@ -85,7 +87,7 @@ class TokenVerbs(ABC):
             StoreRequest(
                 request_id=request_id,
                 tokens=ids,
-                row_ids=self._rows(rows, len(ids), _leading_false(mask, len(ids))),
+                row_ids=self._rows(rows, len(ids), leading_false(mask, len(ids))),
                 root=self._root(namespace),
                 request_namespace=self._label(namespace),
                 fence=self.copier.fence() if fence is None else fence,
@@ -97,21 +99,22 @@ class TokenVerbs(ABC):
         tokens: TokenIds,
         rows: Any,
         *,
-        mask: torch.Tensor | None = None,
+        mask: Mask | None = None,
         namespace: RequestNamespace = NO_NAMESPACE,
         request_id: str = "",
         fence: Fence | None = None,
     ) -> torch.Tensor:
         """Load the longest prefix of `tokens` that is there into `rows`.
 
-        Args and errors: as in `store`; leading False tokens of `mask`, and those of leading rows of -1,
-        are there already and are not written. A row is written as a whole or not at all.
+        Args and errors: as in `store`; leading False tokens of `mask`, and those of rows of -1, are not
+        written. A row is written as a whole or not at all.
 
         Returns:
-            Bool of shape (len(tokens),) on the CPU: True for the tokens loaded, of the form F* T* F*.
+            Bool of shape (len(tokens),) on the CPU: True for the tokens loaded. It has the form F* T* F*, but
+            that the tokens of a row of -1 are False everywhere.
         """
         ids = as_tokens(tokens)
-        row_ids = self._rows(rows, len(ids), _leading_false(mask, len(ids)))
+        row_ids = self._rows(rows, len(ids), leading_false(mask, len(ids)))
         report = await self.retrieve_chunks(
             RetrieveRequest(
                 request_id=request_id,
@@ -127,8 +130,9 @@ class TokenVerbs(ABC):
         wanted = np.flatnonzero(row_ids >= 0)
         if len(wanted):
             skip = int(wanted[0]) * self.layout.tokens_per_row
-            first = skip - skip % self.config.chunk_size
-            result[skip : first + report.hit_tokens] = True
+            end = skip - skip % self.config.chunk_size + report.hit_tokens
+            written = np.repeat(row_ids >= 0, self.layout.tokens_per_row)
+            result[skip:end] = torch.from_numpy(written[skip:end])
         return result
 
     async def prefetch(self, tokens: TokenIds, *, namespace: RequestNamespace = NO_NAMESPACE) -> int:
@@ -165,36 +169,6 @@ class TokenVerbs(ABC):
     def _rows(self, rows: Any, num_tokens: int, skip_tokens: int) -> BlockIds:
         """The rows of the tokens as int64, a copy in which those of the first `skip_tokens` are -1."""
         unit = self.layout.tokens_per_row
-        if isinstance(rows, torch.Tensor):
-            rows = rows.detach().cpu().numpy()
-        given = np.asarray(rows).reshape(-1)
-        if given.size and given.dtype.kind not in "iu":
-            raise TypeError(f"rows are an array of {given.dtype}; rows are integers")
-        wanted = num_tokens // unit
-        if len(given) < wanted:
-            raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} are given")
-        ids = given[:wanted].astype(np.int64)
-        if (bad := ids[(ids < -1) | (ids >= self.layout.num_rows)]).size:
-            raise ValueError(
-                f"row {bad[0]} is out of bounds: the KV cache has rows 0 to {self.layout.num_rows - 1}, "
-                f"and -1 for a row to be passed over"
-            )
+        ids = row_ids(rows, num_tokens, unit, self.layout.num_rows)
         ids[: -(-skip_tokens // unit)] = -1
         return ids
-
-
-def _leading_false(mask: torch.Tensor | None, num_tokens: int) -> int:
-    """How many leading tokens a mask leaves out.
-
-    Raises:
-        ValueError: The mask has another length, or is not of the form F* T*.
-    """
-    if mask is None:
-        return 0
-    values = mask.detach().cpu().numpy().astype(bool)
-    if values.shape != (num_tokens,):
-        raise ValueError(f"the mask has shape {values.shape}, but there are {num_tokens} tokens")
-    skip = int(num_tokens - values.sum())
-    if values[:skip].any():
-        raise ValueError("the mask must be False up to some token and True from there on")
-    return skip

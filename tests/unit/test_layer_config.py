@@ -149,7 +149,7 @@ async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
         ([{"attempts": 3}], "tiers[0].layers[0].name is missing"),
         (
             ["retry", "retry"],
-            "tiers[0].layers: layers[0] and layers[1] both have the id 'retry'; give one of them another `id`",
+            "tiers[0].layers[1].id: layers[0] and layers[1] both have the id 'retry'; give one of them another `id`",
         ),
     ],
 )

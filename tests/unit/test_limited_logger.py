@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.observability.instrument import Instrument, LogInstrument
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.observability.logging import LimitedLogger, NamedHandler
 from lmcache_async.types import RetrieveReport, StoreReport
 
 
@@ -50,6 +50,29 @@ def test_the_first_line_of_a_cause_goes_through_as_a_warning():
 
     assert log.lines.texts == ["tier 't': 5"]
     assert log.lines.records[0].levelno == logging.WARNING
+
+
+def test_a_line_is_its_callers():
+    log = Limited()
+    log.limited.report("a", "x")
+    log.limited.log(logging.INFO, "b", "y")
+
+    assert [(record.filename, record.funcName) for record in log.lines.records] == [
+        ("test_limited_logger.py", "test_a_line_is_its_callers")
+    ] * 2
+
+
+def test_a_named_line_leaves_the_record_as_it_was():
+    lines, own, target = Lines(), Lines(), logging.Logger("other", logging.INFO)  # noqa: LOG001
+    target.addHandler(lines)
+    logger = logger_to(NamedHandler(target))
+    logger.addHandler(own)
+
+    logger.info("tier %r: %d%%", "disk", 7)
+    logger.warning("100%")
+
+    assert lines.texts == ["lmcache-async: tier 'disk': 7%", "lmcache-async: 100%"]
+    assert own.texts == ["tier 'disk': 7%", "100%"]
 
 
 def test_later_lines_wait_for_the_interval_and_the_next_one_counts_them():

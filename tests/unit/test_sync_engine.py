@@ -2,6 +2,7 @@
 
 import array
 import gc
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -315,7 +316,128 @@ def test_a_mask_of_another_form_is_refused(engine):
         engine.retrieve(TOKENS, torch.arange(40) < 8, slot_mapping=torch.arange(40))
 
 
+@pytest.mark.parametrize("skipped", [[8], [0, 9, 17], [3, 4, 5], list(range(8, 16)), [39]])
+def test_slots_of_minus_one_are_not_written_and_the_mask_says_so(engine, paged, skipped):
+    store(engine, paged)
+    paged.wipe()
+    slots = torch.arange(40)
+    slots[skipped] = -1
+
+    result = engine.retrieve(TOKENS, slot_mapping=slots)
+
+    assert result.tolist() == [token not in skipped for token in range(40)]
+    paged.check(TOKENS, range(40), [token for token in range(40) if token not in skipped])
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list], ids=["tensor", "array", "list"])
+def test_a_mask_may_be_a_tensor_an_array_or_a_list(engine, paged, form):
+    values = [token >= 8 for token in range(40)]
+    store(engine, paged)
+
+    check_retrieve(engine, paged, expected=values, mask=form(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("cachesalt", "did you mean 'cache_salt'?"),
+        ("Cache_Salt", "did you mean 'cache_salt'?"),
+        ("lora_name", "did you mean 'lora'?"),
+        ("tag", "did you mean 'tags'?"),
+        ("slotmapping", "did you mean 'slot_mapping'?"),
+        ("kv_cache", "did you mean 'kv_caches'?"),
+        ("request_id", "did you mean 'req_id'?"),
+        ("request_config", "did you mean 'request_configs'?"),
+        (
+            "tenant",
+            "it takes kv_caches, kvcaches, slot_mapping, req_id, cache_salt, lora, tags, request_configs",
+        ),
+        ("offset", "LMCache has it, but leave out leading tokens by the mask here"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["store", "retrieve", "lookup", "prefetch"])
+def test_an_unknown_argument_is_refused_with_the_nearest_right_one(engine, paged, verb, name, advice):
+    paged.fill(TOKENS, range(40))
+    with pytest.raises(TypeError, match=re.escape(f"{verb}() takes no argument {name!r}; {advice}")):
+        getattr(engine, verb)(TOKENS, slot_mapping=torch.arange(40), **{name: "tenant-a"})
+
+    assert engine.lookup(TOKENS) == 0, "what was meant for one tenant is there for everybody"
+
+
+def test_an_unknown_argument_is_refused_before_the_cache_is_known(paged):
+    with LMCacheEngine(config()) as engine:
+        for verb in (engine.lookup, engine.prefetch):
+            with pytest.raises(TypeError, match="did you mean 'cache_salt'"):
+                verb(TOKENS, cachesalt="a")
+        with pytest.raises(TypeError, match="did you mean 'lookup_id'"):
+            engine.lookup(TOKENS, lookupid="a", pin=True)
+
+
+def test_the_arguments_of_a_store_fit_every_call(engine, paged):
+    arguments = {
+        "kvcaches": paged.tensors,
+        "slot_mapping": torch.arange(40),
+        "req_id": "r1",
+        "cache_salt": "a",
+        "lora": "b",
+        "tags": {"c": "d"},
+        "request_configs": {"lmcache.tag.e": "f"},
+    }
+    paged.fill(TOKENS, range(40))
+    engine.store(TOKENS, **arguments)
+
+    assert engine.lookup(TOKENS, **arguments) == engine.prefetch(TOKENS, **arguments) == 40
+    assert engine.retrieve(TOKENS, **arguments).all()
+
+
+def test_arguments_that_are_none_are_not_there(engine, paged):
+    names = ("kv_caches", "kvcaches", "req_id", "cache_salt", "lora", "tags", "request_configs")
+    store(engine, paged, **dict.fromkeys(names))
+
+    assert engine.lookup(TOKENS) == 40
+
+
+def test_the_cache_by_one_name_counts_when_the_other_is_none(paged):
+    with LMCacheEngine(config()) as engine:
+        store(engine, paged, kv_caches=None, kvcaches=paged.tensors)
+
+        assert engine.lookup(TOKENS) == 40
+
+
+def test_the_cache_by_both_names_is_refused(engine, paged):
+    with pytest.raises(TypeError, match="two names of one argument"):
+        store(engine, paged, kv_caches=paged.tensors, kvcaches=paged.tensors)
+
+
 # What else the KV depends on.
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"cache_salt": 0}, "cache_salt is of type int; expected a text"),
+        ({"cache_salt": False}, "cache_salt is of type bool"),
+        ({"cache_salt": b"a"}, "cache_salt is of type bytes"),
+        ({"lora": 0}, "lora is of type int; expected a text"),
+        ({"lora": []}, "lora is of type list"),
+        ({"tags": ["ab"]}, "tags is a list; expected a mapping"),
+        ({"tags": []}, "tags is a list; expected a mapping"),
+        ({"tags": "ab"}, "tags is a str; expected a mapping"),
+        ({"tags": {"user": None}}, "value of tag 'user' is a NoneType; expected a text or a number"),
+        ({"tags": {1: "a"}}, "tags has the name 1, a int; expected a text"),
+        ({"request_configs": ["lmcache.tag.user"]}, "request_configs is a list; expected a mapping"),
+        ({"request_configs": 0}, "request_configs is a int; expected a mapping"),
+        ({"request_configs": {"lmcache.tag.user": ["a"]}}, "value of tag 'lmcache.tag.user' is a list"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("verb", ["store", "retrieve", "lookup", "prefetch"])
+def test_what_names_no_tenant_is_refused_and_never_taken_for_none(engine, paged, verb, kwargs, match):
+    paged.fill(TOKENS, range(40))
+    with pytest.raises(TypeError, match=match):
+        getattr(engine, verb)(TOKENS, slot_mapping=torch.arange(40), **kwargs)
+
+    assert engine.lookup(TOKENS) == 0
 
 
 @pytest.mark.parametrize(

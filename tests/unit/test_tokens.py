@@ -47,7 +47,7 @@ class BlockCache:
     num_tokens=st.integers(0, 40),
     stored=st.integers(0, 40),
     skip=st.integers(0, 40),
-    absent=st.integers(0, 10),
+    absent=st.sets(st.integers(0, 9)),
 )
 def test_the_mask_says_true_for_what_was_written_and_for_nothing_else(num_tokens, stored, skip, absent):
     skip, tokens = min(skip, num_tokens), np.arange(100, 100 + num_tokens)
@@ -61,12 +61,13 @@ def test_the_mask_says_true_for_what_was_written_and_for_nothing_else(num_tokens
             await engine.store(tokens[:stored], blocks[: len(tokens[:stored]) // BLOCK_SIZE])
             cache.tensor.fill_(-7)
             rows = np.arange(20, 10, -1)[: num_tokens // BLOCK_SIZE]
-            wanted = np.where(np.arange(len(rows)) < absent, -1, rows)
+            wanted = np.array([-1 if i in absent else row for i, row in enumerate(rows)], np.int64)
             mask = torch.arange(num_tokens) >= skip
 
             result = await engine.retrieve(tokens, wanted, mask=mask)
 
-            text = "".join("T" if there else "F" for there in result.tolist())
+            present = [bool(there) for i, there in enumerate(result) if i // BLOCK_SIZE not in absent]
+            text = "".join("T" if there else "F" for there in present)
             assert text.strip("F").strip("T") == "", f"{text} is not of the form F* T* F*"
             found = cache.tokens_of(rows)
             written = (found != -7).all(dim=1)
@@ -94,6 +95,95 @@ async def test_rows_are_checked_before_anything_is_copied():
             with pytest.raises(TypeError, match="float"):
                 await verb(range(8), [0.0, 1.0])
         assert engine.statistics().tiers["cpu"].chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "match"),
+    [
+        (np.array([0, 2**64 - 1], np.uint64), ValueError, f"row {2**64 - 1} is out of bounds"),
+        (np.array([0, 2**63], np.uint64), ValueError, f"row {2**63} is out of bounds"),
+        ([0, 2**64 - 1], ValueError, f"row {2**64 - 1} is out of bounds"),
+        ([0, 2**70], ValueError, f"row {2**70} is out of bounds"),
+        ([-(2**70), 0], ValueError, f"row {-(2**70)} is out of bounds"),
+        ([0, 0.5], TypeError, r"row 1 is 0.5 \(float\); rows are integers"),
+        ([[0], [1, 2]], ValueError, "inhomogeneous"),
+        (
+            torch.tensor([0, 1], dtype=torch.bfloat16),
+            TypeError,
+            "tensor of torch.bfloat16; rows are integers",
+        ),
+        (np.array([True, False]), TypeError, "array of bool; rows are integers"),
+        ("01", TypeError, "rows are integers"),
+        (None, TypeError, "rows are integers"),
+    ],
+    ids=[
+        "-1 as uint64",
+        "uint64",
+        "list",
+        "beyond 64 bits",
+        "below 64 bits",
+        "float",
+        "ragged",
+        "bfloat16",
+        "bool",
+        "text",
+        "none",
+    ],
+)
+async def test_rows_that_are_no_rows_are_refused(rows, error, match):
+    cache = BlockCache()
+    cache.tensor.fill_(1)
+    async with cache.open() as engine:
+        for verb in (engine.store, engine.retrieve):
+            with pytest.raises(error, match=match):
+                await verb(range(8), rows)
+
+        assert engine.statistics().tiers["cpu"].chunks == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [torch.tensor, np.array, list, tuple, lambda values: [np.bool_(value) for value in values]],
+    ids=["tensor", "array", "list", "tuple", "list of NumPy's"],
+)
+async def test_a_mask_may_be_of_any_form_that_holds_booleans(form):
+    cache = BlockCache()
+    values = [i >= 8 for i in range(20)]
+    async with cache.open() as engine:
+        await engine.store(range(20), range(5))
+        result = await engine.retrieve(range(20), range(5), mask=form(values))
+
+    assert result.tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (torch.full((8,), float("nan")), "mask is a tensor of torch.float32; expected booleans"),
+        (torch.ones(8, dtype=torch.int64), "mask is a tensor of torch.int64; expected booleans"),
+        (np.full(8, np.nan), "mask is an array of float64; expected booleans"),
+        (np.ones(8, np.uint8), "mask is an array of uint8; expected booleans"),
+        ([1.0] * 8, "mask's value 0 is 1.0"),
+        ([True] * 7 + [None], "mask's value 7 is None"),
+        ("TTTTTTTT", "mask is a str; expected a tensor, an array or a list of booleans"),
+        (1, "mask is a int; expected a tensor, an array or a list of booleans"),
+    ],
+    ids=["NaN", "int", "NaN array", "uint8", "floats", "none", "text", "number"],
+)
+async def test_a_mask_of_other_values_than_booleans_is_refused(mask, match):
+    cache = BlockCache()
+    async with cache.open() as engine:
+        for verb in (engine.store, engine.retrieve):
+            with pytest.raises(TypeError, match=match):
+                await verb(range(8), range(2), mask=mask)
+
+        assert engine.statistics().tiers["cpu"].chunks == 0
+
+
+async def test_an_empty_mask_fits_no_tokens():
+    cache = BlockCache()
+    async with cache.open() as engine:
+        assert (await engine.retrieve([], [], mask=[])).tolist() == []
 
 
 async def test_the_callers_rows_are_not_changed():

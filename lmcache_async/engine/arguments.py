@@ -1,0 +1,217 @@
+"""Checks of the arguments of the engine's calls: names, masks, rows, what a request's KV depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_async.config.explain import nearest
+from lmcache_async.device.layout import Layers
+from lmcache_async.hashing import RequestNamespace
+from lmcache_async.types import BlockIds
+
+Mask: TypeAlias = torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]
+"""A boolean for each token: a bool tensor, a bool array or a list."""
+
+_TAG_PREFIX = "lmcache.tag."  # of LMCache's request_configs
+
+
+class RequestArguments(TypedDict, total=False):
+    """Keyword arguments that every call of the synchronous engine with tokens takes. None is as good as none.
+
+    Attributes:
+        kv_caches: The paged KV cache, needed once.
+        kvcaches: The same by LMCache's name.
+        slot_mapping: The slot of each token; `store` and `retrieve` need it, the others do not use it.
+        req_id: For log lines.
+        cache_salt: The tenant's secret.
+        lora: Name of the LoRA adapter.
+        tags: Names with values that keep a request's chunks apart.
+        request_configs: LMCache's settings of a request, of which `lmcache.tag.<name>` are tags.
+    """
+
+    kv_caches: Layers | None
+    kvcaches: Layers | None
+    slot_mapping: Any
+    req_id: str | None
+    cache_salt: str | None
+    lora: str | None
+    tags: Mapping[str, str | int | float] | None
+    request_configs: Mapping[str, Any] | None
+
+
+_ELSEWHERE = {
+    "hashes": "keys are made of tokens",
+    "offset": "leave out leading tokens by the mask",
+    "offsets": "keys are made of tokens",
+    "search_range": "the tiers are asked in their order",
+    "transfer_spec": "records go to every tier of the config",
+}
+"""Arguments that LMCache has for these calls, with what stands for them here."""
+
+
+def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
+    """Refuse keyword arguments that a call does not take: one that is ignored may be a misspelt tenant.
+
+    Args:
+        others: Arguments of the call besides `RequestArguments`, for the message.
+
+    Raises:
+        TypeError: There is one; the message has the nearest right name.
+    """
+    names = [*RequestArguments.__annotations__, *others]
+    for name in given:
+        if name in RequestArguments.__annotations__:
+            continue
+        if name in _ELSEWHERE:
+            advice = f"LMCache has it, but {_ELSEWHERE[name]} here"
+        elif choice := nearest(name, names):
+            advice = f"did you mean {choice!r}?"
+        else:
+            advice = f"it takes {', '.join(names)}"
+        raise TypeError(f"{call}() takes no argument {name!r}; {advice}")
+
+
+def paged_cache(given: RequestArguments) -> Layers | None:
+    """The paged KV cache, by either of its names.
+
+    Raises:
+        TypeError: It is given by both.
+    """
+    ours, theirs = given.get("kv_caches"), given.get("kvcaches")
+    if ours is not None and theirs is not None:
+        raise TypeError("kv_caches= and kvcaches= are two names of one argument; give one of them")
+    return theirs if ours is None else ours
+
+
+def slots_of(given: RequestArguments) -> Any:
+    """Raises ValueError: there are none."""
+    if given.get("slot_mapping") is None:
+        raise ValueError("slot_mapping= is missing: for each token its slot in the paged KV cache")
+    return given["slot_mapping"]
+
+
+def request_id(given: RequestArguments) -> str:
+    name = given.get("req_id")
+    return "" if name is None else str(name)
+
+
+def request_namespace(given: RequestArguments) -> RequestNamespace:
+    """What else one request's KV depends on.
+
+    Raises:
+        TypeError: An argument or a tag is of another type. A salt of 0, say, is no text, and taken for none
+            it would share one tenant's chunks with everybody.
+    """
+    tags = _by_name("tags", given.get("tags"))
+    configs = _by_name("request_configs", given.get("request_configs"))
+    tags |= {name: value for name, value in configs.items() if name.startswith(_TAG_PREFIX)}
+    for name, value in tags.items():
+        if not isinstance(value, str | int | float):
+            kind = type(value).__name__
+            raise TypeError(f"the value of tag {name!r} is a {kind}; expected a text or a number")
+    lora, cache_salt = given.get("lora"), given.get("cache_salt")
+    return RequestNamespace(
+        lora="" if lora is None else lora,
+        cache_salt="" if cache_salt is None else cache_salt,
+        tags=tuple((name, str(value)) for name, value in tags.items()),
+    )
+
+
+def leading_false(mask: Mask | None, num_tokens: int) -> int:
+    """How many leading tokens a mask leaves out.
+
+    Raises:
+        TypeError: It is of something else than booleans.
+        ValueError: It has another length, or is not of the form F* T*.
+    """
+    if mask is None:
+        return 0
+    values = _booleans(mask)
+    if values.shape != (num_tokens,):
+        raise ValueError(f"the mask has shape {values.shape}, but there are {num_tokens} tokens")
+    skip = int(num_tokens - values.sum())
+    if values[:skip].any():
+        raise ValueError("the mask must be False up to some token and True from there on")
+    return skip
+
+
+def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> BlockIds:
+    """The rows of so many tokens as int64, a copy.
+
+    Args:
+        rows: A tensor, an array or a sequence of integers; more than are needed are fine.
+        num_rows: Rows of the KV cache.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: They are too few, or one is neither a row of the cache nor -1.
+    """
+    given = _integers(rows).reshape(-1)
+    wanted = num_tokens // tokens_per_row
+    if len(given) < wanted:
+        raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} are given")
+    used = given[:wanted]
+    outside = used >= num_rows  # before the cast: 2**64 - 1 is -1 as int64
+    if used.dtype.kind != "u":
+        outside |= used < -1
+    if (bad := used[outside]).size:
+        raise ValueError(
+            f"row {bad[0]} is out of bounds: the KV cache has rows 0 to {num_rows - 1}, "
+            f"and -1 for a row to be passed over"
+        )
+    return used.astype(np.int64)
+
+
+def _by_name(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument} is a {type(given).__name__}; expected a mapping of names to values")
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} has the name {name!r}, a {type(name).__name__}; expected a text")
+    return dict(given)
+
+
+def _booleans(mask: object) -> npt.NDArray[np.bool_]:
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(f"the mask is a tensor of {mask.dtype}; expected booleans")
+        values: npt.NDArray[np.bool_] = mask.detach().cpu().numpy()
+        return values
+    if isinstance(mask, np.ndarray):
+        if mask.dtype != np.bool_:
+            raise TypeError(f"the mask is an array of {mask.dtype}; expected booleans")
+        return mask
+    if isinstance(mask, str | bytes) or not isinstance(mask, Sequence):
+        raise TypeError(
+            f"the mask is a {type(mask).__name__}; expected a tensor, an array or a list of booleans"
+        )
+    for position, value in enumerate(mask):
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(
+                f"the mask's value {position} is {value!r} ({type(value).__name__}); expected booleans"
+            )
+    return np.array(mask, np.bool_)
+
+
+def _integers(rows: Any) -> npt.NDArray[Any]:
+    """The rows as an array of integers; of Python's where they have no type of NumPy's in common."""
+    if isinstance(rows, torch.Tensor):
+        if rows.is_floating_point() or rows.is_complex():
+            raise TypeError(f"rows are a tensor of {rows.dtype}; rows are integers")
+        rows = rows.detach().cpu().numpy()
+    given = np.asarray(rows)
+    if not given.size or given.dtype.kind in "iu":
+        return given
+    if isinstance(rows, list | tuple):
+        for position, value in enumerate(rows):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"row {position} is {value!r} ({type(value).__name__}); rows are integers")
+        return np.array(rows, object)
+    raise TypeError(f"rows are an array of {given.dtype}; rows are integers")

@@ -1,0 +1,198 @@
+"""Stages are plug-ins: one that misbehaves fails its request, and the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from lmcache_async.engine.loop import LoopThread
+from lmcache_async.pipeline.batch import (
+    Batch,
+    FetchedBatch,
+    HashedBatch,
+    LeasedBatch,
+    MissingBatch,
+    PlannedBatch,
+    Scope,
+    SealedBatch,
+)
+from lmcache_async.testing.rig import Rig
+from tests.made import installed
+
+TOKENS = list(range(100, 132))  # 4 chunks of 8
+SLOTS = list(range(32))
+
+
+class Switch:
+    """Whether the stages of a test misbehave now."""
+
+    on = False
+
+
+async def cancelled() -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+async def raises(error: BaseException) -> None:
+    raise error
+
+
+RAISED = {
+    "SystemExit": lambda: raises(SystemExit(1)),
+    "KeyboardInterrupt": lambda: raises(KeyboardInterrupt()),
+    "GeneratorExit": lambda: raises(GeneratorExit()),
+    "CancelledError": cancelled,
+    "BaseExceptionGroup": lambda: raises(BaseExceptionGroup("of this test", [SystemExit(1)])),
+}
+
+
+def stages_of(switch, misbehave):
+    """A stage for each joint of both chains; each does `misbehave` while the switch is on."""
+
+    async def whole_request(batch: HashedBatch) -> HashedBatch:
+        return await misbehave(batch) if switch.on else batch
+
+    whole_request.per_request = True
+
+    async def missing(batch: MissingBatch) -> MissingBatch:
+        return await misbehave(batch) if switch.on else batch
+
+    async def planned(batch: PlannedBatch) -> PlannedBatch:
+        return await misbehave(batch) if switch.on else batch
+
+    async def sealed(batch: SealedBatch) -> SealedBatch:
+        return await misbehave(batch) if switch.on else batch
+
+    async def fetched(batch: FetchedBatch) -> FetchedBatch:
+        return await misbehave(batch) if switch.on else batch
+
+    return {
+        "whole_request": whole_request,
+        "missing": missing,
+        "planned": planned,
+        "sealed": sealed,
+        "fetched": fetched,
+    }
+
+
+STORE = ["hash", "lookup", "allocate", "device_to_host", "seal", "write"]
+RETRIEVE = ["hash", "plan", "fetch", "verify", "host_to_device"]
+JOINTS = [
+    ("store", "whole_request", "hash"),
+    ("store", "missing", "lookup"),
+    ("store", "sealed", "seal"),
+    ("retrieve", "whole_request", "hash"),
+    ("retrieve", "planned", "plan"),
+    ("retrieve", "fetched", "fetch"),
+]
+
+
+def opened(rig, chain, stage, behind, stages):
+    names = {"store": list(STORE), "retrieve": list(RETRIEVE)}
+    names[chain].insert(names[chain].index(behind) + 1, stage)
+    return rig.open(
+        registry=installed().offering(stages=stages),
+        tiers=["cpu"],
+        **{f"{chain}.stages": names[chain] for chain in names},
+    )
+
+
+def leased(engine):
+    statistics = engine.statistics()
+    return statistics.arena.leased_slabs - statistics.tiers["cpu"].chunks
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize(("chain", "stage", "behind"), JOINTS)
+def test_what_a_stage_raises_fails_the_request_and_not_the_loop(chain, stage, behind, error):
+    rig, switch = Rig(), Switch()
+
+    async def misbehave(batch):
+        await RAISED[error]()
+
+    async def check():
+        async with opened(rig, chain, stage, behind, stages_of(switch, misbehave)) as engine:
+            rig.write(SLOTS, rig.content(TOKENS))
+            await engine.store(TOKENS, SLOTS)
+            switch.on = True
+            call = (
+                engine.store(range(500, 532), SLOTS) if chain == "store" else engine.retrieve(TOKENS, SLOTS)
+            )
+            with pytest.raises(Exception, match=r"unhandled|raised") as caught:
+                await call
+            assert "raised" in str(errors(caught.value))
+            switch.on = False
+            assert (await engine.retrieve(TOKENS, SLOTS)).all()
+            assert leased(engine) == 0
+
+    with LoopThread("stages") as thread:
+        thread.submit(check()).result(30)
+    asyncio.run(check())
+
+
+def errors(error):
+    """The texts of an exception, or of all in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return [text for one in error.exceptions for text in errors(one)]
+    assert isinstance(error, RuntimeError)
+    return [str(error)]
+
+
+@pytest.mark.parametrize(("chain", "stage", "behind"), JOINTS)
+async def test_a_stage_that_gives_something_else_than_it_says_fails_the_request_and_is_named(
+    chain, stage, behind
+):
+    rig, switch = Rig(), Switch()
+
+    async def nothing(batch):
+        return None
+
+    async with opened(rig, chain, stage, behind, stages_of(switch, nothing)) as engine:
+        rig.write(SLOTS, rig.content(TOKENS))
+        await engine.store(TOKENS, SLOTS)
+        switch.on = True
+        call = engine.store(range(500, 532), SLOTS) if chain == "store" else engine.retrieve(TOKENS, SLOTS)
+        with pytest.raises((TypeError, ExceptionGroup)) as caught:
+            await call
+        causes = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
+        assert f"stage '{stage}' gave NoneType, not " in str(causes[0])
+        switch.on = False
+        assert (await engine.retrieve(TOKENS, SLOTS)).all()
+        assert leased(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("chain", "stage", "behind"), [joint for joint in JOINTS if joint[1] != "whole_request"]
+)
+async def test_a_stage_that_forgets_the_scope_of_its_batch_leaks_nothing(chain, stage, behind):
+    rig, switch = Rig(), Switch()
+
+    async def forgets(batch: Batch):
+        return replace(batch, scope=Scope())
+
+    async with opened(rig, chain, stage, behind, stages_of(switch, forgets)) as engine:
+        switch.on = True
+        rig.write(SLOTS, rig.content(TOKENS))
+        await engine.store(TOKENS, SLOTS)
+        for _ in range(3):
+            assert (await engine.retrieve(TOKENS, SLOTS)).all()
+        assert leased(engine) == 0
+
+
+async def test_a_stage_that_releases_a_buffer_of_its_batch_strands_no_batch():
+    rig, switch = Rig(), Switch()
+
+    async def releases(batch: LeasedBatch):
+        batch.buffers[0].release()
+        raise LookupError("of this test")
+
+    async with opened(rig, "store", "sealed", "seal", stages_of(switch, releases)) as engine:
+        switch.on = True
+        for _ in range(3):
+            with pytest.raises(ExceptionGroup):
+                await engine.store(TOKENS, SLOTS)
+        assert leased(engine) == 0
