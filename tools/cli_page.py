@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from lmcache_async.cli.app import app
+from lmcache_async.cli.app import load_commands
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 MARK = "<!-- What follows is written by: python -m tools.cli_page -->\n"
@@ -26,18 +24,19 @@ def page(text: str) -> str:
     above, mark, _ = text.partition(MARK)
     if not mark:
         sys.exit(f"{PAGE} has no line {MARK!r}")
-    return above + MARK + "".join(_sections(typer.main.get_command(app), "lmcache-async"))
+    return (
+        above
+        + MARK
+        + "".join(
+            part for name, command in sorted(load_commands().items()) for part in _section(command, name)
+        )
+    )
 
 
-def _sections(command: Any, path: str) -> Iterator[str]:
-    inner = getattr(command, "commands", None)
-    if inner is not None:
-        for name in sorted(inner):
-            yield from _sections(inner[name], f"{path} {name}")
-        return
+def _section(command: Any, name: str) -> Iterator[str]:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     shown = "".join(f" {_name(one)}" if one.required else f" [{_name(one)}]" for one in arguments)
-    yield f"\n## {path.removeprefix('lmcache-async ')}\n\n```text\n{path}{shown} [options]\n```\n\n"
+    yield f"\n## {name}\n\n```text\nlmcache-async {name}{shown} [options]\n```\n\n"
     yield f"{inspect.cleandoc(command.help or '')}\n"
     options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     if arguments or options:

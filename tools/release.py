@@ -29,7 +29,7 @@ SMOKE = {
     "blake3": "from lmcache_async.hashing import digest_function; digest_function('blake3')",
     "encryption": "import cryptography; from lmcache_async.memory.encryption import RecordCipher; RecordCipher([bytes(32)])",
     "valkey": "import lmcache_async.plugins.valkey",
-    "cli": "import lmcache_async.cli.app",
+    "cli": "from lmcache_async.cli.app import load_commands; load_commands()",
     "s3": "import obstore, lmcache_async.plugins.s3",
     "mooncake": "import lmcache_async.plugins.mooncake",
     "bench": "import matplotlib, lmcache_async.bench.command",

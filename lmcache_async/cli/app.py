@@ -1,41 +1,147 @@
-"""All commands by name. One file a command."""
+"""All commands by name. The module of a command is imported when the command runs."""
 
 from __future__ import annotations
 
-import typer
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Annotated, Any
 
-from lmcache_async.cli.bench import OWN_OPTIONS, bench_command
-from lmcache_async.cli.config import config_app
-from lmcache_async.cli.doctor import doctor_command
-from lmcache_async.cli.export import export_command
-from lmcache_async.cli.gc import gc_command
-from lmcache_async.cli.import_ import import_command
-from lmcache_async.cli.inspect_ import inspect_command
-from lmcache_async.cli.serve import serve_command
-from lmcache_async.cli.simulate import simulate_command
-from lmcache_async.cli.tiers import tiers_command
-from lmcache_async.cli.top import top_command
-from lmcache_async.cli.verify import verify_command
-from lmcache_async.cli.warm import warm_command
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """One command.
+
+    Attributes:
+        target: A function or a `typer.Typer`, as `module:name`.
+        summary: First line of its help, for the list of commands.
+        settings: Context settings of the command.
+    """
+
+    target: str
+    summary: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+COMMANDS: Mapping[str, CommandSpec] = {
+    "bench": CommandSpec(
+        "lmcache_async.cli.bench:bench_command",
+        "Measure, each figure in turn with the limit of what it measures.",
+        # A benchmark may have options of its own.
+        {"allow_extra_args": True, "ignore_unknown_options": True},
+    ),
+    "simulate": CommandSpec(
+        "lmcache_async.cli.simulate:simulate_command",
+        "Run the real engine in virtual time, with errors, delays, crashes and damage drawn from a seed.",
+    ),
+    "serve": CommandSpec(
+        "lmcache_async.cli.serve:serve_command",
+        "Keep one pool of records for all engines of this host, whose tier is `host`, until SIGTERM or SIGINT.",
+    ),
+    "doctor": CommandSpec(
+        "lmcache_async.cli.doctor:doctor_command",
+        "Look at the environment, the machine, the config and each of its tiers, and say what to do.",
+    ),
+    "tiers": CommandSpec(
+        "lmcache_async.cli.tiers:tiers_command",
+        "List the tiers, layers and stages that are installed, and what is wrong with those that cannot be used.",
+    ),
+    "config": CommandSpec("lmcache_async.cli.config:config_app", "Show, check and describe configs."),
+    "top": CommandSpec(
+        "lmcache_async.cli.top:top_command",
+        "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
+    ),
+    "inspect": CommandSpec(
+        "lmcache_async.cli.inspect_:inspect_command",
+        "Tell what is there by namespace, or one record's header in full. Nothing is changed.",
+    ),
+    "verify": CommandSpec(
+        "lmcache_async.cli.verify:verify_command",
+        "Read every record and prove it: its bytes, its lengths, its key against its tokens.",
+    ),
+    "gc": CommandSpec(
+        "lmcache_async.cli.gc:gc_command",
+        "Remove what is not wanted any more: by namespace, age and room; and always what nobody can read.",
+    ),
+    "export": CommandSpec(
+        "lmcache_async.cli.export:export_command",
+        "Write records into an archive, each proven on its way, what was used last first.",
+    ),
+    "import": CommandSpec(
+        "lmcache_async.cli.import_:import_command",
+        "Save the records of an archive that are not there yet, each after its proof.",
+    ),
+    "warm": CommandSpec(
+        "lmcache_async.cli.warm:warm_command",
+        "Copy what a slower tier has of these prompts into the faster ones of the config.",
+    ),
+}
+
+
+class LazyCommand(TyperCommand):
+    """A command whose module is imported when it is parsed; its name and summary are known before."""
+
+    def __init__(self, name: str, spec: CommandSpec) -> None:
+        super().__init__(name, help=spec.summary)
+        self._spec = spec
+
+    def load(self) -> Any:
+        """The click command itself."""
+        target = pkgutil.resolve_name(self._spec.target)
+        if not isinstance(target, typer.Typer):
+            function, target = target, typer.Typer(add_completion=False)
+            target.command(self.name, context_settings=dict(self._spec.settings))(function)
+        return typer.main.get_command(target)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the loaded command, which click runs and completes from then on."""
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+def load_commands() -> dict[str, Any]:
+    """Every click command by its full name, such as `config show`; imports the modules of all."""
+    loaded: dict[str, Any] = {}
+    for name, spec in COMMANDS.items():
+        command = LazyCommand(name, spec).load()
+        inner = command.commands if isinstance(command, TyperGroup) else None
+        loaded |= {name: command} if inner is None else {f"{name} {key}": one for key, one in inner.items()}
+    return loaded
+
+
+class LazyGroup(TyperGroup):
+    """The group of `COMMANDS`."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, spec in COMMANDS.items():
+            self.add_command(LazyCommand(name, spec))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmcache-async {version('lmcache-async')}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="lmcache-async",
+    cls=LazyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a traceback as Python writes it can be searched for
     help="Tools for lmcache-async, the KV cache layer under LLM serving.",
 )
 
 
-app.command("bench", context_settings=OWN_OPTIONS)(bench_command)
-app.command("simulate")(simulate_command)
-app.command("serve")(serve_command)
-app.command("doctor")(doctor_command)
-app.command("tiers")(tiers_command)
-app.add_typer(config_app, name="config")
-app.command("top")(top_command)
-app.command("inspect")(inspect_command)
-app.command("verify")(verify_command)
-app.command("gc")(gc_command)
-app.command("export")(export_command)
-app.command("import")(import_command)
-app.command("warm")(warm_command)
+@app.callback()
+def root_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options before the command."""
+    del version  # its callback has printed it

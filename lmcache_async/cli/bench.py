@@ -15,8 +15,6 @@ from lmcache_async.bench.table import ALL, BENCHMARKS, left_out
 from lmcache_async.errors import LMCacheAsyncError
 
 NAMES = ", ".join(benchmark.name for benchmark in BENCHMARKS)
-OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""What the command needs of typer: a benchmark may have options of its own."""
 
 
 def complete_names(incomplete: str) -> list[str]:

@@ -12,14 +12,15 @@ import typer
 from lmcache_async.cli.effective import Value, daemon_values, engine_values
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
 from lmcache_async.cli.schema import daemon_schema, engine_schema
-from lmcache_async.config import read_config
-from lmcache_async.daemon.config import load_daemon_config
-from lmcache_async.engine.check import problems
+from lmcache_async.config import read_config, survey_config
+from lmcache_async.config.explain import placed_lines
+from lmcache_async.daemon.config import survey_daemon_config
+from lmcache_async.engine.check import all_problems
 from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.registry import Registry
 from lmcache_async.web.opening import check_endpoint
 
-config_app = typer.Typer(no_args_is_help=True, help="Show, check and describe configs.")
+config_app = typer.Typer(no_args_is_help=True, add_completion=False, help="Show, check and describe configs.")
 
 DaemonFlag = Annotated[
     bool, typer.Option("--daemon", help="The file is that of lmcache-async serve, not an engine's.")
@@ -102,24 +103,17 @@ def check_file(
     file: Path | None, extra: dict[str, Any] | None = None, registry: Registry | None = None
 ) -> tuple[list[str], tuple[str, ...]]:
     """What is wrong with an engine's config, and what has no effect; `registry` has the installed plug-ins."""
-    try:
-        loaded = read_config(file, extra=extra)
-    except LMCacheAsyncError as error:
-        return str(error).split("\n"), ()
-    return problems(loaded.config, registry or Registry()), loaded.notes
+    loaded = survey_config(file, extra=extra)
+    return all_problems(loaded, registry or Registry()), loaded.notes
 
 
 def check_daemon_file(file: Path) -> list[str]:
     """What is wrong with a daemon's config, and with the files that it names."""
-    found: list[str] = []
-    try:
-        config = load_daemon_config(file, {})
-        found += check_endpoint(config.http)
-        if config.peer is not None:
-            config.peer.check_files()
-    except LMCacheAsyncError as error:
-        found += str(error).split("\n")
-    return found
+    config, found, origin = survey_daemon_config(file, {})
+    if config is None:
+        return found
+    files = [*check_endpoint(config.http), *(config.peer.check_files() if config.peer is not None else ())]
+    return [*found, *placed_lines(files, origin.at)]
 
 
 def _extra(text: str | None) -> dict[str, Any] | None:

@@ -18,9 +18,8 @@ from lmcache_async.cli.checks.daemon import check_daemon
 from lmcache_async.cli.checks.disk import check_folder, folder_of
 from lmcache_async.cli.checks.probe import check_tier, probe_timeout_s
 from lmcache_async.cli.output import PROBLEM, JSONFlag, plain_lines, print_json, refuse
-from lmcache_async.config import EngineConfig, load_config, parse_size, read_config
-from lmcache_async.engine.check import make_tier, problems
-from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
+from lmcache_async.engine.check import all_problems, make_tier, persistent_tiers
 from lmcache_async.registry import Registry
 
 LOCAL_S = 30.0  # for what asks this machine alone
@@ -90,6 +89,7 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     yield "shared memory", LOCAL_S, machine.check_shared_memory
     yield "open files", LOCAL_S, machine.check_open_files
     yield "daemon", LOCAL_S, partial(check_daemon, config)
+    yield "restart", LOCAL_S, partial(_check_restart, config, registry)
     yield from _tier_groups(config, registry, sample_bytes)
 
 
@@ -109,14 +109,20 @@ def _tier_groups(config: EngineConfig, registry: Registry, sample_bytes: int | N
 def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig]) -> list[Check]:
     """What is wrong with it; it goes into `read` where it can be."""
     todo = "see docs/config.md, or lmcache-async tiers for the options of each tier"
-    try:
-        loaded = read_config(file)
-    except LMCacheAsyncError as error:
-        return [fail("config", line, todo) for line in str(error).split("\n")]
-    read.append(loaded.config)
-    wrong = [fail("config", line, todo) for line in problems(loaded.config, registry)]
+    loaded = survey_config(file)
+    if not loaded.problems:
+        read.append(loaded.config)
+    wrong = [fail("config", line, todo) for line in all_problems(loaded, registry)]
     source = file or next((origin.name for origin in loaded.origins.values()), "all defaults")
     return wrong or [ok("config", f"nothing is wrong ({source})")]
+
+
+def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
+    """The flag of vLLM's that a restart without loss needs; whether it is given cannot be seen from here."""
+    if tiers := persistent_tiers(config, registry):
+        found = f"{', '.join(tiers)}: content outlives the process; what waits to be written at a stop may be lost"
+        todo = "start vLLM with --shutdown-timeout 30: by default it kills its workers at once"
+        yield Check("restart", Outcome.OK, found, todo)
 
 
 def _check_pinning(config: EngineConfig) -> Iterator[Check]:

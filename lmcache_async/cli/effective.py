@@ -54,7 +54,7 @@ def daemon_values(file: Path | None, given: Mapping[str, Any]) -> list[Value]:
         ConfigError: Something is wrong with it.
     """
     config = load_daemon_config(file, given)
-    content, origin = read_file(file) if file is not None else ({}, Origin(""))
+    content, origin = read_file(file, []) if file is not None else ({}, Origin(""))
     values: list[Value] = []
     for path, value in _plain(config, ()):
         if given.get(str(path[0])) is not None:
@@ -84,21 +84,21 @@ def _inside(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 def _of_tier(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: Registry) -> Iterator[Value]:
     """Its own keys, its options, and its layers."""
     third_party = loaded.config.plugins.third_party
-    source = loaded.source_of(path)
+    source: str | None = tier.origin.place(())
     for name in ("name", "id", "timeout_s", "open_timeout_s"):
         given = name == "name" or (name in tier.model_fields_set and (name != "id" or tier.id != tier.name))
         yield _value((*path, name), getattr(tier, name), loaded.source_of((*path, name)) if given else None)
     in_arena = False
     try:
         tier_class = load_tier(registry, tier, third_party=third_party)
-        options = validate_options(tier_class.config_type, tier.options, tier.where)
+        options = validate_options(tier_class.config_type, tier.options, tier.origin)
         in_arena = tier_class(options).capabilities.in_arena
         plain = list(_plain(options, path))
     except Exception:  # noqa: BLE001 - what is wrong is for `config check`; here, what was given
         plain = [((*path, key), value) for key, value in tier.options.items()]
     for key, value in plain:
         given = key[len(path)] in tier.options
-        yield _value(key, value, loaded.source_of(key) if given else None)
+        yield _value(key, value, tier.origin.place(key[len(path) :]) if given else None)
     layers = tier.layers
     if layers is None:
         layers, source = (USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS), None

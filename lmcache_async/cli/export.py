@@ -82,16 +82,19 @@ def _places(target: str, archive: str | None, tier: str | None) -> tuple[Path | 
 
 def _print(made: Export, place: str, *, to_stderr: bool) -> None:
     lines = [
-        f"{place}: {made.records} records, {shared.human(made.archive_bytes)} in {made.parts} file(s)"
-        + (f"; {made.resumed} records were there already" if made.resumed else "")
+        f"{place}: {shared.number(made.records, 'record')}, {shared.human(made.archive_bytes)}"
+        f" in {shared.number(made.parts, 'file')}"
+        + (f"; written by an earlier run: {shared.number(made.resumed, 'record')}" if made.resumed else "")
     ]
     if made.encrypted:
-        lines.append(f"{made.encrypted} are encrypted, and stay so: who loads them needs the same keys")
+        lines.append(
+            f"encrypted: {shared.number(made.encrypted, 'record')}; loading them needs the same keys"
+        )
     if made.passed_over or made.gone:
-        lines.append(f"of other namespaces: {made.passed_over}; went meanwhile: {made.gone}")
+        lines.append(f"of other namespaces: {made.passed_over}; evicted meanwhile: {made.gone}")
     if not made.right:
         refused = shared.counted(made.as_dict()["refused"])
-        lines.append(f"not in it: wrong: {refused}; could not be read: {made.errors}")
+        lines.append(f"left out: corrupt: {refused}; not readable: {made.errors}")
         lines += [f"{one['key']}: {one['cause']}: {one['message']}" for one in made.told[:_TOLD]]
     for line in lines:
         say(line, to_stderr=to_stderr)

@@ -14,6 +14,16 @@ from lmcache_async.records.collecting import Collection, GcOptions, collect, pla
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.opening import open_target
 
+WHY = {
+    "unreadable": "header not readable",
+    "age": "unused for longer than --older-than",
+    "namespace": "selected by --namespace",
+    "room": "total size above --max-bytes, least recently used",
+    "half_written": "unfinished files of interrupted writes",
+    "quarantine": "quarantined",
+}
+"""The reasons of a collection, for people."""
+
 
 def gc_command(
     target: Annotated[
@@ -71,13 +81,17 @@ def gc_command(
 
 def _print(found: Collection) -> None:
     told = found.as_dict()
-    for why, sums in (*told["records"].items(), *told["files"].items()):
-        if sums["count"]:
-            say(f"{why.replace('_', ' ')}: {sums['count']}, {shared.human(sums['bytes'])}")
+    verb = "would remove" if found.dry_run else "removed"
+    for noun, parts in (("record", told["records"]), ("file", told["files"])):
+        for why, sums in parts.items():
+            if sums["count"]:
+                what = f"{shared.number(sums['count'], noun)}, {shared.human(sums['bytes'])}"
+                say(f"{verb} {what}: {WHY[why]}")
     if found.dry_run:
         say(f"{found.target}: {shared.human(found.bytes)} would be freed", to_stderr=False)
     else:
-        say(f"{found.target}: {found.freed_records} records removed, {shared.human(found.freed_bytes)} freed")
-    say(f"{found.kept_records} records stay, {shared.human(found.kept_bytes)}")
+        removed = shared.number(found.freed_records, "record")
+        say(f"{found.target}: {removed} removed, {shared.human(found.freed_bytes)} freed")
+    say(f"kept: {shared.number(found.kept_records, 'record')}, {shared.human(found.kept_bytes)}")
     if found.errors:
-        say(f"{found.errors} records could not be read, and stay")
+        say(f"kept because not readable: {shared.number(found.errors, 'record')}")

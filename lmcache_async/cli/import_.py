@@ -70,10 +70,11 @@ def _readers(archive: str, files: contextlib.ExitStack) -> list[ArchiveReader]:
 def _print(done: Import) -> None:
     told = done.as_dict()
     say(
-        f"{done.target}: {done.records} records saved, {shared.human(done.bytes)}; {done.there} were there already"
+        f"{done.target}: {shared.number(done.records, 'record')} saved, {shared.human(done.bytes)};"
+        f" already there: {done.there}"
     )
     if done.encrypted:
-        say(f"{done.encrypted} are encrypted, and stay so: who loads them needs the same keys")
+        say(f"encrypted: {shared.number(done.encrypted, 'record')}; loading them needs the same keys")
     if done.passed_over:
         say(f"of other namespaces: {done.passed_over}")
     if done.refused:

@@ -91,7 +91,8 @@ async def _kept(target: Target, key: ChunkKey) -> Kept:
 def _print(found: Inspection) -> None:
     told = found.as_dict()
     say(
-        f"{told['target']}: {told['records']} records, {shared.human(told['bytes'])}, {told['tokens']} tokens"
+        f"{told['target']}: {shared.number(told['records'], 'record')}, {shared.human(told['bytes'])},"
+        f" {shared.number(told['tokens'], 'token')}"
         + (f"; in use by process {found.holder}" if found.holder else "")
     )
     if told["namespaces"]:
@@ -99,18 +100,19 @@ def _print(found: Inspection) -> None:
         Console(highlight=False, width=width).print(_table(told["namespaces"]))
     for group in told["namespaces"]:
         for shape in group["shapes"]:
-            say(f"{group['id']}: {shape['records']} records of {shape['dtype']}, {shape['layout']}")
+            records = shared.number(shape["records"], "record")
+            say(f"{group['id']}: {records} of {shape['dtype']}, {shape['layout']}")
     if found.unreadable:
         say(f"unreadable: {shared.counted(told['unreadable'])}, {shared.human(found.unreadable_bytes)}")
     if found.errors or found.gone:
-        say(f"could not be read: {found.errors}; went meanwhile: {found.gone}")
+        say(f"not readable: {found.errors}; evicted meanwhile: {found.gone}")
 
 
 def _table(groups: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("namespace", overflow="fold")
-    for name in ("records", "bytes", "tokens", "chunk", "requests", "oldest", "newest"):
+    for name in ("records", "bytes", "tokens", "chunk tokens", "LoRAs, salts, tags", "oldest", "newest"):
         table.add_column(name, justify="right")
     for group in groups:
         table.add_row(
@@ -120,7 +122,7 @@ def _table(groups: list[dict[str, Any]]) -> Table:
             shared.human(group["bytes"]),
             str(group["tokens"] or "-"),
             _tokens(group["chunk_tokens"]),
-            str(group["request_namespaces"] or "-"),
+            str(group["request_labels"] or "-"),
             _ago(group["oldest_ns"]),
             _ago(group["newest_ns"]),
         )

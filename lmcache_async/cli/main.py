@@ -12,6 +12,8 @@ def main() -> None:
     """Run the command that the process was started with."""
     try:
         from lmcache_async.cli.app import app
+
+        app(prog_name="lmcache-async")  # imports the module of the command
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in PACKAGES:
@@ -21,7 +23,6 @@ def main() -> None:
             f"pip install 'lmcache-async[{EXTRA}]'\n"
         )
         raise SystemExit(2) from None
-    app(prog_name="lmcache-async")
 
 
 if __name__ == "__main__":

@@ -185,5 +185,10 @@ def human(nbytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def number(count: int, noun: str) -> str:
+    """`1 record`, `2 records`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lmcache_async.registry import Registry
-from lmcache_async.testing.simulation import Faults, Hang, SimulationReport, simulate
+from lmcache_async.testing.simulation import Faults, Hang, SimulationReport
 
 
 def simulate_command(
@@ -108,6 +108,8 @@ def _watchdog(seconds: float) -> Iterator[Callable[[], None]]:
 
 def _run(serving: bool) -> Callable[..., SimulationReport]:
     if not serving:
+        from lmcache_async.testing.simulation import simulate
+
         return simulate
     try:
         from lmcache_async.testing.serving import simulate_serving

@@ -67,21 +67,24 @@ def _print(
         if as_json:
             typer.echo(json.dumps(told, separators=(",", ":")))
         else:
-            Console(highlight=False).print(_drawn(client, told))
+            console = Console(highlight=False)
+            console.print(_drawn(client, told, console.width))
         if once:
             return
         time.sleep(interval)
         told = client.read()
 
 
-def _drawn(client: StatusClient, told: dict[str, object], *, notice: Text | None = None) -> RenderableType:
-    """What is told as it is shown.
+def _drawn(
+    client: StatusClient, told: dict[str, object], width: int, *, notice: Text | None = None
+) -> RenderableType:
+    """What is told as it is shown, in so many columns.
 
     Raises:
         StatusError: It has not the form that it has here.
     """
     try:
-        return render(told, notice=notice)
+        return render(told, width=width, notice=notice)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         text = f"{client.url} speaks another version: use that version's lmcache-async top, or --json"
         raise StatusError(text, refused=True) from None
@@ -93,15 +96,16 @@ def watch(client: StatusClient, told: dict[str, object], console: Console, pause
     Raises:
         StatusError: It refuses, or speaks another version.
     """
-    with Live(_drawn(client, told), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_drawn(client, told, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             pause()
             shown: RenderableType
             try:
                 told = client.read()
-                shown = _drawn(client, told)
+                shown = _drawn(client, told, console.width)
             except StatusError as error:
                 if error.refused:
                     raise
-                shown = _drawn(client, told, notice=Text(f"{error}; what is shown is old", style="bold red"))
+                notice = Text(f"{error}; what is shown is old", style="bold red")
+                shown = _drawn(client, told, console.width, notice=notice)
             live.update(shown, refresh=True)

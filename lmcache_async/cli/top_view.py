@@ -1,4 +1,8 @@
-"""What `lmcache-async top` shows of a status: a header, tiers or tenants, the last minutes, the last requests."""
+"""What `lmcache-async top` shows of a status: a header, tiers or tenants, the last minutes, the last requests.
+
+Everything fits into the width of the terminal, 80 columns for instance: a table that is too wide becomes several,
+each with the name of the row, and what can be left out or shortened without loss of a figure is.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
@@ -20,6 +25,14 @@ COLOURS = ("dodger_blue2", "dark_orange", "cyan3", "medium_orchid", "gold3", "sk
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_REQUESTS = 12
 SPARK_WIDTH = 60
+LEAST_WIDTH = 40
+"""Of a terminal; what is narrower is drawn for this, and cut."""
+_ID_WIDTH = 28
+_SHORT_ID_WIDTH = 16
+_LEAST_ID_WIDTH = 12
+_LEAST_SPARK_WIDTH = 20
+_LEFT = frozenset({"tier", "tenant", "age", "request", "comes from", "decision", "breaker", "holds"})
+"""Columns of words; numbers are aligned to the right."""
 
 _DECIDED = {
     "load": ("load", "green"),
@@ -32,18 +45,25 @@ _DECIDED = {
 }
 
 
-def render(told: Told, *, notice: Text | None = None) -> RenderableType:
-    """Args: notice: Above all else, where something is wrong."""
-    parts: list[RenderableType] = [_header(told)]
+def render(told: Told, *, width: int, notice: Text | None = None) -> RenderableType:
+    """The status as it is shown.
+
+    Args:
+        told: The status.
+        width: Columns of the terminal.
+        notice: Above all else but the header, where something is wrong.
+    """
+    width = max(width, LEAST_WIDTH)
+    parts: list[RenderableType] = [_header(told, width)]
     if notice is not None:
         parts.append(notice)
     if told["kind"] == "daemon":
-        parts += [_tenants(told["tenants"]), _charts(told["charts"], told["tenants"])]
+        parts += [*_tenants(told["tenants"], width), _charts(told["charts"], told["tenants"], width)]
     else:
         parts += [
-            _tiers(told["tiers"]),
-            _charts(told["charts"], told["tiers"]),
-            _requests(told["recent"], told["time"]),
+            *_tiers(told["tiers"], width),
+            _charts(told["charts"], told["tiers"], width),
+            _requests(told["recent"], told["time"], width),
         ]
     return Group(*parts)
 
@@ -58,26 +78,54 @@ def speed(nbytes: float, seconds: float) -> str:
     return f"{value / 1e3:.0f} kB/s"
 
 
-def spark(values: Sequence[float | None], most: float) -> str:
-    """The last values as bars; a gap where there is none."""
-    last = values[-SPARK_WIDTH:]
+def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH) -> str:
+    """The last values as bars, one a column; a gap where there is none."""
+    last = values[-width:]
     top = len(BLOCKS) - 1
     bars = [" " if v is None else BLOCKS[min(top, round(v / most * top)) if most > 0 else 0] for v in last]
     return "".join(bars)
 
 
-def _header(told: Told) -> Panel:
+def shortened(text: str, width: int) -> str:
+    """The text in so many columns; a name that is too long loses its middle, since its end tells it from others."""
+    if cell_len(text) <= width:
+        return text
+    if len(text) > 4 * width:
+        text = text[: 2 * width] + text[-2 * width :]
+    for kept in range(len(text) - 1, -1, -1):
+        head = kept // 3
+        short = f"{text[:head]}…{text[len(text) - kept + head :]}"
+        if cell_len(short) <= width:
+            return short
+    return "…"
+
+
+def _header(told: Told, width: int) -> Panel:
     line = Text(overflow="fold")
     for name, value in (*told["facts"], ("up", f"{told['uptime_s']:.0f} s")):
         line.append(f"{plain(name)} ", style="dim").append(f"{plain(value)}   ")
-    figures = Table.grid(padding=(0, 3))
     words = _pool(told) if told["kind"] == "daemon" else _engine(told)
-    for _ in words:
-        figures.add_column()
-    figures.add_row(*(Text(name, style="dim") for name, _ in words))
-    figures.add_row(*(Text(plain(value), style="bold") for _, value in words))
     title = Text(f" {plain(told['title'] or told['kind'])} ", style="bold")
-    return Panel(Group(line, Text(), figures), title=title, title_align="left", box=box.ROUNDED)
+    figures = _figures([(name, plain(value)) for name, value in words], width - 4)
+    return Panel(Group(line, Text(), figures), title=title, title_align="left", box=box.ROUNDED, width=width)
+
+
+def _figures(words: Sequence[tuple[str, str]], width: int) -> Table:
+    """Names above their values, as many beside each other as fit."""
+    gap = 3
+    for across in range(len(words), 0, -1):
+        rows = [words[start : start + across] for start in range(0, len(words), across)]
+        widths = [
+            max(cell_len(text) for row in rows if column < len(row) for text in row[column])
+            for column in range(across)
+        ]
+        if sum(widths) + gap * (across - 1) <= width:
+            break
+    grid = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
+    for row in rows:
+        grid.add_row(*(Text(name, style="dim") for name, _ in row))
+        grid.add_row(*(Text(value, style="bold") for _, value in row))
+    return grid
 
 
 def _engine(told: Told) -> list[tuple[str, str]]:
@@ -106,75 +154,111 @@ def _pool(told: Told) -> list[tuple[str, str]]:
     return words
 
 
-def _tiers(tiers: Iterable[Told]) -> Table:
+def _tiers(tiers: Iterable[Told], width: int) -> list[Table]:
     columns = ("holds", "chunks", "hits", "stored", "read", "write", "queue", "errors", "dropped", "evicted")
-    table = _table("tier", *columns, "breaker")
+    rows: list[list[Text]] = []
     for index, tier in enumerate(tiers):
         queue = tier["queue"]
-        table.add_row(
-            Text(plain(tier["id"]), style=f"bold {_colour(index)}"),
-            _room(tier),
-            f"{tier['chunks']:,}",
-            f"{tier['hit_chunks']:,}",
-            f"{tier['stored_chunks']:,}",
-            "in place" if tier["in_place"] else _calls(tier["calls"], "get", "get_many"),
-            "-" if tier["in_place"] else _calls(tier["calls"], "put", "put_many"),
-            _size(queue["bytes"]) if queue else "-",
-            _trouble(tier["errors"], tier["corrupt"]),
-            _trouble(tier["dropped"]),
-            f"{tier['evictions']:,}",
-            _breaker(tier["breaker"]),
+        rows.append(
+            [
+                _name(tier["id"], index),
+                Text(_room(tier)),
+                Text(f"{tier['chunks']:,}"),
+                Text(f"{tier['hit_chunks']:,}"),
+                Text(f"{tier['stored_chunks']:,}"),
+                Text("in place" if tier["in_place"] else _calls(tier["calls"], "get", "get_many")),
+                Text("-" if tier["in_place"] else _calls(tier["calls"], "put", "put_many")),
+                Text(_size(queue["bytes"]) if queue else "-"),
+                _trouble(tier["errors"], tier["corrupt"]),
+                _trouble(tier["dropped"]),
+                Text(f"{tier['evictions']:,}"),
+                _breaker(tier["breaker"]),
+            ]
         )
-    return table
+    return _tables(("tier", *columns, "breaker"), rows, width)
 
 
-def _tenants(tenants: Iterable[Told]) -> Table:
-    table = _table("tenant", "holds", "records", "readers", "writers", "evicted")
-    for index, tenant in enumerate(tenants):
-        table.add_row(
-            Text(plain(tenant["id"]), style=f"bold {_colour(index)}"),
-            _room(tenant),
-            *(f"{tenant[name]:,}" for name in ("chunks", "readers", "writers", "evictions")),
-        )
-    return table
+def _tenants(tenants: Iterable[Told], width: int) -> list[Table]:
+    names = ("chunks", "readers", "writers", "evictions")
+    rows = [
+        [_name(tenant["id"], index), Text(_room(tenant)), *(Text(f"{tenant[name]:,}") for name in names)]
+        for index, tenant in enumerate(tenants)
+    ]
+    return _tables(("tenant", "holds", "records", "readers", "writers", "evicted"), rows, width)
 
 
-def _charts(charts: Told, owners: Iterable[Told]) -> Padding:
-    """Args: owners: Tiers or tenants; each has the colour that it has in its table."""
+def _name(text: str, index: int) -> Text:
+    return Text(shortened(plain(text), _ID_WIDTH), style=f"bold {_colour(index)}")
+
+
+def _charts(charts: Told, owners: Iterable[Told], width: int) -> Padding:
+    """The last minutes as lines of bars.
+
+    Args:
+        charts: The charts.
+        owners: Tiers or tenants; each has the colour that it has in its table.
+        width: Columns that there are.
+    """
     places = {owner["id"]: index for index, owner in enumerate(owners)}
-    table = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        table.add_column(no_wrap=True)
+    rows: list[tuple[str, str, str, Sequence[float | None], float, str]] = []
     for chart in charts["list"]:
         values = [value or 0.0 for series in chart["series"] for value in series["values"]]
         most = 1.0 if chart["unit"] == "share" else max(values, default=0.0)
         for index, series in enumerate(chart["series"]):
             last = series["values"][-1] if series["values"] else None
-            table.add_row(
-                Text(plain(chart["title"]) if index == 0 else "", style="dim"),
-                Text(plain(series["name"])),
-                Text(_value(last, chart["unit"]), style="bold", justify="right"),
-                Text(spark(series["values"], most), style=_colour(places.get(series["name"], index + 5))),
-            )
-    return Padding(table, (0, 0, 0, 1))
+            title = plain(chart["title"]) if index == 0 else ""
+            name = shortened(plain(series["name"]), _ID_WIDTH)
+            style = _colour(places.get(series["name"], index + 5))
+            rows.append((title, name, _value(last, chart["unit"]), series["values"], most, style))
+    gap = 2
+    titles = max((cell_len(title) for title, *_ in rows), default=0)
+    names = max((cell_len(name) for _, name, *_ in rows), default=0)
+    lasts = max((cell_len(value) for _, _, value, *_ in rows), default=0)
+    left = width - 1 - names - gap - lasts - gap
+    beside = left - titles - gap >= _LEAST_SPARK_WIDTH
+    bars = max(1, min(SPARK_WIDTH, left - gap - (titles if beside else 0)))
+    lines: list[Text] = []
+    for title, name, value, series_values, most, style in rows:
+        if title and not beside:
+            lines.append(Text(title, style="dim"))
+        start = title + " " * (titles - cell_len(title) + gap) if beside else " " * gap
+        line = (
+            Text(no_wrap=True).append(start, style="dim").append(name + " " * (names - cell_len(name) + gap))
+        )
+        line.append(" " * (lasts - cell_len(value)) + value + " " * gap, style="bold")
+        lines.append(line.append(spark(series_values, most, bars), style=style))
+    return Padding(Group(*lines), (0, 0, 0, 1))
 
 
-def _requests(recent: Sequence[Told], now: float) -> Table:
-    table = _table("age", "request", "prompt", "comes from", "decision", "load", "speed", "stored")
+def _requests(recent: Sequence[Told], now: float, width: int) -> Table:
+    names = ["age", "request", "prompt", "comes from", "decision", "load", "speed", "stored"]
+    rows: list[list[Text]] = []
     for request in recent[:MAX_REQUESTS]:
         plan, loaded, stored = request["plan"], request["loaded"], request["stored"]
         asked = plan["prompt_tokens"] if plan else loaded["asked_tokens"] if loaded else 0
-        table.add_row(
-            f"{max(0.0, now - request['time']):.0f} s",
-            Text(plain(request["request"])[:28] or "-", overflow="ellipsis", no_wrap=True),
-            f"{asked:,}" if asked else "-",
-            _origin(plan, loaded, asked),
-            _decision(plan, loaded),
-            f"{loaded['seconds'] * 1e3:.1f} ms" if loaded else "-",
-            speed(loaded["bytes"], loaded["seconds"]) if loaded else "-",
-            f"{stored['tokens']:,}" if stored else "-",
+        rows.append(
+            [
+                Text(f"{max(0.0, now - request['time']):.0f} s"),
+                Text(shortened(plain(request["request"]), _ID_WIDTH) or "-"),
+                Text(f"{asked:,}" if asked else "-"),
+                _origin(plan, loaded, asked),
+                _decision(plan, loaded),
+                Text(f"{loaded['seconds'] * 1e3:.1f} ms" if loaded else "-"),
+                Text(speed(loaded["bytes"], loaded["seconds"]) if loaded else "-"),
+                Text(f"{stored['tokens']:,}" if stored else "-"),
+            ]
         )
-    return table
+    for least in ("", "speed", "stored"):
+        if least in names and _total(_widths(names, rows)) > width:
+            place = names.index(least)
+            del names[place]
+            rows = [[*row[:place], *row[place + 1 :]] for row in rows]
+    excess = _total(_widths(names, rows)) - width
+    if excess > 0:
+        place = names.index("request")
+        left = max(_LEAST_ID_WIDTH, _widths(names, rows)[place] - excess)
+        rows = [[*row[:place], _cut(row[place], left), *row[place + 1 :]] for row in rows]
+    return _table(names, rows, wrapped="comes from")
 
 
 def _origin(plan: Told | None, loaded: Told | None, asked: int) -> Text:
@@ -198,13 +282,42 @@ def _decision(plan: Told | None, loaded: Told | None) -> Text:
     return Text("store only", style="dim")
 
 
-def _table(first: str, *names: str) -> Table:
+def _tables(names: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> list[Table]:
+    """One table; several below each other, each with the first column, where one is too wide."""
+    widths = _widths(names, rows)
+    if _total(widths) > width:
+        rows = [[_cut(row[0], _SHORT_ID_WIDTH), *row[1:]] for row in rows]
+        widths = _widths(names, rows)
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(names)):
+        if len(parts[-1]) > 1 and _total([widths[one] for one in (*parts[-1], column)]) > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return [
+        _table([names[one] for one in part], [[row[one] for one in part] for row in rows]) for part in parts
+    ]
+
+
+def _cut(text: Text, width: int) -> Text:
+    return Text(shortened(text.plain, width), style=text.style)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[Text]], wrapped: str = "") -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(first, no_wrap=True)
     for name in names:
-        left = name in {"request", "comes from", "decision", "breaker", "holds"}
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "comes from")
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != wrapped)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _widths(names: Sequence[str], rows: Sequence[Sequence[Text]]) -> list[int]:
+    return [max([cell_len(name), *(row[place].cell_len for row in rows)]) for place, name in enumerate(names)]
+
+
+def _total(widths: Sequence[int]) -> int:
+    """Columns of a table with a space at each edge, and two spaces between columns."""
+    return sum(widths) + 2 * len(widths)
 
 
 def _room(holder: Told) -> str:

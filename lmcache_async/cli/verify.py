@@ -71,18 +71,18 @@ def verify_command(
 def _print(found: Verification, remedy: Remedy) -> None:
     told = found.as_dict()
     say(
-        f"{found.target}: {found.records} records are right, {found.wrong.total()} are wrong,"
-        f" {found.errors} could not be read; {shared.human(found.bytes)} read"
+        f"{found.target}: correct: {shared.number(found.records, 'record')}, corrupt: {found.wrong.total()},"
+        f" not readable: {found.errors}; {shared.human(found.bytes)} read"
     )
     say(f"keys: {shared.counted(told['keys'])}")
     if found.resumed:
-        say(f"{found.resumed} of them were read by an earlier run")
+        say(f"read by an earlier run: {shared.number(found.resumed, 'record')}")
     if found.gone or found.passed_over:
-        say(f"went meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
+        say(f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
     for wrong in found.told[:_TOLD]:
         say(f"{wrong['key']}: {wrong['cause']}: {wrong['message']}")
     if len(found.told) > _TOLD:
-        say(f"... --json tells {len(found.told)} of them")
+        say(f"... --json lists {len(found.told)} of them")
     if found.remedied:
-        done = "deleted" if remedy is Remedy.REMOVE else "moved to the quarantine"
-        say(f"{found.remedied} were {done}")
+        done = "deleted" if remedy is Remedy.REMOVE else "moved to quarantine"
+        say(f"{done}: {shared.number(found.remedied, 'record')}")

@@ -155,22 +155,26 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
 def _print(done: Warming) -> None:
     told = done.as_dict()
     say(
-        f"{done.prompts} prompts, {done.tokens} tokens; {done.source} has {done.found_tokens} of them as prefixes"
+        f"{shared.number(done.prompts, 'prompt')}, {shared.number(done.tokens, 'token')};"
+        f" {done.source} has prefixes of {shared.number(done.found_tokens, 'token')}"
     )
     say(
         f"copied: {shared.counted(told['copied'])} ({shared.human(done.bytes)});"
         f" there already: {shared.counted(told['there'])}"
     )
     if done.skipped:
-        say(f"left for --max-bytes: {done.skipped} records")
+        say(f"not copied because of --max-bytes: {shared.number(done.skipped, 'record')}")
     if done.refused:
         say(f"refused: {shared.counted(told['refused'])}")
 
 
 def _print_asked(asked: Asked) -> None:
     cached = (
-        "it does not say how many it had" if asked.cached_tokens is None else f"it had {asked.cached_tokens}"
+        "cached tokens: not reported"
+        if asked.cached_tokens is None
+        else f"cached tokens: {asked.cached_tokens}"
     )
-    say(f"{asked.url} ({asked.model}): {asked.prompts} prompts, {asked.tokens} tokens; {cached}")
+    prompts, tokens = shared.number(asked.prompts, "prompt"), shared.number(asked.tokens, "token")
+    say(f"{asked.url} ({asked.model}): {prompts}, {tokens}; {cached}")
     if asked.refused:
-        say(f"{asked.refused} requests failed, the first with {asked.first_refusal}")
+        say(f"{shared.number(asked.refused, 'request')} failed, the first with {asked.first_refusal}")

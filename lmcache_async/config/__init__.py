@@ -2,7 +2,7 @@
 
 from lmcache_async.config.explain import validate_options
 from lmcache_async.config.http import HTTPConfig
-from lmcache_async.config.load import LoadedConfig, load_config, read_config
+from lmcache_async.config.load import LoadedConfig, load_config, read_config, survey_config
 from lmcache_async.config.model import (
     DEFAULT_RETRIEVE_STAGES,
     DEFAULT_STORE_STAGES,
@@ -55,5 +55,6 @@ __all__ = [
     "load_config",
     "parse_size",
     "read_config",
+    "survey_config",
     "validate_options",
 ]

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from lmcache_async.config.values import parse_list, parse_mapping
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+LEFT_OUT = "_left_out_"
+"""Name of what stands for a tier or a layer that cannot be made, where the others of its list are looked at."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -24,6 +28,7 @@ _SECRET = re.compile(
     r"|^encryption(\.keys)?$",
     re.IGNORECASE,
 )
+_MAX_PASSES = 100  # each finds another kind of mistake; no file of a person needs as many
 _NAMES_A_SECRET = re.compile(r"_(file|variable)$")
 
 
@@ -34,13 +39,13 @@ EXPECTED = {
     "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "more than {gt:.15g}",
+    "greater_than_equal": "at least {ge:.15g}",
     "int_from_float": "a whole number",
     "int_parsing": "a whole number",
     "int_parsing_size": "a number of fewer digits",
     "int_type": "a whole number",
-    "less_than_equal": "at most {le:g}",
+    "less_than_equal": "at most {le:.15g}",
     "list_type": "a list",
     "mapping_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
@@ -62,19 +67,40 @@ class Origin:
         name: The file's path, the variable's name or `kv_connector_extra_config`.
         lines: In a file, the line of each key.
         variable_prefix: For a variable, the prefix of its kind, so that a hint is spelled as a variable too.
+        part: The part of the config that paths begin at, such as `tiers[1] (disk)`; "" for the whole.
     """
 
     name: str
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     variable_prefix: str = ""
+    part: str = ""
 
     def at(self, path: KeyPath) -> str:
-        for length in range(len(path), 0, -1):
-            part = path[:length]
-            dotted = (".".join(str(key) for key in part),)
-            if line := self.lines.get(part) or self.lines.get(dotted):
-                return f"{self.name}, line {line}"
-        return self.name
+        """The place of a key, with the line of the innermost part of its path that has one."""
+        return f"{self.place(path)}: {self.part}" if self.part else self.place(path)
+
+    def place(self, path: KeyPath) -> str:
+        """The same without the name of the part."""
+        line = self._nearest_line(path)
+        return self.name if line is None else f"{self.name}, line {line}"
+
+    def line(self, path: KeyPath) -> int | None:
+        """The line of exactly this key; None where it is not in a file, or not in this one."""
+        return self.lines.get(path) or self.lines.get((".".join(str(key) for key in path),))
+
+    def _nearest_line(self, path: KeyPath) -> int | None:
+        return next((line for length in range(len(path), -1, -1) if (line := self.line(path[:length]))), None)
+
+    def within(self, path: KeyPath, part: str) -> Origin:
+        """The same source, with paths that begin at `path`; keys under `options` are also keys of `path` itself."""
+        lines = {key[len(path) :]: line for key, line in self.lines.items() if key[: len(path)] == path}
+        if (line := self._nearest_line(path)) is not None:
+            lines.setdefault((), line)
+        for key, line in list(lines.items()):
+            if key[:1] == ("options",) and len(key) > 1:
+                lines.setdefault(key[1:], line)
+        part = f"{self.part}, {part}" if self.part else part
+        return Origin(self.name, lines, self.variable_prefix, part)
 
     def spell(self, key: str) -> str:
         return self.variable_prefix + key.upper().replace(".", "__") if self.variable_prefix else key
@@ -154,25 +180,67 @@ def show(value: object, key: str = "") -> str:
 
 
 def disagree(message: str, *keys: str) -> PydanticCustomError:
-    """An error for values that are right alone and wrong together; `keys` from the model's own level."""
+    """An error for values that are right alone and wrong together.
+
+    Args:
+        message: What is wrong, and what to do.
+        keys: Every key that takes part, with dots, from the model's own level on. The message is placed at the
+            first one that was given. Where one of them is wrong by itself, only that is reported.
+    """
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 
 
+def validate_all(
+    model: type[ModelT], content: Any, stand_ins: Mapping[KeyPath, Any] | None = None
+) -> tuple[ModelT | None, list[ErrorDetails]]:
+    """Validate, and find every mistake.
+
+    pydantic compares values with each other only where each of them is right. Therefore what is wrong is left out
+    and the rest is validated again, until nothing is wrong. A later mistake counts only where it cannot be due to
+    what was left out.
+
+    Args:
+        model: The type.
+        content: The content; it is not changed.
+        stand_ins: Values for required keys, used where the content has none that is right.
+
+    Returns:
+        The model made of what is right, and the mistakes in the order in which they were found. The model is None
+        where nothing can be made without what is wrong or missing.
+    """
+    stand_ins = stand_ins or {}
+    errors: list[ErrorDetails] = []
+    left_out: set[KeyPath] = set()
+    for _ in range(_MAX_PASSES):
+        try:
+            return model.model_validate(content), errors
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        errors += [one for one in found if not any(_near(path, left_out) for path in _paths(one))]
+        places = {_place(one, content, left_out, stand_ins) for one in found}
+        if () in places:
+            break
+        left_out |= places | {path for one in found if (path := _meant(one, model))}
+        for place in places:
+            if not any(place[:length] in places for length in range(len(place))):
+                content = _without(content, place, stand_ins)
+    return None, errors
+
+
 def explain(
-    error: ValidationError,
+    errors: Iterable[ErrorDetails],
     keys: Sequence[str],
     origins: Mapping[KeyPath, Origin],
     default: Origin,
-) -> ConfigError:
-    """The ConfigError for pydantic's error, a line for each thing that is wrong; `keys` are those there are."""
-    details = error.errors(include_url=False)
-    return ConfigError("\n".join(_explain_one(one, keys, origins, default) for one in details))
+) -> list[str]:
+    """A line for each of pydantic's errors; `keys` are those there are."""
+    return [_explain_one(one, keys, origins, default) for one in errors]
 
 
 def validate_options(
     config_type: type[ModelT],
     options: Mapping[str, Any],
-    where: str,
+    where: str | Origin,
     *,
     beside: Sequence[str] = ("id", "timeout_s", "layers"),
 ) -> ModelT:
@@ -181,17 +249,25 @@ def validate_options(
     Args:
         config_type: The type.
         options: What the config gives.
-        where: Where it gives it.
+        where: Where it gives it; an Origin has the line of each option.
         beside: Keys that stand beside the options, one of which may have been meant.
 
     Raises:
         ConfigError: As for the config itself, with `where` as the place.
     """
-    try:
-        return config_type.model_validate(dict(options))
-    except ValidationError as error:
-        keys = [*known_keys(config_type), *beside]
-        raise explain(error, keys, {}, Origin(where)) from None
+    found, errors = validate_all(config_type, dict(options))
+    if found is None or errors:
+        origin = where if isinstance(where, Origin) else Origin(where)
+        raise ConfigError("\n".join(explain(errors, [*known_keys(config_type), *beside], {}, origin)))
+    return found
+
+
+def placed_lines(lines: Iterable[str], source_of: Callable[[KeyPath], str | None]) -> Iterator[str]:
+    """Each line that begins with a key, with the place where that key was given in front of it."""
+    for line in lines:
+        key = re.match(r"[a-z_]+(\.[a-z_]+)*(?=\W)", line)
+        source = source_of(tuple(key[0].split("."))) if key else None
+        yield f"{source}: {line}" if source else line
 
 
 def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
@@ -206,8 +282,9 @@ def _explain_one(
 ) -> str:
     path, context = tuple(details["loc"]), details.get("ctx", {})
     if details["type"] == "disagree":
-        paths = [path + tuple(part for part in key.split(".") if part) for key in context["keys"]]
-        path = next((path for path in paths if _origin(path, origins)), paths[0])
+        paths = _paths(details)
+        given = (path for path in paths if default.line(path) or _origin(path, origins))
+        path = next(given, paths[0])
         return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
     origin = _origin(path, origins) or default
     if details["type"] in {"extra_forbidden", "invalid_key"}:
@@ -235,3 +312,93 @@ def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
         if origin := origins.get(path[:length]):
             return origin
     return None
+
+
+def _paths(details: ErrorDetails) -> list[KeyPath]:
+    """The keys that an error is about."""
+    path = tuple(details["loc"])
+    if details["type"] != "disagree":
+        return [path]
+    keys: Sequence[str] = details["ctx"]["keys"]
+    return [
+        path + tuple(int(part) if part.isdigit() else part for part in key.split(".") if part) for key in keys
+    ]
+
+
+def _meant(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
+    """The key that an unknown key was probably meant to be; None where there is none, or it is another error."""
+    if details["type"] != "extra_forbidden":
+        return None
+    choice = nearest(spell_path(tuple(details["loc"])), known_keys(model))
+    return tuple(choice.split(".")) if choice else None
+
+
+def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
+    """Whether something at, above or below the path was left out."""
+    return any(path[: len(other)] == other or other[: len(path)] == path for other in left_out)
+
+
+def _place(
+    details: ErrorDetails, content: Any, left_out: set[KeyPath], stand_ins: Mapping[KeyPath, Any]
+) -> KeyPath:
+    """What to leave out because of an error: a value that it is about, or what is around it if that had no effect."""
+    paths = _paths(details)
+    there = [path for path in paths if path in stand_ins or _reachable(content, path) == path]
+    for path in there:
+        if path not in left_out:
+            return path
+    place = there[0] if there else max((_reachable(content, path) for path in paths), key=len)
+    while place and place in left_out:
+        place = place[:-1]
+    return place
+
+
+def _reachable(content: Any, path: KeyPath) -> KeyPath:
+    """The longest part of the path, from its begin, that the content has."""
+    for length, part in enumerate(path):
+        holder = _holder(content, part)
+        if holder is None:
+            has_id = _is_id(path[: length + 1]) and isinstance(content, str | abc.Mapping)
+            return path[: length + has_id]
+        content = holder[part]
+    return path
+
+
+def _is_id(path: KeyPath) -> bool:
+    """Whether it is the id of an element of a list, which has one also where none is given."""
+    return len(path) > 1 and path[-1] == "id" and isinstance(path[-2], int)
+
+
+def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], above: KeyPath = ()) -> Any:
+    """A copy of the content that lacks what is at the path, or has something right there."""
+    part, rest = path[0], path[1:]
+    if _is_id((*above, *path)) and not rest:
+        item = {"name": content} if isinstance(content, str) else dict(content)
+        return item | {"id": f"{item.get('id', item.get('name'))}-{above[-1]}"}
+    holder = _holder(content, part)
+    changed: Any = list(holder) if isinstance(holder, list | tuple) else dict(holder or content)
+    if rest:
+        changed[part] = _without(changed[part], rest, stand_ins, (*above, part))
+    elif (*above, part) in stand_ins:
+        changed[part] = stand_ins[*above, part]
+    elif isinstance(part, int):  # the places of the others must not change
+        changed[part] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{part}"}
+    else:
+        del changed[part]
+    return changed
+
+
+def _holder(content: Any, part: str | int) -> Any:
+    """The mapping or list that has the key or index, also of JSON text; None where there is none."""
+    if isinstance(content, str):
+        try:
+            content = parse_list(content) if isinstance(part, int) else parse_mapping(content)
+        except ValueError:
+            return None
+    if isinstance(content, abc.Mapping):
+        return content if part in content else None
+    return (
+        content
+        if isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
+        else None
+    )

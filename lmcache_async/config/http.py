@@ -67,9 +67,12 @@ class HTTPConfig(Section):
                 f"{self.listen} can be reached from elsewhere, and nobody would have to say a token:"
                 " set token_file, or listen at 127.0.0.1",
                 "listen",
+                "token_file",
             )
         if self.tls_key_file is not None and self.tls_cert_file is None:
-            raise disagree("a key is of use with a certificate: set tls_cert_file", "tls_key_file")
+            raise disagree(
+                "a key is of use with a certificate: set tls_cert_file", "tls_key_file", "tls_cert_file"
+            )
         return self
 
     def make_context(self) -> ssl.SSLContext | None:

@@ -31,6 +31,9 @@ from lmcache_async.config.values import (
 )
 from lmcache_async.config.vllm import VLLMConfig
 from lmcache_async.errors import ConfigError
+from lmcache_async.types import MAX_CHUNK_SIZE
+
+MAX_THREADS = 1024
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -99,16 +102,26 @@ class StoreConfig(Section):
         default=DEFAULT_STORE_STAGES,
         description="Entry-point names of the stages of the store chain, in order.",
     )
-    batch_bytes: Size = Field(default=32 * MIB, description="Bytes that one batch carries through the chain.")
+    batch_bytes: Size = Field(
+        default=32 * MIB,
+        description="Bytes that one batch carries through the chain; at most a quarter of the arena is used.",
+    )
     max_in_flight_bytes: Size = Field(
         default=256 * MIB, description="Bytes of all batches in the chain at one time; more wait."
     )
     allocate_timeout_s: Wait = Field(
-        default=0.2, description="How long a store waits for arena memory before it is dropped, in seconds."
+        default=0.2,
+        description="How long a batch of a store waits for arena memory, and for room in a slower tier's queue, before"
+        " it is dropped, in seconds; a prompt larger than the arena waits for that room up to timeout_s.",
     )
     max_pending_write_bytes: OptionalSize = Field(
         default=None,
         description="Bytes that slower tiers may have left to write; none means half of the arena.",
+    )
+    max_pending_write_s: Seconds = Field(
+        default=20.0,
+        description="Longest time that a slower tier may need for what it has left to write, by the rate of its"
+        " writes so far, in seconds; below vLLM's --shutdown-timeout, or a restart loses what is left.",
     )
     timeout_s: Seconds = Field(
         default=30.0,
@@ -166,7 +179,9 @@ class PluginsConfig(Section):
 class EngineConfig(Section):
     """The whole configuration of one cache engine. `load_config` makes it; the defaults alone are a working one."""
 
-    chunk_size: Count = Field(default=256, description="Tokens in one chunk.")
+    chunk_size: Annotated[Count, Field(le=MAX_CHUNK_SIZE)] = Field(
+        default=256, description="Tokens in one chunk."
+    )
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = Field(
         default="xxh3_128", description="Hash of the chunk keys; blake3 or sha256 where tenants are hostile."
     )
@@ -181,7 +196,7 @@ class EngineConfig(Section):
         default="sampled",
         description="How the model's weights are told apart: sampled, full (reads every byte) or text:<your own>.",
     )
-    copy_threads: Count = Field(
+    copy_threads: Annotated[Count, Field(le=MAX_THREADS)] = Field(
         default=2, description="Threads for copies and checksums in each worker process."
     )
     shutdown_timeout_s: Wait = Field(
@@ -224,20 +239,26 @@ class EngineConfig(Section):
         """
         keys = read_secrets(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
         if len(keys) > 1:
-            raise ConfigError(f"hash_key: there are {len(keys)} keys; a hash has one")
+            name = "hash_key_file" if self.hash_key is None else "hash_key"
+            raise ConfigError(f"{name}: there are {len(keys)} keys; a hash has one")
         return keys[0] if keys else b""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         check_one_source(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
         if self.hash_algorithm == "xxh3_128" and (self.hash_key or self.hash_key_file):
-            raise disagree("xxh3_128 takes no hash_key; set it to blake3 or sha256", "hash_algorithm")
+            raise disagree(
+                "xxh3_128 takes no hash key; set hash_algorithm to blake3 or sha256",
+                "hash_algorithm",
+                "hash_key_file",
+                "hash_key",
+            )
         seen: dict[str, int] = {}
         for index, tier in enumerate(self.tiers):
             if (first := seen.setdefault(tier.id, index)) != index:
                 raise disagree(
                     f"tiers[{first}] and tiers[{index}] both have the id {tier.id!r}; give one of them another `id`",
-                    "tiers",
+                    f"tiers.{index}.id",
                 )
         pending = self.store.max_pending_write_bytes
         if pending is not None and pending > self.arena.max_bytes:

@@ -76,7 +76,9 @@ class EncryptionConfig(BaseModel):
 
 def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, file_name: str) -> None:
     if text is not None and file is not None:
-        raise disagree(f"{text_name} and {file_name} are both set; one of them is enough", file_name)
+        raise disagree(
+            f"{text_name} and {file_name} are both set; one of them is enough", file_name, text_name
+        )
 
 
 def read_secrets(

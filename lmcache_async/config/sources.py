@@ -98,12 +98,16 @@ def is_service_link(name: str, value: str) -> bool:
     return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
 
 
-def read_file(path: Path, named_by: str = "") -> tuple[dict[str, Any], Origin]:
+def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict[str, Any], Origin]:
     """The YAML file's top mapping, and its origin with the line of each key.
 
+    Args:
+        path: The file.
+        problems: Gets a line for each key that is given twice; the last one counts.
+        named_by: The option or variable that names the file.
+
     Raises:
-        ConfigError: It cannot be read, is not YAML, no mapping, or names a key twice. `named_by` is who asked
-            for the file.
+        ConfigError: It cannot be read, is not YAML or no mapping.
     """
     by = f"{named_by}: " if named_by else ""
     try:
@@ -122,7 +126,7 @@ def read_file(path: Path, named_by: str = "") -> tuple[dict[str, Any], Origin]:
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {show(content)}")
     lines: dict[KeyPath, int] = {}
     if isinstance(node, yaml.MappingNode):
-        _number_lines(path, node, (), lines)
+        _number_lines(path, node, (), lines, problems)
     return {str(key): value for key, value in content.items()}, Origin(str(path), lines)
 
 
@@ -169,26 +173,30 @@ def _section(path: tuple[str, ...], value: object, origin: Origin, problems: lis
         return {}
 
 
-def _number_lines(file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Fill in the line of each key; a key that is there twice is an error, YAML's reader keeps the last."""
+def _number_lines(
+    file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int], problems: list[str]
+) -> None:
+    """Fill in the line of each key; a key that is there twice is a problem, YAML's reader keeps the last."""
     for key_node, value_node in node.value:
         key = str(key_node.value)
         path = (*above, key)
         line = key_node.start_mark.line + 1
         if path in lines and key != "<<":
-            raise ConfigError(
+            problems.append(
                 f"{file}, line {line}: {spell_path(path)} is given twice, first on line {lines[path]}"
             )
         lines[path] = line
-        _number_value(file, value_node, path, lines)
+        _number_value(file, value_node, path, lines, problems)
 
 
-def _number_value(file: Path, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
-    if len(path) > 4:  # deeper than any key of ours; also an end to aliases that contain themselves
+def _number_value(
+    file: Path, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[str]
+) -> None:
+    if len(path) > 6:  # deeper than any key of ours, such as tiers[0].layers[0].options.get.drop
         return
     if isinstance(node, yaml.MappingNode):
-        _number_lines(file, node, path, lines)
+        _number_lines(file, node, path, lines, problems)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[*path, index] = item.start_mark.line + 1
-            _number_value(file, item, (*path, index), lines)
+            _number_value(file, item, (*path, index), lines, problems)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from lmcache_async.config.explain import disagree
+from lmcache_async.config.explain import Origin, disagree
 from lmcache_async.config.values import Name, Seconds, parse_list, parse_mapping, unless_none
 
 
@@ -31,6 +31,28 @@ class PluginSpec(Section):
         default_factory=dict, repr=False, description="Its own options, checked against its config type."
     )
 
+    _origin: Origin | None = PrivateAttr(default=None)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the plug-in was configured, with the lines of its options."""
+        return self._origin or Origin(f"{self.kind} {self.id}")
+
+    @property
+    def where(self) -> str:
+        """The same as text, for messages."""
+        return self.origin.at(())
+
+    def placed(self, origin: Origin) -> Self:
+        """The same plug-in, configured there."""
+        spec = self.model_copy()
+        spec._origin = origin
+        return spec
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same plug-in with the same options, wherever it was configured."""
+        return isinstance(other, type(self)) and self.model_dump() == other.model_dump()
+
     __hash__ = None  # type: ignore[assignment]  # the options are a dict
 
     @model_validator(mode="before")
@@ -51,7 +73,7 @@ class PluginSpec(Section):
         if rest:
             options = parse_mapping(fields.get("options", {}))
             if twice := sorted(options.keys() & rest.keys()):
-                raise ValueError(f"expected {twice[0]} once: it is beside `options` and inside it")
+                raise disagree("it is given twice, beside `options` and inside it", twice[0])
             fields["options"] = options | rest
         return fields
 
@@ -100,24 +122,6 @@ class TierSpec(PluginSpec):
         repr=False,
         description="The tier's own options, checked against its config type.",
     )
-    _where: str = PrivateAttr(default="")
-
-    @property
-    def where(self) -> str:
-        """Where the tier was configured, for messages."""
-        return self._where or f"tier {self.id}"
-
-    def placed(self, where: str) -> TierSpec:
-        """The same tier, saying that it was configured there."""
-        tier = self.model_copy()
-        tier._where = where
-        return tier
-
-    def __eq__(self, other: object) -> bool:
-        """Whether it is the same tier, wherever it was configured."""
-        return isinstance(other, TierSpec) and self.model_dump() == other.model_dump()
-
-    __hash__ = None  # the options are a dict
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -127,6 +131,6 @@ class TierSpec(PluginSpec):
                 raise disagree(
                     f"layers[{first}] and layers[{index}] both have the id {layer.id!r};"
                     " give one of them another `id`",
-                    "layers",
+                    f"layers.{index}.id",
                 )
         return self

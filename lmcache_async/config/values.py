@@ -18,6 +18,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from lmcache_async.config.sizes import parse_size
 from lmcache_async.config.yaml_text import YAMLTextError, read_yaml
 
+MAX_COUNT = 10**18 - 1
+MAX_SECONDS = 1e9
+"""Some 31 years. A thread cannot wait for more than about ten times as long."""
+
+MAX_RATE = 1e12
+
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
@@ -38,11 +44,18 @@ def parse_flag(value: object) -> bool:
 
 def parse_count(value: object) -> int:
     """A whole number of at least 1."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value.strip(), re.ASCII):
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    count = _whole_or_none(value)
+    if count is None or count < 1:
         raise ValueError("expected a whole number of at least 1")
-    return value
+    return _bounded(count)
+
+
+def parse_seed(value: object) -> int:
+    """What a random generator starts from: a whole number, 0 or more."""
+    seed = _whole_or_none(value)
+    if seed is None or seed < 0:
+        raise ValueError("expected a whole number of at least 0")
+    return _bounded(seed)
 
 
 def parse_number(value: object) -> float:
@@ -52,9 +65,20 @@ def parse_number(value: object) -> float:
             value = float(value)
         except ValueError:
             value = None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("expected a number")
-    return float(value)
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer above all floats
+        pass
+    raise ValueError("expected a number")
+
+
+def parse_rate(value: object) -> float:
+    """Something a second, above 0."""
+    rate = _number_or_nan(value)
+    if not 0 < rate <= MAX_RATE:
+        raise ValueError(f"expected a number above 0 and at most {MAX_RATE:.0f}")
+    return rate
 
 
 def parse_seconds(value: object) -> float:
@@ -62,7 +86,7 @@ def parse_seconds(value: object) -> float:
     seconds = _number_or_nan(value)
     if not seconds > 0:
         raise ValueError("expected a number of seconds above 0")
-    return seconds
+    return _bounded_seconds(seconds)
 
 
 def parse_wait(value: object) -> float:
@@ -70,7 +94,7 @@ def parse_wait(value: object) -> float:
     seconds = _number_or_nan(value)
     if not seconds >= 0:
         raise ValueError("expected a number of seconds, 0 or more")
-    return seconds
+    return _bounded_seconds(seconds)
 
 
 def parse_fraction(value: object) -> float:
@@ -148,6 +172,24 @@ def expand_home(text: str | Path) -> Path:
         raise ValueError("expected a path; there is no home for its ~ on this machine") from None
 
 
+def _whole_or_none(value: object) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", value.strip(), re.ASCII):
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _bounded(number: int) -> int:
+    if number > MAX_COUNT:
+        raise ValueError(f"expected a whole number of at most {MAX_COUNT}")
+    return number
+
+
+def _bounded_seconds(seconds: float) -> float:
+    if seconds > MAX_SECONDS:
+        raise ValueError(f"expected a number of seconds of at most {MAX_SECONDS:.0f}")
+    return seconds
+
+
 def _number_or_nan(value: object) -> float:
     try:
         return parse_number(value)
@@ -169,7 +211,10 @@ def _read_flow(text: str, opening: str) -> object:
 FlagText = Literal["true", "yes", "on", "1", "false", "no", "off", "0"]
 NoneText = Literal["", "none", "null"]
 NumberText = Annotated[str, Field(pattern=r"^\s*[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?\s*$")]
-CountInput = Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^\s*0{0,17}[1-9][0-9]{0,17}\s*$")]
+CountInput = (
+    Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    | Annotated[str, Field(pattern=r"^\s*0{0,17}[1-9][0-9]{0,17}\s*$")]
+)
 SizeInput = (
     Annotated[int, Field(ge=1)]
     | Annotated[
@@ -177,13 +222,25 @@ SizeInput = (
         Field(pattern=r"^\s*([0-9]+|([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*([kKmMgGtT]([iI][bB]?|[bB])|[bB]))\s*$"),
     ]
 )
-PositiveInput = Annotated[float, Field(gt=0)] | NumberText
-WaitInput = Annotated[float, Field(ge=0)] | NumberText
+SeedInput = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Annotated[str, Field(pattern=r"^\s*[0-9]{1,18}\s*$")]
+RateInput = Annotated[float, Field(gt=0, le=MAX_RATE)] | NumberText
+SecondsInput = Annotated[float, Field(gt=0, le=MAX_SECONDS)] | NumberText
+WaitInput = Annotated[float, Field(ge=0, le=MAX_SECONDS)] | NumberText
 FractionInput = Annotated[float, Field(gt=0, le=1)] | NumberText
 ProbabilityInput = Annotated[float, Field(ge=0, le=1)] | NumberText
 NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 NameList = Annotated[list[NameText], Field(min_length=1)]
 NamesText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ ,.-]+$")]
+
+
+def _parse_optional_rate(value: object) -> float | None:
+    value = unless_none(value)
+    return None if value is None else parse_rate(value)
+
+
+def _parse_optional_seed(value: object) -> int | None:
+    value = unless_none(value)
+    return None if value is None else parse_seed(value)
 
 
 def _parse_optional_size(value: object) -> int | None:
@@ -197,7 +254,15 @@ Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=SizeInp
 OptionalSize = Annotated[
     int | None, BeforeValidator(_parse_optional_size, json_schema_input_type=SizeInput | NoneText | None)
 ]
-Seconds = Annotated[float, BeforeValidator(parse_seconds, json_schema_input_type=PositiveInput)]
+Seed = Annotated[int, BeforeValidator(parse_seed, json_schema_input_type=SeedInput)]
+OptionalSeed = Annotated[
+    int | None, BeforeValidator(_parse_optional_seed, json_schema_input_type=SeedInput | NoneText | None)
+]
+OptionalRate = Annotated[
+    float | None,
+    BeforeValidator(_parse_optional_rate, json_schema_input_type=RateInput | NoneText | None),
+]
+Seconds = Annotated[float, BeforeValidator(parse_seconds, json_schema_input_type=SecondsInput)]
 Wait = Annotated[float, BeforeValidator(parse_wait, json_schema_input_type=WaitInput)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction, json_schema_input_type=FractionInput)]
 Probability = Annotated[float, BeforeValidator(parse_probability, json_schema_input_type=ProbabilityInput)]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from lmcache_async.config.specs import Section
-from lmcache_async.config.values import Count, Flag, Fraction, Seconds, Wait, unless_none
+from lmcache_async.config.values import Count, Flag, Fraction, OptionalRate, Seconds, Wait, unless_none
 
 
 def _parse_directory(value: object) -> Path | None:
@@ -49,7 +49,7 @@ class VLLMConfig(Section):
         description="Whether a hit is loaded only as far as that is sooner than computing it, by what loads and steps"
         " have taken so far, or always.",
     )
-    prefill_tokens_per_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = Field(
+    prefill_tokens_per_s: OptionalRate = Field(
         default=None,
         description="How fast the model computes prompts, in tokens a second, for load_policy; none means measured.",
     )

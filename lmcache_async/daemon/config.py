@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from lmcache_async.config.explain import KeyPath, Origin, disagree, explain, known_keys
+from lmcache_async.config.explain import KeyPath, Origin, disagree, explain, known_keys, validate_all
 from lmcache_async.config.http import HTTPConfig
-from lmcache_async.config.sizes import parse_size
+from lmcache_async.config.sizes import MAX_BYTES, parse_size
 from lmcache_async.config.sources import read_file
 from lmcache_async.config.values import (
     Count,
@@ -27,11 +27,13 @@ from lmcache_async.config.values import (
 from lmcache_async.daemon.peer_options import PeerOptions
 from lmcache_async.daemon.room import SEGMENT_BYTES
 from lmcache_async.daemon.tenants import Quota
+from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo
 
 MIN_BYTES = 1 << 20
+_HOW_TO_GIVE_A_SIZE = "give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"
 
 
 def _parse_share(value: object) -> int:
@@ -71,7 +73,7 @@ class TenantOptions(BaseModel):
     def _check(self, info: ValidationInfo) -> Self:
         del info
         if self.max_bytes is not None and self.reserved_bytes > self.max_bytes:
-            raise disagree("it is more than max_bytes", "reserved_bytes")
+            raise disagree("it is more than max_bytes", "reserved_bytes", "max_bytes")
         return self
 
 
@@ -115,7 +117,7 @@ class DaemonConfig(BaseModel):
         if self.max_bytes < MIN_BYTES:
             raise disagree(f"a pool has at least {MIN_BYTES} bytes", "max_bytes")
         if sum(tenant.reserved_bytes for tenant in self.tenants.values()) > self.max_bytes:
-            raise disagree("tenants have reserved more than max_bytes together", "tenants")
+            raise disagree("tenants have reserved more than max_bytes together", "tenants", "max_bytes")
         if self.other_tenants.reserved_bytes:
             raise disagree("only tenants with a name reserve", "other_tenants")
         return self
@@ -132,13 +134,35 @@ def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonCon
     Raises:
         ConfigError: The file cannot be read, or a key or a value is wrong; a line for each.
     """
-    content, origin = read_file(file) if file is not None else ({}, Origin("options"))
-    options = {key: value for key, value in given.items() if value is not None}
+    config, problems, _ = survey_daemon_config(file, given)
+    if config is None or problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def survey_daemon_config(
+    file: Path | None, given: Mapping[str, Any]
+) -> tuple[DaemonConfig | None, list[str], Origin]:
+    """The config of what is right, a line for each mistake, and where the keys of the file are.
+
+    The config is None where the file cannot be read at all.
+    """
+    problems: list[str] = []
     try:
-        return DaemonConfig.model_validate(content | options)
-    except ValidationError as error:
-        origins: dict[KeyPath, Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in options}
-        raise explain(error, [*known_keys(DaemonConfig), *_tenants_keys(content)], origins, origin) from None
+        content, origin = read_file(file, problems) if file is not None else ({}, Origin("options"))
+    except ConfigError as error:
+        return None, [str(error)], Origin(str(file))
+    options = {key: value for key, value in given.items() if value is not None}
+    config, errors = validate_all(DaemonConfig, content | options, {("max_bytes",): MAX_BYTES})
+    origins: dict[KeyPath, Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in options}
+    keys = [*known_keys(DaemonConfig), *_tenants_keys(content)]
+    for one in errors:
+        if one["type"] == "missing" and one["loc"] == ("max_bytes",):
+            place = f"{file}: " if file is not None else ""
+            problems.append(f"{place}max_bytes is missing: {_HOW_TO_GIVE_A_SIZE}")
+        else:
+            problems += explain([one], keys, origins, origin)
+    return config, problems, origin
 
 
 def _tenants_keys(content: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ import hashlib
 import hmac
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -87,15 +88,14 @@ class PeerOptions(BaseModel):
     idle_timeout_s: Seconds = 600.0
     greeting_timeout_s: Seconds = 5.0
 
-    def check_files(self) -> None:
-        """Read the files that are named.
-
-        Raises:
-            ConfigError: One of them cannot be used.
-        """
-        Tokens.read(self.token_file)
-        if self.tls is not None:
-            self.tls.make_context()
+    def check_files(self) -> Iterator[str]:
+        """Read the files that are named; a line for each that cannot be used."""
+        tls = () if self.tls is None else (self.tls.make_context,)
+        for read in (partial(Tokens.read, self.token_file), *tls):
+            try:
+                read()
+            except ConfigError as error:
+                yield str(error)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -104,6 +104,7 @@ class PeerOptions(BaseModel):
                 f"{self.listen} can be reached from elsewhere, and nobody would have to say a token:"
                 " set token_file, or listen at 127.0.0.1",
                 "token_file",
+                "listen",
             )
         return self
 

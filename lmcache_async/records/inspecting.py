@@ -28,7 +28,7 @@ class Group:
         tokens: Of records whose header can be read.
         chunk_tokens: Records by their number of tokens.
         shapes: Records by dtype, layout and header bytes.
-        requests: Labels of requests' own namespaces (adapters, tenants), "" for none.
+        requests: A label for each combination of LoRA adapter, cache_salt and tags; "" for none of them.
         oldest: When the least recently used was used, in ns since the epoch; 0 where that is not known.
     """
 
@@ -70,6 +70,7 @@ class Group:
                 for (dtype, layout, header_bytes), records in sorted(self.shapes.items())
             ],
             "request_namespaces": len(self.requests),
+            "request_labels": len(self.requests - {""}),
             "oldest_ns": self.oldest or None,
             "newest_ns": self.newest or None,
         }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
+from lmcache_async.config.explain import Origin
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.observability.logging import LimitedLogger
@@ -19,11 +21,13 @@ from lmcache_async.records.target import Target
 from lmcache_async.records.tier import TierTarget
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.border import BorderLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.rest import at_rest_of
 
 MAX_RECORD_BYTES = 256 << 20
 _UNBOUNDED = 1 << 62
+_OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ def open_target(spec: TargetSpec, *, change: bool, registry: Registry | None = N
         _check_ranks(spec.path)
         named = TierSpec.model_validate(
             {"name": "disk", "path": str(spec.path.absolute()), "max_bytes": spec.max_bytes or _UNBOUNDED}
-        ).placed(str(spec.path))
+        ).placed(Origin(str(spec.path)))
     elif spec.tier is None:
         raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
     else:
@@ -100,7 +104,7 @@ def reachable_tiers(config: EngineConfig, registry: Registry | None = None) -> l
     reachable = []
     for tier in config.tiers:
         tier_class = _class_of(registry, tier, third_party=config.plugins.third_party)
-        options = validate_options(tier_class.config_type, tier.options, tier.where)
+        options = validate_options(tier_class.config_type, tier.options, tier.origin)
         if not tier_class(options).capabilities.in_arena:
             reachable.append(tier.id)
     return reachable
@@ -118,7 +122,7 @@ def _named(spec: TargetSpec, config: EngineConfig | None) -> TierSpec:
     if spec.tier.lstrip().startswith("{"):
         try:
             value = json.loads(spec.tier)
-            return TierSpec.model_validate(value).placed("--tier")
+            return TierSpec.model_validate(value).placed(Origin("--tier"))
         except ValueError as error:  # pydantic's too
             raise ConfigError(
                 f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
@@ -140,7 +144,7 @@ def _target(
     options: Mapping[str, Any] = named.options
     if spec.rank is not None:
         options = {**options, "subdirectory": f"rank-{spec.rank}"}
-    validated = validate_options(tier_class.config_type, options, named.where)
+    validated = validate_options(tier_class.config_type, options, named.origin)
     if (rest := at_rest_of(tier_class, validated)) is not None:
         if change:
             _check_ranks(rest.place)
@@ -157,12 +161,13 @@ def _target(
         raise ConfigError(
             f"tier {named.id!r} is memory of the engine's own process: nobody else can reach what is in it"
         )
+    logger = LimitedLogger(logging.getLogger("lmcache_async.records"))
     guarded = GuardLayer(
-        tier,
+        BorderLayer(tier, name=named.id, logger=logger),
         name=named.id,
         timeout_s=named.timeout_s,
         open_timeout_s=named.open_timeout_s,
-        logger=LimitedLogger(logging.getLogger("lmcache_async.records")),
+        logger=logger,
     )
     return TierTarget(
         guarded,
@@ -174,13 +179,15 @@ def _target(
 
 
 def _check_ranks(path: Path) -> None:
-    """Where several ranks have a directory each in here, one of those is meant."""
+    """Where several ranks or replicas have a directory each in here, one of those is meant."""
     try:
-        ranks = sorted(entry.name for entry in path.glob("rank-*") if entry.is_dir())
+        ranks = sorted(
+            entry.name for entry in path.iterdir() if _OF_ONE.fullmatch(entry.name) and entry.is_dir()
+        )
         own = any(path.glob("[0-9a-f][0-9a-f]"))
     except OSError:
         return  # opening it says more
     if ranks and not own:
         raise ConfigError(
-            f"{path} has a directory for each rank: name one of them, such as {path / ranks[0]}"
+            f"{path} has a directory for each rank or replica: name one of them, such as {path / ranks[0]}"
         )

@@ -44,7 +44,7 @@ class StatusServer:
     Args:
         source: What is shown.
         config: Where, and to whom; `listen` is set. Its files are read here.
-        rank: Added to the port: each rank of an engine serves its own.
+        rank: Added to the port: each rank of each replica of an engine serves its own.
         interval_s: Between two samples.
 
     Raises:

@@ -89,7 +89,7 @@ def test_a_share_of_a_core_is_too_little(root):
 
 
 def test_more_copies_than_cores_are_told(root):
-    many = load_config(env={}, extra={"copy_threads": 4096})
+    many = load_config(env={}, extra={"copy_threads": 1000})
 
     check = only(machine.check_cores(many, root))
 

@@ -56,7 +56,7 @@ def test_each_value_has_its_source(invoke, file, monkeypatch):
     assert shown["store.timeout_s"] == ("5.0", "kv_connector_extra_config")
     assert shown["store.batch_bytes"] == ("1MiB", f"{file}, line 11")
     assert shown["tiers[1].path"] == ("/kv", f"{file}, line 6")
-    assert shown["tiers[1].max_bytes"] == ("2GiB", f"{file}, line 5")
+    assert shown["tiers[1].max_bytes"] == ("2GiB", f"{file}, line 7")
     assert shown["tiers[1].io_threads"] == ("4", "default")
     assert shown["tiers[1].layers[0].max_calls"] == ("3", f"{file}, line 8")
     assert shown["tiers[2].layers[1].name"] == ("retry", "default")

@@ -201,7 +201,7 @@ def test_what_is_wrong_with_the_config_fails_and_the_rest_is_checked(invoke, tmp
 def test_a_config_that_cannot_even_be_looked_at_is_a_failed_check(invoke, monkeypatch):
     """Whatever its reading raises: a bug of ours is told as one, and the rest is checked."""
     quick(monkeypatch)
-    monkeypatch.setattr(doctor, "read_config", lambda file: 1 // 0)
+    monkeypatch.setattr(doctor, "survey_config", lambda file: 1 // 0)
 
     result = invoke("doctor", "--no-speed")
 
@@ -235,3 +235,26 @@ def test_what_hangs_does_not_keep_the_command():
 
     assert ran.returncode == 1
     assert "fail  stuck: it did not end in 0.1 s" in ran.stdout
+
+
+def test_the_flag_that_keeps_queued_writes_is_named_where_a_tier_outlives_the_process(tmp_path):
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(f"tiers: [cpu, {{name: disk, id: slow, path: {tmp_path}/kv, max_bytes: 1GiB}}]\n")
+    memory = tmp_path / "memory.yaml"
+    memory.write_text("tiers: [cpu]\n")
+
+    checks = {
+        file: [
+            check
+            for name, _, work in doctor.groups(file, None)
+            if name in {"config", "restart"}
+            for check in work()
+            if check.name == "restart"
+        ]
+        for file in (kept, memory)
+    }
+
+    [check] = checks[kept]
+    assert "slow" in check.found
+    assert "--shutdown-timeout 30" in check.todo
+    assert checks[memory] == []

@@ -6,25 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
-from lmcache_async.cli.app import app
+from lmcache_async.cli.app import load_commands
 from lmcache_async.cli.checks.tested import MATRIX, PYTHON, UVLOOP, minor
 from tools import cli_page
 
 ROOT = Path(__file__).parents[2]
 
 
-def commands(command, path=()):
-    """Every command with its path."""
-    for name, inner in getattr(command, "commands", {}).items():
-        if hasattr(inner, "commands"):
-            yield from commands(inner, (*path, name))
-        else:
-            yield (*path, name), inner
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = {tuple(name.split()): command for name, command in load_commands().items()}
 
 
 def test_the_page_of_commands_is_todays():

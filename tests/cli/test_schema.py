@@ -72,7 +72,7 @@ def test_the_daemons_config_of_the_docs_is_right():
 
 NOT_IN_A_SCHEMA = re.compile(
     "cannot be read|may read it|there is no key; |characters; |is no secret|there are 2 keys|is there twice"
-    "|takes no hash_key|both have the id|never open|above max|neither max_calls|other options|belong together"
+    "|takes no hash key|both have the id|never open|above max|neither max_calls|other options|belong together"
     "|alone, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
     "|without a password|that holds the password|is empty|cannot be used|has no TLS|tls is false|the URL|several hosts"
     "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"

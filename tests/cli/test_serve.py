@@ -35,3 +35,18 @@ def test_a_wrong_option_ends_with_2(invoke):
     assert result.stderr == (
         "--max-bytes: max_bytes is 'much': expected a size in bytes, such as 8GiB, 500MB or 1048576\n"
     )
+
+
+def test_a_missing_size_is_refused_with_the_name_of_the_option(invoke, tmp_path):
+    file = tmp_path / "host.yaml"
+    file.write_text("max_clientz: 3\n")
+    told = "max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file\n"
+
+    result = invoke("serve")
+    with_file = invoke("serve", "--config", file)
+
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", told)
+    assert (with_file.exit_code, with_file.stdout) == (2, "")
+    assert with_file.stderr == (
+        f"{file}: {told}{file}, line 1: there is no key max_clientz; did you mean max_clients?\n"
+    )

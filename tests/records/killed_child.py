@@ -59,8 +59,10 @@ def run(call: int, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    import lmcache_async.cli.app
     import lmcache_async.plugins.disk  # noqa: F401 - imported once, before the forks
+    from lmcache_async.cli.app import load_commands
+
+    load_commands()
 
     sys.stdout.write("ready\n")
     sys.stdout.flush()

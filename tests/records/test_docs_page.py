@@ -7,10 +7,10 @@ import re
 import shlex
 from pathlib import Path
 
-import typer
+import xxhash
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.app import app
+from lmcache_async.cli.app import load_commands
 from lmcache_async.records.archive import FRAME_BYTES, ArchiveHead, End, Frame
 from tests.records.filled import TOKENS, filled, invoke, rig_of
 from tests.tiers.valkey_servers import running
@@ -56,11 +56,11 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
 
 
 def test_every_option_is_one_that_the_commands_have():
-    group = typer.main.get_command(app)
+    commands = load_commands()
     known = {
         option
         for name in COMMANDS
-        for each in group.commands[name].params
+        for each in commands[name].params
         for option in each.opts + each.secondary_opts
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
@@ -93,3 +93,27 @@ def test_the_format_is_that_of_the_page():
     assert (
         end[:56] == b"LMCFRAME\x03" + bytes(7) + bytes(16) + (11).to_bytes(8, "little") + bytes(8) + b"e" * 8
     )
+
+
+def test_checksums_have_the_byte_order_of_the_page(tmp_path):
+    """Read as the page says, with whole numbers only: no digest of a library says which order it has."""
+    filled(tmp_path / "cache")
+    assert invoke("export", tmp_path / "cache", tmp_path / "a.lmcar").exit_code == 0
+    data = (tmp_path / "a.lmcar").read_bytes()
+    at, frames = 64, b""
+
+    def follows(checksum: bytes, what: bytes) -> bool:
+        return int.from_bytes(checksum, "big") == xxhash.xxh3_64_intdigest(what)
+
+    assert "canonical form, which is big-endian" in PAGE
+    assert follows(data[56:64], data[:56])
+    while data[at + 8] == 1:
+        frame, nbytes = data[at : at + 64], int.from_bytes(data[at + 40 : at + 48], "little")
+        assert follows(frame[48:56], data[at + 64 : at + 64 + nbytes])
+        assert follows(frame[56:], frame[:56])
+        frames += frame
+        at += 64 + nbytes
+    end = data[at:]
+    assert len(end) == 64
+    assert len(frames) == 64 * int.from_bytes(end[32:40], "little") == 64 * 5
+    assert follows(end[48:56], frames)

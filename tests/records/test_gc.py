@@ -159,3 +159,40 @@ def test_what_stays_is_prefixes_within_the_limit_and_no_more_than_needed_goes(ma
     if room:
         last = room[-1]
         assert sum(one.nbytes for one in stays) + last.nbytes > max_bytes
+
+
+def test_each_reason_is_said_in_words(root):
+    size = f"{4 * RECORD_BYTES / 1024:.1f} KiB"
+
+    planned = invoke("gc", root, "--max-bytes", RECORD_BYTES, "--dry-run").stdout.splitlines()
+    damage(record_files(root)[0], at=0)
+    done = invoke("gc", root).stdout.splitlines()
+
+    assert planned == [
+        f"would remove 4 records, {size}: total size above --max-bytes, least recently used",
+        f"{root}: {size} would be freed",
+        f"kept: 1 record, {RECORD_BYTES / 1024:.1f} KiB",
+    ]
+    assert done[0] == f"removed 1 record, {RECORD_BYTES / 1024:.1f} KiB: header not readable"
+    assert done[1].startswith(f"{root}: 1 record removed, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--namespace", "model=model-a"], "selected by --namespace"),
+        (["--older-than", "1s"], "unused for longer than --older-than"),
+        (["--quarantine"], "quarantined"),
+        ([], "unfinished files of interrupted writes"),
+    ],
+)
+def test_every_other_reason_is_too(root, options, words):
+    first, second, *_ = record_files(root)
+    os.utime(first, (1, 1))
+    (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))
+    damage(second)
+    told("verify", root, "--quarantine", code=1)
+
+    shown = invoke("gc", root, *options, "--dry-run").stdout.splitlines()
+
+    assert any(line.startswith("would remove ") and line.endswith(f": {words}") for line in shown)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 
 import pytest
+import torch
+import uvloop
 
 from lmcache_async.cli.inspect_ import _print
 from lmcache_async.hashing import RequestNamespace
@@ -125,7 +128,7 @@ def test_shapes_of_somebody_elses_are_shown_as_they_are(capsys):
     _print(found)
 
     shown = capsys.readouterr().out
-    assert "1 records of �[2J:warning:, lay[/out]�" in shown
+    assert "1 record of �[2J:warning:, lay[/out]�" in shown
     assert all(line.isprintable() for line in shown.splitlines())
 
 
@@ -242,3 +245,31 @@ def test_namespaces_that_no_engine_makes_stop_no_command(root, tmp_path):
     assert told("inspect", there, "--namespace", "model=model-a")["records"] == 5
     assert told("warm", "--config", config, "--prompts", prompts)["copied"] == {str(tmp_path / "warm"): 7}
     assert told("gc", root, "--namespace", "model=model-a")["freed_records"] == 5
+
+
+def test_the_table_names_what_separates_requests_of_a_namespace(tmp_path):
+    filled(tmp_path / "plain")
+    rig = filled(tmp_path / "labelled")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(
+            store_for(
+                rig, tmp_path / "labelled", RequestNamespace(cache_salt="a"), RequestNamespace(cache_salt="b")
+            )
+        )
+
+    head, row = (invoke("inspect", tmp_path / "labelled").stdout.splitlines()[index] for index in (1, 2))
+    [plain] = told("inspect", tmp_path / "plain")["namespaces"]
+    [labelled] = told("inspect", tmp_path / "labelled")["namespaces"]
+
+    assert "LoRAs, salts, tags" in head
+    assert row.split()[-5] == "2"
+    assert (plain["request_labels"], labelled["request_labels"]) == (0, 2)
+    assert invoke("inspect", tmp_path / "plain").stdout.splitlines()[2].split()[-5] == "-"
+
+
+async def store_for(rig, root, *namespaces):
+    tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
+    async with rig.open(tiers=tiers) as engine:
+        for namespace in namespaces:
+            await engine.store(TOKENS, torch.arange(len(TOKENS)), namespace=namespace)
+        assert await engine.flush(timeout_s=30)

@@ -289,3 +289,16 @@ def test_ctrl_c_ends_with_130_and_the_next_run_goes_on(root, tmp_path, monkeypat
     assert "the same command goes on" in stopped.stderr
     found = told("verify", root, "--state", state)
     assert (found["resumed"], found["records"]) == (3, 8)
+
+
+def test_counts_are_in_words_that_fit_any_number(root):
+    first, second, *_ = record_files(root)
+    damage(first)
+
+    one = invoke("verify", root).stdout.splitlines()
+    damage(second)
+    two = invoke("verify", root, "--remove").stdout.splitlines()
+
+    assert one[0].startswith(f"{root}: correct: 7 records, corrupt: 1, not readable: 0; ")
+    assert two[0].startswith(f"{root}: correct: 6 records, corrupt: 2, not readable: 0; ")
+    assert two[-1] == "deleted: 2 records"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from pathlib import Path
 from typing import ClassVar
@@ -209,12 +210,19 @@ async def test_a_record_under_another_name_is_a_miss(tmp_path, keys):
 
 
 class SharingTier(DictTier):
-    """Answers two readers with one buffer, as a tier that joins equal reads may."""
+    """Answers with memory of its own that it keeps, as a tier that joins equal reads may."""
 
     shared: ClassVar[list] = []
 
+    @property
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, own_memory=True)
+
+    def bind(self, arena):
+        self.arena = arena
+
     async def get_many(self, keys, allocate):
-        buffers = await super().get_many(keys, allocate)
+        buffers = await super().get_many(keys, lambda nbytes: self.arena.lease(nbytes, timeout_s=1))
         type(self).shared += [buffer.retain() for buffer in buffers if buffer is not None]
         return buffers
 
@@ -241,22 +249,37 @@ async def test_a_slab_that_others_read_is_not_decrypted_in_its_place(tmp_path, k
 
 
 async def test_a_store_without_room_for_secret_copies_stays_in_memory(tmp_path, keys):
-    rig = rig_of(slabs=5)
+    rig = rig_of(slabs=1)
+    rig.write(SLOTS, rig.content(TOKENS))
+    config = {"tiers": ["cpu", disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
+    async with rig.open(**config) as engine:
+        report = await engine.store(TOKENS[:8], torch.tensor(SLOTS[:8]))
+        assert await engine.flush(timeout_s=30)
+        counts = engine.statistics().counts
+
+        assert report.stored == 1
+        assert "disk.stored" not in counts
+        assert counts["disk.dropped.TierFullError"] == 1
+    assert engine.statistics().arena.leased_slabs == 0
+
+
+async def test_a_prompt_larger_than_memory_goes_to_disk_encrypted_and_whole(tmp_path, keys):
+    rig = rig_of(slabs=4)
     rig.write(SLOTS, rig.content(TOKENS))
     config = {
         "tiers": ["cpu", disk(tmp_path)],
         "encryption.key_file": key_file(tmp_path, keys[0]),
-        "store.batch_bytes": 4 * rig.slab_bytes,
-        "store.max_in_flight_bytes": 4 * rig.slab_bytes,
+        "store.batch_bytes": "32MiB",
+        "store.allocate_timeout_s": 5,
     }
     async with rig.open(**config) as engine:
-        report = await engine.store(TOKENS[:32], torch.tensor(SLOTS[:32]))
+        report = await engine.store(TOKENS, torch.tensor(SLOTS))
         assert await engine.flush(timeout_s=30)
-        counts = engine.statistics().counts
 
-        assert report.stored == 4
-        assert counts["disk.stored"] == 1
-        assert counts["disk.dropped.TierFullError"] == 3
+        assert (report.stored, report.dropped) == (5, {})
+        assert engine.statistics().counts["disk.stored"] == 5
+        assert (await engine.retrieve(TOKENS, torch.tensor(BACK))).all()
+        assert torch.equal(rig.read(BACK), rig.content(TOKENS))
     assert engine.statistics().arena.leased_slabs == 0
 
 

@@ -190,7 +190,7 @@ def test_any_text_is_keys_or_a_config_error_without_it(text):
 def test_a_hash_key_needs_a_hash_that_takes_one(tmp_path):
     told = message(extra={"hash_key_file": str(secret_file(tmp_path, KEY.hex()))})
 
-    assert "xxh3_128 takes no hash_key; set it to blake3 or sha256" in told
+    assert "xxh3_128 takes no hash key; set hash_algorithm to blake3 or sha256" in told
 
 
 def test_the_facade_keys_its_namespace(tmp_path):

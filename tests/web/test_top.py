@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from lmcache_async.cli import top
 from lmcache_async.cli.output import plain
 from lmcache_async.cli.top import watch
 from lmcache_async.cli.top_client import StatusClient, StatusError
-from lmcache_async.cli.top_view import render, spark, speed
+from lmcache_async.cli.top_view import BLOCKS, render, shortened, spark, speed
 from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
 from tests.web.top_calls import call
@@ -133,7 +137,7 @@ def test_names_of_others_rule_no_terminal() -> None:
         told = StatusClient(engine.url).read()
     console = Console(width=160, record=True, force_terminal=False)
     with console.capture() as shown:
-        console.print(render(told))
+        console.print(render(told, width=160))
 
     assert "\x1b" not in shown.get()
     assert "[link=http://evil]" in shown.get()
@@ -154,7 +158,7 @@ def test_nothing_that_a_server_tells_rules_the_terminal() -> None:
     told["work"] |= {"running": evil, "late_calls": evil, "pinned_chunks": evil}
     told |= {"title": evil, "facts": [[evil, evil]]}
     console = Console(width=400, file=io.StringIO(), force_terminal=False)
-    console.print(render(told))
+    console.print(render(told, width=400))
 
     shown = console.file.getvalue()
     assert all(line.isprintable() for line in shown.splitlines())
@@ -185,6 +189,170 @@ def test_ctrl_c_is_an_end_like_any_other(monkeypatch: pytest.MonkeyPatch) -> Non
     with served() as engine:
         monkeypatch.setattr(top, "watch", lambda *_: interrupt())
         assert call(engine.url) == (0, "")
+
+
+CALLS = {"in_flight": 0, "errors": 0}
+BUSY = {
+    "kind": "engine",
+    "title": "meta-llama/Llama-3.1-405B-Instruct-FP8-with-a-name-of-many-characters-and-then-some-more",
+    "facts": [["rank", "3 of 8"], ["chunk", "256 tokens"], ["host", "gpu-node-17.example"], ["process", "123456"]],
+    "time": 1000.0,
+    "uptime_s": 987654.0,
+    "totals": {
+        "prompt_tokens": 987654321,
+        "hit_tokens": 654321987,
+        "loaded_bytes": 10**15,
+        "load_seconds": 30000.0,
+        "stored_bytes": 10**14,
+        "store_copy_seconds": 30000.0,
+    },
+    "memory": {"bytes": 400 << 30, "leased_bytes": 399 << 30},
+    "work": {"running": 128, "late_calls": 12, "pinned_chunks": 123456},
+    "tiers": [
+        {
+            "id": name,
+            "chunks": 98765432,
+            "bytes": 987 << 30,
+            "max_bytes": 2 << 40,
+            "evictions": 87654321,
+            "hit_chunks": 76543210,
+            "stored_chunks": 65432109,
+            "dropped": {"full": 5432109},
+            "errors": {"timeout": 4321098},
+            "corrupt": 321,
+            "queue": {"bytes": 543 << 20},
+            "breaker": {"lookup": "closed", "read": "open", "write": "half-open"},
+            "calls": {
+                "get_many": CALLS | {"bytes": 10**13, "seconds": 1000.0},
+                "put_many": CALLS | {"bytes": 10**12, "seconds": 1000.0},
+            },
+            "in_place": False,
+        }
+        for name in ("a-disk-with-a-name-of-many-characters", "valkey")
+    ],
+    "charts": {
+        "list": [
+            {
+                "title": "Where prompt tokens came from",
+                "unit": "share",
+                "series": [
+                    {"name": "a-disk-with-a-name-of-many-characters", "values": [0.0] * 119 + [0.876]},
+                    {"name": "valkey", "values": [0.0] * 119 + [0.123]},
+                ],
+            },
+            {"title": "Bytes moved", "unit": "bytes/s", "series": [{"name": "loaded", "values": [1.0, 98.7e9]}]},
+        ]
+    },
+    "recent": [
+        {
+            "request": f"chatcmpl-0123456789abcdef0123456789abcdef-{number}",
+            "time": 1.0,
+            "plan": {
+                "prompt_tokens": 131072,
+                "local_tokens": 16384,
+                "hit_tokens": 65536,
+                "load_tokens": 65536,
+                "decided": "recompute",
+                "why": "",
+            },
+            "loaded": {
+                "tokens": 65536,
+                "asked_tokens": 131072,
+                "bytes": 10**10,
+                "seconds": 12.3456,
+                "by_tier": [["a-disk", 32768], ["valkey", 16384]],
+            },
+            "stored": {"tokens": 65536},
+        }
+        for number in range(20)
+    ],
+}  # fmt: skip
+
+
+def drawn(told: dict, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(render(told, width=width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(min_value=72, max_value=220))
+@example(80)
+def test_every_figure_is_there_in_any_width(width: int) -> None:
+    lines = drawn(BUSY, width)
+    text = "\n".join(lines)
+
+    assert max(cell_len(line) for line in lines) <= width
+    for tier in ("a-disk", "valkey"):
+        own = [line for line in lines if line.startswith(f" {tier[:5]}")]
+        for figure in ("48% of 2.0 TiB", "98,765,432", "76,543,210", "65,432,109", "10.0 GB/s", "1.00 GB/s",
+                       "543 MiB", "4,321,098 + 321 corrupt", "5,432,109", "87,654,321", "reads open, writes half-open"):  # fmt: skip
+            assert any(figure in line for line in own), (tier, figure)
+    for name in ("tier", "holds", "chunks", "hits", "stored", "read", "write", "queue", "errors", "dropped",
+                 "evicted", "breaker", "age", "request", "prompt", "comes from", "decision", "load"):  # fmt: skip
+        assert re.search(rf"(^| ){name}( |$)", text, re.MULTILINE), name
+    for name, value in (("from the cache", "66.3% of 987,654,321 tokens"), ("loads", "33.3 GB/s"),
+                        ("host memory", "399 GiB of 400 GiB"), ("held for requests", "123456 chunks")):  # fmt: skip
+        assert name in text
+        assert value in text
+    for number in range(12):
+        [row] = [line for line in lines if re.search(rf"…\w*-{number} ", line)]
+        assert "131,072" in row
+        assert "recompute" in row
+        assert "12345.6 ms" in row
+    assert "…" not in re.sub(r"[\w-]+…[\w-]+", "", text), "only names lose a part"
+
+
+def test_at_eighty_columns_the_last_values_of_the_charts_are_seen() -> None:
+    lines = drawn(BUSY, 80)
+
+    [disk] = [line for line in lines if "87.6%" in line]
+    [loaded] = [line for line in lines if "98.7 GB/s" in line]
+    assert disk.endswith(BLOCKS[6])
+    assert loaded.endswith(BLOCKS[7])
+    assert "Where prompt tokens came from" in "\n".join(lines)
+
+
+def test_at_eighty_columns_what_a_request_comes_from_is_whole() -> None:
+    lines = drawn(BUSY | {"recent": BUSY["recent"][:1]}, 80)
+    [start] = [number for number, line in enumerate(lines) if "comes from" in line]
+    at = lines[start].index("comes from")
+    cells = [line[at:].split("  ")[0].strip() for line in lines[start + 2 :]]
+
+    assert " ".join(cells).strip() == "vLLM 16,384, a-disk 32,768, valkey 16,384, computed 65,536"
+
+
+def test_a_daemon_fits_into_eighty_columns() -> None:
+    tenants = {f"tenant-with-a-long-name-{number}": {"max_bytes": "8MiB"} for number in range(3)}
+    with (
+        socket_path() as path,
+        ThreadedDaemon(path, http={"listen": "127.0.0.1:0"}, tenants=tenants) as daemon,
+    ):
+        lines = drawn(StatusClient(str(daemon.daemon.status_url)).read(), 80)
+
+    assert max(cell_len(line) for line in lines) <= 80
+    assert sum("0% of 8.0 MiB" in line for line in lines) == 3
+
+
+def test_the_terminal_decides_the_width() -> None:
+    with served() as engine:
+        engine.ask("request-7", TOKENS)
+        wide, narrow = (call(engine.url, "--once", COLUMNS=columns)[1] for columns in ("160", "80"))
+
+    assert max(len(line) for line in narrow.splitlines()) <= 80 < max(len(line) for line in wide.splitlines())
+
+
+@given(st.text(max_size=60), st.integers(min_value=1, max_value=40))
+def test_a_shortened_name_fits_and_keeps_its_ends(text: str, width: int) -> None:
+    short = shortened(plain(text), width)
+
+    assert cell_len(short) <= max(width, 1)
+    if cell_len(plain(text)) <= width:
+        assert short == plain(text)
+    elif "…" in short:
+        head, _, tail = short.partition("…")
+        assert plain(text).startswith(head)
+        assert plain(text).endswith(tail)
 
 
 def interrupt() -> None:

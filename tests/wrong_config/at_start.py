@@ -13,12 +13,13 @@ import torch
 
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
 from lmcache_async.daemon.address import check_directory
-from lmcache_async.daemon.config import DaemonConfig
+from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.memory import SharedMemory
 from lmcache_async.daemon.peer_options import PeerTLSOptions
 from lmcache_async.daemon.server import Daemon
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import build, default_logger
+from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.secrets import check_hash_key
 from lmcache_async.engine.tiers import load_layer, load_tier
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
@@ -126,6 +127,10 @@ def long_base(folder: Path) -> None:
     socket_path(folder / LONG, "engine", 0)
 
 
+def wrong_config_and_tier(folder: Path) -> None:
+    load_engine_config(env={}, extra={"chunk_size": 0, "tiers": [{"name": "cpu", "max_byte": 1}]})
+
+
 AT_START: list[tuple[Callable[[Path], object], str]] = [
     (long_socket, "socket: /{long} is longer than the 100 bytes that a socket's path may have"),
     (directory_under_a_file, "socket: cannot make {dir}/key/kv: Not a directory"),
@@ -148,6 +153,16 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (
         chunks_of_half_a_block,
         "chunk_size is 3, which is no multiple of the 4 tokens of a block: set it to 4",
+    ),
+    (
+        wrong_config_and_tier,
+        ("kv_connector_extra_config: chunk_size is 0: expected a whole number of at least 1\n"
+        "kv_connector_extra_config: tiers[0] (cpu): there is no key max_byte; did you mean max_bytes?"),
+    ),
+    (
+        lambda _: load_daemon_config(None, {"socket": ""}),
+        ("--socket: socket is '': expected the path of a socket, such as /run/kv/host.sock\n"
+        "max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"),
     ),
     (
         another_hash_key,

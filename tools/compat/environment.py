@@ -33,6 +33,7 @@ def make(venv: Path, version: str, *, timeout_s: float) -> Path:
         ["--no-deps", "-r", str(pinned)],
         ["--no-deps", "-r", str(REQUIREMENTS / "package.txt"), "setuptools>=77,<81"],
         ["--no-deps", "-r", str(REQUIREMENTS / "test.txt")],
+        ["--no-deps", "--target", str(venv / "vision"), "-r", str(REQUIREMENTS / "test-vision.txt")],
         ["--no-deps", "--no-build-isolation", "-e", str(ROOT)],
     ):
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]

@@ -66,7 +66,7 @@ def terminal(told: dict[str, Any]) -> str:
     console = Console(
         width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(render(told))
+    console.print(render(told, width=COLUMNS))
     drawn = console.export_svg(title="lmcache-async top")
     drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
     return drawn.replace("Fira Code", "DejaVu Sans Mono")
