@@ -13,6 +13,8 @@ ChunkKey = NewType("ChunkKey", bytes)
 """16 bytes: the hash, chained from the namespace's root, of a chunk and of all that is before it."""
 
 KEY_BYTES = 16
+MAX_CHUNK_SIZE = 1 << 24
+"""Tokens; far above any use, and below the marks that end the messages of keys."""
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 """Token ids: C-contiguous int32 of shape (num_tokens,)."""

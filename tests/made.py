@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 
-from lmcache_async.registry import LAYERS, STAGES, TIERS
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.tiers.base import Capabilities
@@ -21,9 +19,7 @@ def installed() -> FakeRegistry:
 
 def registry_of(**tiers) -> FakeRegistry:
     """The installed plug-ins, and the given tiers by name."""
-    registry = copy.copy(installed())
-    registry._given = {TIERS: tiers, STAGES: {}, LAYERS: {}}
-    return registry
+    return installed().offering(tiers=tiers)
 
 
 class Made:

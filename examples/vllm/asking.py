@@ -30,18 +30,24 @@ class Answer:
 
     Attributes:
         ttft_s: Seconds until the first token.
-        cached: Tokens of the prompt that were not computed; with --enable-prompt-tokens-details.
+        cached: Tokens of the prompt that were not computed; None where the server does not report it, as without
+            --enable-prompt-tokens-details.
     """
 
     text: str
     ttft_s: float
     prompt: int
-    cached: int
+    cached: int | None
 
     def __str__(self) -> str:
-        return (
-            f"{self.cached:5} of {self.prompt:5} tokens from a cache, first token after {self.ttft_s:.3f} s"
-        )
+        return f"{from_cache(self.cached, self.prompt)}, first token after {self.ttft_s:.3f} s"
+
+
+def from_cache(cached: int | None, prompt: int) -> str:
+    """How much of a prompt was cached, in words."""
+    if cached is None:
+        return f"{prompt:5} tokens, cached tokens not reported by the server"
+    return f"{cached:5} of {prompt:5} tokens from a cache"
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -89,9 +95,8 @@ class Asker:
                 texts.append(text_of(event.choices[0]))
             usage = event.usage or usage
         details = usage.prompt_tokens_details
-        return Answer(
-            "".join(texts), first or 0.0, usage.prompt_tokens, (details and details.cached_tokens) or 0
-        )
+        cached = None if details is None else details.cached_tokens
+        return Answer("".join(texts), first or 0.0, usage.prompt_tokens, cached)
 
 
 def long_text(title: str, seed: int, sentences: int = 60) -> str:

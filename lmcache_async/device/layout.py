@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from lmcache_async.device.overlap import check_overlap
 from lmcache_async.device.planes import Plane, digest, merge, summary
@@ -24,10 +22,13 @@ from lmcache_async.device.views import (
     view_of,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Granularity", "KVLayout", "Layer", "Layers", "Plane"]
 
 Granularity: TypeAlias = Literal["block", "token"]
-Layer: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Layer: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 Layers: TypeAlias = Mapping[str, Layer] | Sequence[Layer]
 """Tensors by layer name, or in layer order; K and V of a layer may be a pair."""
 
@@ -185,6 +186,8 @@ class _Storages:
 
 
 def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
+    import torch  # here, so that what only names a layout's type starts without it
+
     layers = tensors.items() if isinstance(tensors, Mapping) else (("", layer) for layer in tensors)
     named = []
     for name, layer in layers:
@@ -206,6 +209,8 @@ def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
 
 
 def _storages(named: Sequence[tuple[str, torch.Tensor]]) -> _Storages:
+    import torch
+
     index: dict[int, int] = {}
     whole: list[torch.Tensor] = []
     for _, tensor in named:

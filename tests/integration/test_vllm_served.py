@@ -89,7 +89,7 @@ def test_warm_tells_of_prompts_that_the_server_refuses(server: Serving, tmp_path
     )
 
     assert ran.returncode == 1
-    assert "1 requests failed, the first with 400" in ran.stdout + ran.stderr
+    assert "1 request failed, the first with 400" in ran.stdout + ran.stderr
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.testing.rig import Rig
-from tests.packaging.installing import install, run_tests
+from tests.packaging.installing import install
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_stage"
 TOKENS = list(range(20))
@@ -67,9 +67,3 @@ def test_the_registry_tells_where_they_came_from(installed: Path) -> None:
 
     assert {found[name].distribution for name in ("zlib", "unzlib")} == {"lmcache-async-zlib"}
     assert "zlib" not in Registry().available(STAGES, third_party=False)
-
-
-def test_they_pass_the_tests_of_their_own_project(site: Path, tmp_path: Path) -> None:
-    project = shutil.copytree(EXAMPLE, tmp_path / "custom_stage")
-
-    run_tests(project, site=site)

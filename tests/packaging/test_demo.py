@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from examples.demo import documents, pagecache, report
 from examples.demo.cases import Cases, logprob_difference
@@ -57,6 +63,59 @@ def test_one_wrong_answer_fails_the_demo(restart: Answer, what: str) -> None:
 
     assert not result["ok"]
     assert not result[what]
+
+
+def slow_cases() -> Cases:
+    """As on a busy machine: right answers and complete hits, many times slower than vLLM's own."""
+    cases = Cases()
+    for case in (cases.no_connector, cases.pool, cases.pool_at_restart):
+        case.add([answer(1, 2)])
+    for case in (*cases.hits, cases.cold, cases.pool_with_connector):
+        case.add([replace(answer(1, 2, cached=8), ttft_s=5.0)], reference=answer(1, 2))
+    return cases
+
+
+def shown(cases: Cases, *, expect_hits: bool = True) -> tuple[dict[str, Any], str]:
+    facts = {"page_cache_left_bytes": 0}
+    result = report.summarise(cases, document_tokens=8, expect_hits=expect_hits, facts=facts)
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    report.show(result, console)
+    return result, console.file.getvalue()
+
+
+def test_times_are_shown_beside_vllms_own_and_not_judged() -> None:
+    result, text = shown(slow_cases())
+
+    assert result["ok"]
+    assert result["ratios"] == {"cold": 50.0, "warm": 50.0, "questions": 50.0, "restart": 50.0}
+    assert set(result["ratio_to"]) == set(result["ratios"])
+    [warm] = [line for line in text.splitlines() if "host memory" in line]
+    assert re.search(r"5\.000 .* vLLM's own hit .* 0\.100 .* 50\.00 .* 8", warm)
+    assert "they are not judged" in text
+    assert "target" not in text.lower() + json.dumps(result).lower()
+    assert "NO" not in text
+
+
+def test_what_is_wrong_is_said_to_be() -> None:
+    cases = slow_cases()
+    cases.warm.add([answer(1, 3, cached=7)], reference=answer(1, 2))
+
+    result, text = shown(cases)
+
+    assert not result["ok"]
+    assert "equal to vLLM without a connector: NO (5 of 6;" in text
+    assert "wherever they were stored: NO (at least 7 of 8 tokens)" in text
+
+
+def test_without_a_connector_no_hit_is_expected() -> None:
+    cases = Cases()
+    for case in (getattr(cases, name) for name in cases.__slots__):
+        case.add([answer(1, 2)], reference=answer(1, 2))
+
+    result, text = shown(cases, expect_hits=False)
+
+    assert result["ok"]
+    assert "wherever they were stored" not in text
 
 
 def test_log_probabilities_are_compared_only_while_the_texts_agree() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmcache_async import Buffer, ChunkCorruptError, EngineConfig, KVLayout
 from lmcache_async.memory.arena import Arena
@@ -19,6 +20,7 @@ from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import EncryptedBatch, FetchedBatch, SealedBatch
 from lmcache_async.tiers.stack import TierStack
 
+Bytes = NDArray[np.uint8]
 LEVEL = 1
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -140,17 +142,17 @@ class DecompressStage:
         return None
 
 
-def shuffled(payload: np.ndarray, dtype: str) -> bytes:
+def shuffled(payload: Bytes, dtype: str) -> bytes:
     """First bytes of all numbers, then all second ones, and so on: exponents are alike, so they compress."""
     return np.ascontiguousarray(payload.reshape(-1, item_bytes(payload, dtype)).T).tobytes()
 
 
-def unshuffled(payload: bytes, dtype: str) -> np.ndarray:
+def unshuffled(payload: bytes, dtype: str) -> Bytes:
     flat = np.frombuffer(payload, np.uint8)
     return flat.reshape(item_bytes(flat, dtype), -1).T.reshape(-1)
 
 
-def item_bytes(payload: np.ndarray, dtype: str) -> int:
+def item_bytes(payload: Bytes, dtype: str) -> int:
     size = ITEM_BYTES.get(dtype.removeprefix("torch."), 1)
     return size if payload.nbytes % size == 0 else 1
 

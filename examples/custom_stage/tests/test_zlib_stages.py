@@ -9,6 +9,7 @@ import pytest
 import torch
 from lmcache_async_zlib import CompressStage, DecompressStage, inflated, shuffled, unshuffled
 
+from lmcache_async import ChunkKey
 from lmcache_async.memory.header import read_header
 from lmcache_async.testing import DictConfig, DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
@@ -23,7 +24,7 @@ TOKENS = list(range(20))
 class Kept(FakeRegistry):
     """A tier `kept`, whose records are in the dict that it is made with."""
 
-    def __init__(self, records: dict[bytes, bytes]) -> None:
+    def __init__(self, records: dict[ChunkKey, bytes]) -> None:
         class KeptTier(DictTier):
             def __init__(self, config: DictConfig) -> None:
                 super().__init__(config, records=records)
@@ -31,7 +32,7 @@ class Kept(FakeRegistry):
         super().__init__(tiers={"kept": KeptTier}, stages={"zlib": CompressStage, "unzlib": DecompressStage})
 
 
-async def store(records: dict[bytes, bytes], *, noise: bool = False, stages: bool = True) -> torch.Tensor:
+async def store(records: dict[ChunkKey, bytes], *, noise: bool = False, stages: bool = True) -> torch.Tensor:
     rig = Rig(head_dim=32, slabs=32)
     content = rig.content(TOKENS).round(decimals=2)
     if noise:
@@ -46,7 +47,7 @@ async def store(records: dict[bytes, bytes], *, noise: bool = False, stages: boo
     return content
 
 
-async def retrieve(records: dict[bytes, bytes], content: torch.Tensor, *, stages: bool = True) -> int:
+async def retrieve(records: dict[ChunkKey, bytes], content: torch.Tensor, *, stages: bool = True) -> int:
     """How many tokens come back to another engine; they are right to the last bit."""
     rig = Rig(head_dim=32, slabs=32)
     async with rig.open(
@@ -59,7 +60,7 @@ async def retrieve(records: dict[bytes, bytes], content: torch.Tensor, *, stages
 
 
 async def test_what_was_stored_comes_back_and_is_smaller_on_its_way() -> None:
-    records: dict[bytes, bytes] = {}
+    records: dict[ChunkKey, bytes] = {}
     content = await store(records)
     headers = [read_header(memoryview(record)) for record in records.values()]
 
@@ -69,7 +70,7 @@ async def test_what_was_stored_comes_back_and_is_smaller_on_its_way() -> None:
 
 async def test_what_would_grow_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_async_zlib.LEVEL", 0)
-    records: dict[bytes, bytes] = {}
+    records: dict[ChunkKey, bytes] = {}
     content = await store(records, noise=True)
 
     assert all(len(read_header(memoryview(record)).shape) == 2 for record in records.values())
@@ -77,14 +78,14 @@ async def test_what_would_grow_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_records_from_before_the_stages_were_named_are_hits() -> None:
-    records: dict[bytes, bytes] = {}
+    records: dict[ChunkKey, bytes] = {}
     content = await store(records, stages=False)
 
     assert await retrieve(records, content) == 20
 
 
 async def test_an_engine_without_the_stages_misses_what_is_compressed() -> None:
-    records: dict[bytes, bytes] = {}
+    records: dict[ChunkKey, bytes] = {}
     content = await store(records)
 
     assert await retrieve(records, content, stages=False) == 0
@@ -92,7 +93,7 @@ async def test_an_engine_without_the_stages_misses_what_is_compressed() -> None:
 
 @pytest.mark.parametrize("place", [100, -1], ids=["header", "payload"])
 async def test_a_flipped_bit_ends_the_prefix(place: int) -> None:
-    records: dict[bytes, bytes] = {}
+    records: dict[ChunkKey, bytes] = {}
     content = await store(records)
     second = list(records)[1]
     damaged = bytearray(records[second])

@@ -28,7 +28,7 @@ class SQLiteConfig(TierConfig):
     path: Path
 
 
-class SQLiteTier(Tier):
+class SQLiteTier(Tier[SQLiteConfig]):
     config_type = SQLiteConfig
     _file: sqlite3.Connection | None = None
 
@@ -59,7 +59,8 @@ class SQLiteTier(Tier):
 
     async def __aexit__(self, *error: object) -> None:
         file, self._file = self._file, None
-        await self._in_thread(file.close)
+        if file is not None:
+            await self._in_thread(file.close)
         self._thread.shutdown()
 
     async def _run(self, statement: str, *values: bytes) -> list[Any]:
@@ -72,9 +73,10 @@ class SQLiteTier(Tier):
                 return file.execute(statement, values).fetchall()
 
         try:
-            return await self._in_thread(execute)
+            rows: list[Any] = await self._in_thread(execute)
         except sqlite3.Error as error:
             raise TierUnavailableError(f"sqlite at {self.config.path}: {error}") from error
+        return rows
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

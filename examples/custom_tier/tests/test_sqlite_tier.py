@@ -20,7 +20,8 @@ class TestSQLiteTier(TierConformance):
     def tier(self, tmp_path: Path) -> Tier:
         return SQLiteTier(SQLiteConfig(path=tmp_path / "chunks.sqlite"))
 
-    async def damage(self, tier: SQLiteTier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+    async def damage(self, tier: Tier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        assert isinstance(tier, SQLiteTier)
         [(record,)] = await tier._run("SELECT record FROM chunks WHERE key = ?", key)
         await tier._run("UPDATE chunks SET record = ? WHERE key = ?", edit(record), key)
         return True
