@@ -28,5 +28,7 @@ def test_a_tier_without_capabilities_is_refused() -> None:
     tier = MisbehavingTier(mode)
     tier.begin()
 
-    with pytest.raises(ConfigError, match="tier 'bad': its `capabilities` must be an instance of Capabilities"):
+    with pytest.raises(
+        ConfigError, match="tier 'bad': its `capabilities` must be an instance of Capabilities"
+    ):
         BorderLayer(tier, name="bad", logger=LimitedLogger(logging.getLogger("test")))
