@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.tiers.valkey_servers import Server, running
 pytestmark = pytest.mark.vllm
 
 WAIT_S, LOOKUP_S = 6.0, 10.0
+# Of the producer's 256 blocks. Ten prompts have at most 130: none is dropped, however slowly they are copied.
+HELD_FRACTION = 0.75
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +27,8 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def start(engines: Engines, server: Server, role: str) -> Engine:
-    options = {"vllm.wait_for_producer_s": WAIT_S, "vllm.lookup_timeout_s": LOOKUP_S}
+def start(engines: Engines, server: Server, role: str, **more: Any) -> Engine:
+    options = {"vllm.wait_for_producer_s": WAIT_S, "vllm.lookup_timeout_s": LOOKUP_S} | more
     return engines.start(connector(valkey=server.url, role=role, **options))
 
 
@@ -38,7 +41,7 @@ def consumer(engines: Engines, server: Server) -> Iterator[Engine]:
 
 @pytest.fixture
 def producer(engines: Engines, server: Server) -> Iterator[Engine]:
-    engine = start(engines, server, "kv_producer")
+    engine = start(engines, server, "kv_producer", **{"vllm.max_pinned_fraction": HELD_FRACTION})
     yield engine
     engine.kill()
 
@@ -47,6 +50,12 @@ def whole(question: Question) -> int:
     """What is not computed: all whole blocks, unless there is but one, which vLLM computes as soon."""
     blocks = len(question.prompt) // BLOCK
     return blocks * BLOCK if len(question.prompt) > BLOCK else 0
+
+
+def promised(answer: Answer) -> int:
+    """Leading tokens that the producer says are stored or on their way."""
+    params = answer.kv_transfer_params
+    return params["lmcache_async"]["tokens"] if params else 0
 
 
 def mixed() -> list[Question]:
@@ -63,6 +72,8 @@ def hand_over(producer: Engine, consumer: Engine, questions: Sequence[Question])
     """As a proxy does: the first token there, and all of them here with what the first answer says."""
     first = producer.ask_all([replace(question, max_tokens=1) for question in questions])
     producer.call("step")  # as vLLM's engine goes on to do
+    for question, answer in zip(questions, first, strict=True):
+        assert promised(answer) == len(question.prompt) // BLOCK * BLOCK  # nothing was dropped
     told = [replace(q, params=answer.kv_transfer_params) for q, answer in zip(questions, first, strict=True)]
     answers = consumer.ask_all(told)
     assert [answer.tokens[:1] for answer in answers] == [answer.tokens for answer in first]
@@ -88,6 +99,27 @@ def test_a_hundred_requests_have_the_answers_of_one_vllm(
     assert "promised" not in consumer.log(begin)  # no wait was in vain
     assert set(loaded) <= {"valkey", "cpu"}
     assert loaded["valkey"] > cached / 2  # the others begin like one before them: vLLM had that itself
+
+
+def test_a_producer_promises_only_what_it_may_hold(
+    engines: Engines, server: Server, consumer: Engine, reference: Reference
+) -> None:
+    """Copies slower than prefills: what exceeds `max_pinned_fraction` is dropped, and the consumer computes it."""
+    question = Question(tokens("more than is held", 40 * BLOCK + 5))
+    held_chunks = 256 // 10 * BLOCK // CHUNK
+    producer = start(engines, server, "kv_producer", **{"vllm.max_pinned_fraction": 0.1})
+    try:
+        producer.call("call", name="hold_copies")
+        first = producer.ask(replace(question, max_tokens=1))
+        producer.call("call", name="let_copies_go")
+        producer.call("step")
+        answer = consumer.ask(replace(question, params=first.kv_transfer_params))
+    finally:
+        producer.kill()
+
+    assert promised(first) == answer.cached_tokens == held_chunks * CHUNK < whole(question)
+    assert answer.tiers == {"valkey": held_chunks * CHUNK}
+    assert_same(answer, reference(question))
 
 
 def test_a_producer_killed_before_it_has_written_makes_nobody_wrong_or_late(
