@@ -80,7 +80,11 @@ TIERS = (
     ),
     gauge("queue_chunks", "Chunks that wait to be written or are being written.", "tier"),
     gauge("queue_bytes", "Their bytes.", "tier"),
-    gauge("queue_max_bytes", "The bound of these.", "tier"),
+    gauge(
+        "queue_max_bytes",
+        "The bound of these: store.max_pending_write_bytes, or less where the tier takes longer than store.max_pending_write_s to write that. It varies with the measured write rate.",
+        "tier",
+    ),
     counter("queue_refused_chunks", "Chunks that found no room in the queue within their deadline.", "tier"),
 )
 
