@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli.checks import machine, versions
-from lmcache_async.cli.checks.check import Check, Outcome, fail, guarded, ok
+from lmcache_async.cli.checks.check import Check, Outcome, fail, guarded, ok, warn
 from lmcache_async.cli.checks.daemon import check_daemon
 from lmcache_async.cli.checks.disk import check_folder, folder_of
 from lmcache_async.cli.checks.probe import check_tier, probe_timeout_s
@@ -123,6 +123,10 @@ def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
         found = f"{', '.join(tiers)}: content outlives the process; what waits to be written at a stop may be lost"
         todo = "start vLLM with --shutdown-timeout 30: by default it kills its workers at once"
         yield Check("restart", Outcome.OK, found, todo)
+        closing_s, queue_s = config.shutdown_timeout_s, config.store.max_pending_write_s
+        if closing_s < queue_s:
+            found = f"closing waits {closing_s:g} s (shutdown_timeout_s) for a queue of up to {queue_s:g} s (store.max_pending_write_s)"
+            yield warn("restart", found, "raise shutdown_timeout_s, or lower store.max_pending_write_s")
 
 
 def _check_pinning(config: EngineConfig) -> Iterator[Check]:

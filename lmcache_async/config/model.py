@@ -200,7 +200,9 @@ class EngineConfig(Section):
         default=2, description="Threads for copies and checksums in each worker process."
     )
     shutdown_timeout_s: Wait = Field(
-        default=3.0, description="How long closing waits for pending writes before it drops them, in seconds."
+        default=25.0,
+        description="How long closing waits for pending writes before it drops them, in seconds; at least"
+        " store.max_pending_write_s, or a slow tier loses some, and below vLLM's --shutdown-timeout.",
     )
     arena: ArenaConfig = Field(default_factory=ArenaConfig, description="Host memory.")
     gpu: GPUConfig = Field(default_factory=GPUConfig, description="Copies out of a GPU and into it.")

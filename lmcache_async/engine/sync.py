@@ -33,6 +33,7 @@ from lmcache_async.engine.loop import LoopThread
 from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of
 from lmcache_async.engine.metrics import engine_families
 from lmcache_async.engine.results import EngineStatistics
+from lmcache_async.engine.tiers import TIER_CLOSE_S
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import TokenIds
 from lmcache_async.observability.families import Family
@@ -201,15 +202,17 @@ class LMCacheEngine:
             if self._closed:
                 return
             self._closed = True
+            queue_s = self.config.shutdown_timeout_s  # for the queue, and for calls that were cancelled
+            timeout_s = 2 * (queue_s + min(queue_s, TIER_CLOSE_S)) + 1.0
             try:
-                self._loop.submit(self._exit.aclose()).result(4 * self.config.shutdown_timeout_s + 1.0)
+                self._loop.submit(self._exit.aclose()).result(timeout_s)
             except TimeoutError:
                 logger.warning("the engine's tiers did not close in time; they are left as they are")
             except EngineClosedError as error:
                 logger.warning("the engine's tiers were not closed: %s", error)
             finally:
                 self._engine = None
-                self._loop.close(self.config.shutdown_timeout_s)
+                self._loop.close(min(queue_s, TIER_CLOSE_S))
 
     @property
     def closed(self) -> bool:

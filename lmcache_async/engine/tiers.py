@@ -23,6 +23,9 @@ USUAL_LAYERS = tuple(LayerSpec.model_validate(name) for name in ("metrics", "ret
 USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
 """The same for a tier in the arena."""
 
+TIER_CLOSE_S = 3.0
+"""Longest wait for one tier's calls, and then for its closing, once nothing is queued to be written."""
+
 
 def stacked_tiers(
     registry: Registry,
@@ -81,7 +84,7 @@ def _stacked(
         tier,
         name=spec.id,
         timeout_s=spec.timeout_s,
-        close_timeout_s=config.shutdown_timeout_s,
+        close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
         open_timeout_s=spec.open_timeout_s,
         logger=logger,
     )

@@ -258,3 +258,23 @@ def test_the_flag_that_keeps_queued_writes_is_named_where_a_tier_outlives_the_pr
     assert "slow" in check.found
     assert "--shutdown-timeout 30" in check.todo
     assert checks[memory] == []
+
+
+def test_a_close_shorter_than_the_queue_is_warned_of_where_a_tier_outlives_the_process(tmp_path):
+    disk = f"{{name: disk, path: {tmp_path}/kv, max_bytes: 1GiB}}"
+    found = {}
+    for name, tiers in (("disk", f"[cpu, {disk}]"), ("memory", "[cpu]")):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"shutdown_timeout_s: 5\ntiers: {tiers}\n")
+        checks = [
+            check
+            for group, _, work in doctor.groups(file, None)
+            if group in {"config", "restart"}
+            for check in work()
+        ]
+        found[name] = [check.found for check in checks if check.outcome is Outcome.WARN]
+
+    [line] = found["disk"]
+    assert "waits 5 s" in line
+    assert "20 s (store.max_pending_write_s)" in line
+    assert found["memory"] == []

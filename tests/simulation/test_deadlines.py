@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from lmcache_async.config import EngineConfig
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.registry import FakeRegistry
@@ -127,6 +128,43 @@ def test_closing_has_a_deadline_in_the_loops_own_time():
         return loop.time() - start
 
     assert run(check) == pytest.approx(1.0, abs=0.1)
+
+
+def test_closing_writes_the_whole_queue_of_a_slow_tier_by_default():
+    kept = {}
+
+    class SlowDisk(DictTier):
+        """Keeps one record a second, whatever is asked of it."""
+
+        def __init__(self, config):
+            super().__init__(config, records=kept)
+            self.head = asyncio.Lock()
+
+        async def put(self, key, buffer):
+            async with self.head:
+                await asyncio.sleep(1.0)
+                await super().put(key, buffer)
+
+    default = EngineConfig.model_fields["shutdown_timeout_s"].default
+
+    async def check():
+        rig = Rig(slabs=128, blocks=256)
+        loop = asyncio.get_running_loop()
+        settings = {"shutdown_timeout_s": default, "store.allocate_timeout_s": 0.0, "store.timeout_s": 30.0}
+        async with open_engine(rig, SlowDisk, **settings) as engine:
+            await engine.store(list(range(40)), range(40))  # the queue learns how slow the tier is
+            store = asyncio.ensure_future(engine.store(list(range(1000, 1400)), range(40, 440)))
+            await asyncio.sleep(0.5)  # nothing of it is written yet
+            written, queued = len(kept), engine.statistics().writers["slow"].queued_chunks
+            start = loop.time()
+        await asyncio.wait({store})
+        return written, queued, loop.time() - start
+
+    written, queued, seconds = run(check)
+
+    assert 15 < queued <= 20
+    assert len(kept) == written + queued
+    assert seconds < default
 
 
 def test_the_copier_is_the_real_one():

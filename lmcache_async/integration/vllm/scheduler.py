@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from lmcache_async.observability.families import Family
 
 
+_CLOSE_S = 3.0
+"""Longest wait for the lookup thread at the end; it has nothing to write."""
+
+
 class SchedulerHalf:
     """Forwarded to by the connector in vLLM's EngineCore.
 
@@ -254,7 +258,7 @@ class SchedulerHalf:
         return self._accounts.changed(self.decider, self.asking, self.loads, self._client.waits)
 
     def close(self) -> None:
-        self._client.close(self._config.shutdown_timeout_s)
+        self._client.close(min(self._config.shutdown_timeout_s, _CLOSE_S))
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
