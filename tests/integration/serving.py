@@ -104,12 +104,17 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(command: str, directory: Path, *more: str) -> Iterator[Serving]:
-    """Run the page's command with these further options, on a port of its own."""
+def serving(command: str, directory: Path, *more: str, kv_events: bool = True) -> Iterator[Serving]:
+    """Run the page's command with these further options, on a port of its own.
+
+    Args:
+        kv_events: Publish KV events; vLLM refuses an `ipc` endpoint with data parallelism.
+    """
     port, log = free_port(), directory / "server.log"
     events = f"ipc://{directory}/events"
     told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
-    options = shlex.join([f"--port={port}", f"--kv-events-config={json.dumps(told)}", *more])
+    published = [f"--kv-events-config={json.dumps(told)}"] if kv_events else []
+    options = shlex.join([f"--port={port}", *published, *more])
     environ = environment(directory)
     with log.open("wb") as output:
         process = subprocess.Popen(
