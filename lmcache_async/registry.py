@@ -19,6 +19,12 @@ LAYERS = "lmcache_async.layers"
 DISTRIBUTION = "lmcache-async"
 _KINDS = {TIERS: "tier", STAGES: "stage", LAYERS: "layer"}
 
+REMOVED_TIERS = {
+    "peer": "the tier peer and the daemon's server for it were removed in version 0.2;"
+    " use the tier valkey, mooncake or s3 to share records between hosts",
+}
+"""Error messages for tiers of earlier versions, by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
@@ -102,6 +108,8 @@ class Registry:
             self._requires[name] = distribution.requires or []
 
     def _unknown(self, group: str, name: str, *, third_party: bool) -> str:
+        if group == TIERS and name in REMOVED_TIERS:
+            return REMOVED_TIERS[name]
         names = list(self.available(group, third_party=third_party))
         text = f"there is no {_kind(group)} {name}; there are: {', '.join(names) or 'none'}"
         if not third_party and (hidden := self.available(group).get(name)):

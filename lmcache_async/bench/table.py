@@ -82,7 +82,6 @@ BENCHMARKS = (
     ),
     Benchmark("mooncake", "put and get through a Mooncake pool, beside Mooncake's own client", "mooncake"),
     Benchmark("host", "put and get through the daemon of a host, beside memcpy"),
-    Benchmark("peer", "put and get through another process's daemon, beside bare sockets", "typer", "cli"),
     Benchmark("checksums", "store and load on disk with checksums, beside the same without"),
     Benchmark("peers", "our engine beside those of peers that are installed, through the same workload"),
     Benchmark("gpu", "paged copies out of a GPU and into it, beside pinned copies in one piece", CUDA),

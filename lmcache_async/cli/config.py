@@ -112,8 +112,7 @@ def check_daemon_file(file: Path) -> list[str]:
     config, found, origin = survey_daemon_config(file, {})
     if config is None:
         return found
-    files = [*check_endpoint(config.http), *(config.peer.check_files() if config.peer is not None else ())]
-    return [*found, *placed_lines(files, origin.at)]
+    return [*found, *placed_lines(check_endpoint(config.http), origin.at)]
 
 
 def _extra(text: str | None) -> dict[str, Any] | None:

@@ -53,22 +53,16 @@ async def _serve(config: DaemonConfig, *, as_json: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with Daemon(config) as daemon:
-        peers = None
-        if config.peer is not None and daemon.peers is not None:
-            peers = f"{config.peer.listen.host}:{daemon.peers.port}"
         if as_json:
             ready = {
                 "socket": str(daemon.path),
                 "max_bytes": config.max_bytes,
-                "peers": peers,
                 "status": daemon.status_url,
             }
             typer.echo(json.dumps(ready))
         else:
             size = format_size(config.max_bytes)
             typer.echo(f"lmcache-async: a pool of {size} is ready at {daemon.path}")
-            if peers is not None:
-                typer.echo(f"lmcache-async: peers may connect to {peers}")
             if daemon.status_url is not None:
                 typer.echo(f"lmcache-async: status page and metrics at {daemon.status_url}")
         await ended.wait()

@@ -143,15 +143,11 @@ def _engine(told: Told) -> list[tuple[str, str]]:
 
 
 def _pool(told: Told) -> list[tuple[str, str]]:
-    pool, peers = told["pool"], told["peers"]
-    words = [
+    pool = told["pool"]
+    return [
         ("pool", f"{_size(pool['bytes'])} of {_size(pool['max_bytes'])}"),
         ("clients", str(pool["clients"])),
     ]
-    if peers:
-        moved = f"{_size(peers['sent_bytes'])} sent, {_size(peers['received_bytes'])} received"
-        words += [("peers", f"{peers['connections']} of {peers['max_connections']}"), ("with peers", moved)]
-    return words
 
 
 def _tiers(tiers: Iterable[Told], width: int) -> list[Table]:

@@ -63,7 +63,7 @@ DEFAULTS = {
 """Values that ask for what happens here anyway. Of any other unsupported key that is: off, 0, none or empty."""
 
 _DISAGGREGATED = "prefill and decode meet in a tier that both reach, see kv_role in docs/disaggregated.md"
-_P2P = "records of other hosts are in the tier peer, name it under tiers; see docs/tiers/peer.md"
+_P2P = "records of other hosts are shared by the tier valkey, mooncake or s3, name one under tiers; see docs/tiers/"
 _CONTROLLER = "this version has no controller"
 _BLENDING = "this version reuses prefixes only, it does not blend"
 _GDS = "this version has no GPUDirect storage tier"

@@ -24,10 +24,10 @@ from lmcache_async.config.values import (
     SizeInput,
     SocketPath,
 )
-from lmcache_async.daemon.peer_options import PeerOptions
 from lmcache_async.daemon.room import SEGMENT_BYTES
 from lmcache_async.daemon.tenants import Quota
 from lmcache_async.errors import ConfigError
+from lmcache_async.registry import REMOVED_TIERS
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo
@@ -92,7 +92,6 @@ class DaemonConfig(BaseModel):
         greeting_timeout_s: Longest time for a client to say who it is.
         tenants: Quotas by tenant.
         other_tenants: The quota of each one that is not named; `reserved_bytes` is for named ones.
-        peer: What is served to other hosts; nothing by default.
         http: The status page and metrics; not served by default.
     """
 
@@ -109,7 +108,6 @@ class DaemonConfig(BaseModel):
     greeting_timeout_s: Seconds = 5.0
     tenants: Mapping[Name, TenantOptions] = {}
     other_tenants: TenantOptions = TenantOptions()
-    peer: PeerOptions | None = None
     http: HTTPConfig = HTTPConfig()
 
     @model_validator(mode="after")
@@ -160,6 +158,8 @@ def survey_daemon_config(
         if one["type"] == "missing" and one["loc"] == ("max_bytes",):
             place = f"{file}: " if file is not None else ""
             problems.append(f"{place}max_bytes is missing: {_HOW_TO_GIVE_A_SIZE}")
+        elif one["loc"] == ("peer",):
+            problems.append(f"{origin.at(one['loc'])}: peer: {REMOVED_TIERS['peer']}")
         else:
             problems += explain([one], keys, origins, origin)
     return config, problems, origin

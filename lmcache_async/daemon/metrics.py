@@ -1,4 +1,4 @@
-"""What the daemon's pool holds and its peers do, as families of metrics; the table at the top says what each is."""
+"""Metrics of the daemon's pool."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 from lmcache_async.observability.families import Family, Filling
 
 if TYPE_CHECKING:
-    from lmcache_async.daemon.peers import PeerStatistics
     from lmcache_async.daemon.tenants import PoolStatistics
 
 POOL = "lmcache_async_pool_"
-PEER = "lmcache_async_peer_"
 
 SERIES = (
     Family(f"{POOL}max_bytes", "gauge", "The pool's memory."),
@@ -29,21 +27,11 @@ SERIES = (
     Family(f"{POOL}tenant_readers", "gauge", "Leases of readers.", ("tenant",)),
     Family(f"{POOL}tenant_writers", "gauge", "Reservations that were not committed yet.", ("tenant",)),
     Family(f"{POOL}tenant_evictions_total", "counter", "Records given up for room.", ("tenant",)),
-    Family(f"{PEER}connections", "gauge", "Connections of peers that are served now."),
-    Family(f"{PEER}max_connections", "gauge", "The bound of these."),
-    Family(f"{PEER}sent_records_total", "counter", "Whole records that peers read."),
-    Family(f"{PEER}sent_bytes_total", "counter", "Their bytes."),
-    Family(f"{PEER}misses_total", "counter", "Reads of what is not there."),
-    Family(f"{PEER}received_records_total", "counter", "Whole records that peers wrote and that are kept."),
-    Family(f"{PEER}received_bytes_total", "counter", "Their bytes."),
-    Family(f"{PEER}refused_total", "counter", "Connections that were one too many."),
-    Family(f"{PEER}failed_logins_total", "counter", "Wrong tokens."),
-    Family(f"{PEER}ended_total", "counter", "Connections that the daemon ended, by cause.", ("cause",)),
 )
 
 
-def daemon_families(pool: PoolStatistics, peers: PeerStatistics | None = None) -> list[Family]:
-    """All series of a daemon; without `peers` where it serves none."""
+def daemon_families(pool: PoolStatistics) -> list[Family]:
+    """All series of a daemon."""
     out = Filling(SERIES)
     out.put(f"{POOL}max_bytes", pool.max_bytes)
     out.put(f"{POOL}unused_bytes", pool.unused_bytes)
@@ -56,17 +44,4 @@ def daemon_families(pool: PoolStatistics, peers: PeerStatistics | None = None) -
         out.put(f"{POOL}tenant_readers", tenant.readers, name)
         out.put(f"{POOL}tenant_writers", tenant.writers, name)
         out.put(f"{POOL}tenant_evictions_total", tenant.evictions, name)
-    if peers is not None:
-        _peers(out, peers)
     return out.families()
-
-
-def _peers(out: Filling, peers: PeerStatistics) -> None:
-    out.put(f"{PEER}connections", peers.connections)
-    out.put(f"{PEER}max_connections", peers.max_connections)
-    counts = peers.counts
-    for name in ("sent_records", "sent_bytes", "misses", "received_records", "received_bytes", "refused"):
-        out.put(f"{PEER}{name}_total", getattr(counts, name))
-    out.put(f"{PEER}failed_logins_total", counts.failed_logins)
-    for cause, count in counts.ended.items():
-        out.put(f"{PEER}ended_total", count, cause)

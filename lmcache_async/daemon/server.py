@@ -24,7 +24,6 @@ from lmcache_async.daemon.messages import (
     pack_welcome,
     unpack_hello,
 )
-from lmcache_async.daemon.peers import PeerServer
 from lmcache_async.daemon.pool import Pool
 from lmcache_async.daemon.session import Session
 from lmcache_async.daemon.status import DaemonSource
@@ -56,12 +55,10 @@ class Daemon:
         path: Of the socket.
         id: 16 random bytes: another daemon's memory is another one.
         pool: The records, once it is open.
-        peers: What serves them to other hosts, where the config says so.
         status_url: Where the status page is, where the config says so.
     """
 
     pool: Pool
-    peers: PeerServer | None = None
     status_url: str | None = None
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -98,9 +95,6 @@ class Daemon:
                 other_quota=config.other_tenants.quota,
                 segment_bytes=config.segment_bytes,
             )
-            if config.peer is not None:
-                server = PeerServer(self.pool, config.peer, max_record_bytes=config.client_bytes)
-                self.peers = await stack.enter_async_context(server)
             if config.http.listen is not None:
                 page = status_server(DaemonSource(self), config.http)
                 self.status_url = (await stack.enter_async_context(page)).url

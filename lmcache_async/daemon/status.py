@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_async.daemon.metrics import daemon_families
 from lmcache_async.observability.families import exposition
-from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version, rates
+from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lmcache_async.daemon.peers import PeerStatistics
     from lmcache_async.daemon.server import Daemon
 
 MAX_TENANTS = 8
@@ -30,20 +29,17 @@ class DaemonSource:
         self._opened = time.time()
 
     def sample(self) -> Sample:
-        pool, peers = self._daemon.pool.statistics(), self._peers()
+        pool = self._daemon.pool.statistics()
         largest = heapq.nlargest(MAX_TENANTS, pool.tenants.items(), key=lambda item: item[1].bytes)
         gauges: dict[str, float] = {f"tenant.{name}": tenant.bytes for name, tenant in largest}
         gauges["readers"] = sum(tenant.readers for tenant in pool.tenants.values())
         gauges["writers"] = sum(tenant.writers for tenant in pool.tenants.values())
-        counts: dict[str, float] = {}
-        if peers is not None:
-            counts = {"sent": peers.counts.sent_bytes, "received": peers.counts.received_bytes}
-        return Sample(time.monotonic(), counts, gauges)
+        return Sample(time.monotonic(), {}, gauges)
 
     def charts(self, samples: Sequence[Sample]) -> list[Chart]:
         held = {name: value for name, value in samples[-1].gauges.items() if name.startswith("tenant.")}
         largest = sorted(held, key=lambda name: (-held[name], name))
-        charts = [
+        return [
             Chart(
                 "Memory by tenant",
                 "bytes",
@@ -58,13 +54,9 @@ class DaemonSource:
                 note="records that somebody reads or writes now",
             ),
         ]
-        if self._peers() is not None:
-            moved = [Series(name, rates(samples, name)) for name in ("sent", "received")]
-            charts.append(Chart("Bytes to and from peers", "bytes/s", moved, note="other hosts"))
-        return charts
 
     def status(self) -> dict[str, Any]:
-        daemon, pool, peers = self._daemon, self._daemon.pool.statistics(), self._peers()
+        daemon, pool = self._daemon, self._daemon.pool.statistics()
         return {
             "kind": "daemon",
             "title": "host pool",
@@ -95,23 +87,7 @@ class DaemonSource:
                 }
                 for name, tenant in sorted(pool.tenants.items())
             ],
-            "peers": peers
-            and {
-                "connections": peers.connections,
-                "max_connections": peers.max_connections,
-                "sent_records": peers.counts.sent_records,
-                "sent_bytes": peers.counts.sent_bytes,
-                "received_records": peers.counts.received_records,
-                "received_bytes": peers.counts.received_bytes,
-                "misses": peers.counts.misses,
-                "refused": peers.counts.refused,
-                "failed_logins": peers.counts.failed_logins,
-                "ended": dict(peers.counts.ended),
-            },
         }
 
     def metrics(self) -> bytes:
-        return exposition(daemon_families(self._daemon.pool.statistics(), self._peers()))
-
-    def _peers(self) -> PeerStatistics | None:
-        return None if self._daemon.peers is None else self._daemon.peers.statistics()
+        return exposition(daemon_families(self._daemon.pool.statistics()))

@@ -237,9 +237,7 @@ names = st.sampled_from(
         "keys",
     ]
 )
-plugins = st.sampled_from(
-    ["cpu", "disk", "s3", "valkey", "peer", "host", "mooncake", "retry", "limit", "hash"]
-)
+plugins = st.sampled_from(["cpu", "disk", "s3", "valkey", "host", "mooncake", "retry", "limit", "hash"])
 trees = st.recursive(
     leaves | plugins,
     lambda inner: (
@@ -249,7 +247,7 @@ trees = st.recursive(
 )
 tier = st.fixed_dictionaries(
     {"name": plugins},
-    optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees, "peers": trees},
+    optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees},
 )
 documents = st.dictionaries(names | st.text(max_size=6), trees, max_size=4) | st.fixed_dictionaries(
     {"tiers": st.lists(tier | plugins, max_size=3)}

@@ -24,7 +24,7 @@ def test_the_ready_line_is_json():
             finally:
                 process.kill()
 
-    assert ready == {"socket": str(path), "max_bytes": 16 << 20, "peers": None, "status": None}
+    assert ready == {"socket": str(path), "max_bytes": 16 << 20, "status": None}
     assert (process.returncode, rest) == (0, "")
 
 

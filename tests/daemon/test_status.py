@@ -1,4 +1,4 @@
-"""What a daemon's endpoint tells of its pool, its tenants and its peers."""
+"""What a daemon's endpoint tells of its pool and its tenants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON = {"listen": "127.0.0.1:0"}
 @pytest.fixture
 def daemon() -> Iterator[ThreadedDaemon]:
     tenants = {"chat": {"max_bytes": "8MiB"}}
-    with socket_path() as path, ThreadedDaemon(path, http=ON, tenants=tenants, peer=ON) as daemon:
+    with socket_path() as path, ThreadedDaemon(path, http=ON, tenants=tenants) as daemon:
         yield daemon
 
 
@@ -31,7 +31,7 @@ def put(daemon: ThreadedDaemon, tenant: str, nbytes: int) -> None:
     daemon.call(run)
 
 
-async def test_tenants_and_peers_are_told(daemon: ThreadedDaemon) -> None:
+async def test_tenants_are_told(daemon: ThreadedDaemon) -> None:
     put(daemon, "chat", 4096)
     put(daemon, "batch", 8192)
     url = daemon.daemon.status_url
@@ -43,7 +43,6 @@ async def test_tenants_and_peers_are_told(daemon: ThreadedDaemon) -> None:
     batch, chat = told["tenants"]
     assert (batch["id"], batch["bytes"], batch["chunks"]) == ("batch", 8192, 1)
     assert (chat["id"], chat["max_bytes"]) == ("chat", 8 << 20)
-    assert (told["peers"]["connections"], told["peers"]["max_connections"]) == (0, 64)
     assert 'lmcache_async_pool_tenant_bytes{tenant="chat"} 4096' in metrics
 
 
@@ -52,12 +51,11 @@ def test_samples_are_of_the_largest_tenants_alone(daemon: ThreadedDaemon) -> Non
         put(daemon, f"t{number}", 4096 * (number + 1))
     source = DaemonSource(daemon.daemon)
     samples = [daemon.call(source.sample) for _ in range(2)]
-    chart, leases, peers = daemon.call(lambda: source.charts(samples))
+    chart, leases = daemon.call(lambda: source.charts(samples))
 
     assert [series.name for series in chart.series] == [f"t{n}" for n in range(MAX_TENANTS + 4, 4, -1)]
     assert list(chart.series[0].values) == [4096 * (MAX_TENANTS + 5)]
     assert [series.name for series in leases.series] == ["readers", "writers"]
-    assert [series.name for series in peers.series] == ["sent", "received"]
 
 
 def test_a_port_that_is_taken_stops_the_start(daemon: ThreadedDaemon) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
-from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.hosts import tun
 from tests.tiers.valkey_servers import Server
 
@@ -42,17 +41,6 @@ class Host:
         self._servers[server.port] = server
         server.start()
         return server.port
-
-    async def serve_peers(self, token: str) -> dict[str, Any]:
-        """Start a daemon that peers may read and write from everywhere; its port, and a file of that token."""
-        path = self._opened.enter_context(socket_path())
-        file = path.with_name("token")
-        file.touch(0o600)
-        file.write_text(token)
-        peer = {"listen": "0.0.0.0:0", "token_file": file, "writable": True}
-        daemon = self._opened.enter_context(ThreadedDaemon(path, peer=peer)).daemon
-        assert daemon.peers is not None
-        return {"port": daemon.peers.port, "token_file": str(file)}
 
     async def ask(self, port: int, words: list[str | int]) -> Any:
         """What a server here answers to a command."""

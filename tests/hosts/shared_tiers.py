@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,24 +33,6 @@ def valkey_cluster(network: Network) -> Tiers:
     ways = ",".join(f"{address}:{port}" for address, port in cluster.ways.values())
     tier = {"name": "valkey", "url": f"valkey://{ways}", "mode": "cluster"}
     return dict.fromkeys(HOSTS, tier | USUAL)
-
-
-def peer(network: Network) -> Tiers:
-    """A daemon on each host, with a third of the records."""
-    token = secrets.token_hex()
-    served = {host: network.hosts[host].call("serve_peers", token=token) for host in HOSTS}
-    tiers: Tiers = {}
-    for host in HOSTS:
-        ways = [network.way(other, served[other]["port"], origin=host) for other in HOSTS]
-        tiers[host] = {
-            "name": "peer",
-            "peers": [f"{address}:{port}" for address, port in ways],
-            "password_file": served[host]["token_file"],
-            "write_to": "rendezvous",
-            "retry_s": 0.1,
-        }
-        tiers[host] |= USUAL
-    return tiers
 
 
 class Cluster:
@@ -91,5 +72,4 @@ class Cluster:
 TIERS: Mapping[str, Callable[[Network], Tiers]] = {
     "valkey": valkey,
     "valkey-cluster": valkey_cluster,
-    "peer": peer,
 }

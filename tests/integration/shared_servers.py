@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from tests.tiers.mooncake_pool import MooncakePool, kill_master, kill_store
 from tests.tiers.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
-from tests.tiers.valkey_servers import Server, free_port
+from tests.tiers.valkey_servers import Server
 
 PATIENCE_S = 60.0
 """What the tiers themselves would wait for a server: far longer than the engine's deadlines."""
@@ -142,26 +142,21 @@ class Daemon:
 
     Args:
         directory: A short path, for its socket.
-        listen: Where peers connect, and may write; nobody where it is empty.
     """
 
-    def __init__(self, directory: Path, listen: str = "") -> None:
+    def __init__(self, directory: Path) -> None:
         self.socket = directory / "s"
         self._config = directory / "daemon.yaml"
         self._config.write_text(
-            json.dumps(  # which is YAML
-                {"socket": str(self.socket), "max_bytes": "512MiB", "prefault": False}
-                | ({"peer": {"listen": listen, "writable": True}} if listen else {})
-            )
+            json.dumps({"socket": str(self.socket), "max_bytes": "512MiB", "prefault": False})  # also YAML
         )
-        self._ready = "peers may connect to" if listen else "is ready at"
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "lmcache_async.cli", "serve", f"--config={self._config}"]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        assert any(self._ready in line for line in self._process.stdout), "the daemon has ended"
+        assert any("is ready at" in line for line in self._process.stdout), "the daemon has ended"
 
     def kill(self) -> None:
         if self._process is not None:
@@ -201,48 +196,10 @@ class HostShared(_Started):
         shutil.rmtree(self._directory)
 
 
-class PeerShared(_Started):
-    """The daemons of two hosts, each with a part of the records; one hangs, both are killed."""
-
-    def __init__(self, directory: Path) -> None:
-        del directory
-        self._directory = Path(tempfile.mkdtemp(prefix="lmca-"))
-        peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        self._daemons = []
-        for name, listen in zip("ab", peers, strict=True):
-            (self._directory / name).mkdir()
-            self._daemons.append(Daemon(self._directory / name, listen))
-        self.tier = {
-            "name": "peer",
-            "peers": peers,
-            "write_to": "rendezvous",
-            "connect_timeout_s": PATIENCE_S,
-            "lookup_timeout_s": PATIENCE_S,
-            "transfer_timeout_s": PATIENCE_S,
-            "retry_s": 0.05,
-        }
-
-    def start(self) -> None:
-        for daemon in self._daemons:
-            daemon.start()
-
-    def kill(self) -> None:
-        for daemon in self._daemons:
-            daemon.kill()
-
-    def hang(self) -> None:
-        self._daemons[0].hang()
-
-    def stop(self) -> None:
-        self.kill()
-        shutil.rmtree(self._directory)
-
-
 SERVERS: Mapping[str, Callable[[Path], SharedServer]] = {
     "valkey": ValkeyShared,
     "s3": S3Shared,
     "mooncake": MooncakeShared,
     "host": HostShared,
-    "peer": PeerShared,
 }
 """By the tier's name; each makes its server in a directory of its own."""

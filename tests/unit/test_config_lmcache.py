@@ -190,8 +190,8 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
     assert warnings == [
         (
             "Of LMCache's settings these have no effect:"
-            f"\n  {file}, line 1: enable_p2p: records of other hosts are in the tier peer, name it under tiers;"
-            " see docs/tiers/peer.md"
+            f"\n  {file}, line 1: enable_p2p: records of other hosts are shared by the tier valkey, mooncake or s3,"
+            " name one under tiers; see docs/tiers/"
             f"\n  {file}, line 2: controller_pull_url: this version has no controller"
             f"\n  {file}, line 3: extra_config.a: it is for LMCache's own backends"
             f"\n  {file}, line 3: extra_config.b: it is for LMCache's own backends"

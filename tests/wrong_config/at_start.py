@@ -15,7 +15,6 @@ from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
 from lmcache_async.daemon.address import check_directory
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.memory import SharedMemory
-from lmcache_async.daemon.peer_options import PeerTLSOptions
 from lmcache_async.daemon.server import Daemon
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import build, default_logger
@@ -36,7 +35,6 @@ from lmcache_async.stages.encrypt import EncryptStage
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.testing.rig import Rig
-from tests.tiers.valkey_tls import Authority
 
 KEY = bytes(range(32))
 FAKES = FakeRegistry(tiers={"no": 3}, layers={"no": DictTier})
@@ -87,11 +85,6 @@ def socket_whose_mode_cannot_be_set(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "chmod", refuse)
         daemon_at(folder / "s")
-
-
-def peers_authority(folder: Path) -> None:
-    pem = Authority(folder).issue("localhost")
-    PeerTLSOptions(cert_file=pem, client_ca_file=folder / "none").make_context()
 
 
 def chunks_of_half_a_block(folder: Path) -> None:
@@ -146,10 +139,6 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         "socket: {dir}/s is there and is no socket: name another path for the socket, or move away what is there",
     ),
     (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted"),
-    (
-        peers_authority,
-        "peer.tls.client_ca_file: {dir}/none: it cannot be used: [Errno 2] No such file or directory",
-    ),
     (
         chunks_of_half_a_block,
         "chunk_size is 3, which is no multiple of the 4 tokens of a block: set it to 4",

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 ELSEWHERE: dict[str, tuple[str, str]] = {
-    "lmcache_async/daemon/peers.py: ConfigError(f'peer.listen: cannot listen at {listen}: {text}')": (
-        "tests/daemon/test_peers_of_a_daemon.py",
-        "peer\\.listen: cannot listen at",
-    ),
     "lmcache_async/daemon/server.py: ConfigError(f'socket: another daemon listens at {path} already')": (
         "tests/daemon/test_session.py",
         "another daemon listens",
@@ -58,10 +54,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "plugins/mooncake/pool.py: MissingDependencyError(f'the tier mooncake needs a library that is not there: {error}: {_advice(str(error))}')": (
         "tests/tiers/test_mooncake_config.py",
         "MissingDependencyError",
-    ),
-    "plugins/peer/tier.py: ConfigError(str(error))": (
-        "tests/tiers/test_peer_failures.py",
-        'ConfigError, match="password_file"',
     ),
     "plugins/s3/stores.py: ConfigError(f'{config.url}: {reason(error)}')": (
         "tests/tiers/test_s3_config.py",

@@ -15,7 +15,6 @@ from lmcache_async.cli.catalog import KINDS, options_type
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.config.explain import EXPECTED
 from lmcache_async.daemon.config import DaemonConfig, TenantOptions
-from lmcache_async.daemon.peer_options import PeerOptions, PeerTLSOptions
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import LAYERS, TIERS, Registry
 
@@ -69,7 +68,7 @@ OURS = frozenset({"value_error", "literal_error", "missing", "extra_forbidden", 
 
 
 def models() -> Iterator[type[BaseModel]]:
-    yield from (EngineConfig, TierSpec, LayerSpec, DaemonConfig, TenantOptions, PeerOptions, PeerTLSOptions)
+    yield from (EngineConfig, TierSpec, LayerSpec, DaemonConfig, TenantOptions)
     for info in EngineConfig.model_fields.values():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield info.annotation

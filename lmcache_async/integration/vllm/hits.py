@@ -13,7 +13,6 @@ _SOURCES = {
     "cpu": CacheHitSource.HOST,
     "host": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
-    "peer": CacheHitSource.P2P,
 }
 """By the tier's name. VLLM has no word for a remote store but its word for what is not known."""
 

@@ -51,7 +51,7 @@ export function engineTiles(told) {
 }
 
 export function daemonTiles(told) {
-  const { pool, peers, tenants } = told;
+  const { pool, tenants } = told;
   const sum = (name) => tenants.reduce((total, tenant) => total + tenant[name], 0);
   return [
     memoryTile("Pool", pool.bytes, pool.max_bytes, `${bytes(pool.unused_bytes)} never used so far`),
@@ -59,6 +59,5 @@ export function daemonTiles(told) {
     tile("Clients", count(pool.clients), "", "connections of engines of this host"),
     tile("Leases", count(sum("readers") + sum("writers")), "", `${count(sum("readers"))} read, ${count(sum("writers"))} write`),
     tile("Evictions", short(sum("evictions")), "", "records given up for room"),
-    peers ? tile("Peers", count(peers.connections), `of ${count(peers.max_connections)}`, `${bytes(peers.sent_bytes)} sent, ${bytes(peers.received_bytes)} received`) : null,
   ];
 }

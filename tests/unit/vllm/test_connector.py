@@ -346,7 +346,7 @@ def test_importing_the_connector_starts_no_thread_and_no_device():
 
 
 def test_hits_are_split_by_their_tiers_and_add_up():
-    kinds = {"cpu": "cpu", "nvme": "disk", "pool": "host", "others": "peer", "s3": "s3"}
+    kinds = {"cpu": "cpu", "nvme": "disk", "pool": "host", "others": "valkey", "s3": "s3"}
 
     assert hit_sources({"cpu": 1, "pool": 1, "nvme": 1, "s3": 1}, 1001, kinds) == {
         CacheHitSource.HOST: 500,
@@ -354,8 +354,7 @@ def test_hits_are_split_by_their_tiers_and_add_up():
         CacheHitSource.EXTERNAL_UNSPECIFIED: 251,
     }
     assert hit_sources({"others": 3, "unheard of": 1}, 8, kinds) == {
-        CacheHitSource.P2P: 6,
-        CacheHitSource.EXTERNAL_UNSPECIFIED: 2,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 8,
     }
     assert hit_sources({}, 5, kinds) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
     assert hit_sources({"cpu": 1}, 0, kinds) == {}

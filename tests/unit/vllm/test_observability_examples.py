@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from lmcache_async.daemon.metrics import SERIES as DAEMON_SERIES
 from lmcache_async.daemon.metrics import daemon_families
-from lmcache_async.daemon.peers import PeerStatistics
 from lmcache_async.daemon.pool import Pool
 from lmcache_async.engine.metrics import engine_families
 from lmcache_async.engine.series import SERIES
@@ -151,7 +150,7 @@ def daemon() -> str:
     slot = pool.reserve("team", 4096, key=key_of(1))
     assert slot is not None
     pool.commit("team", key_of(1), slot)
-    return exposition(daemon_families(pool.statistics(), PeerStatistics(0, 8))).decode()
+    return exposition(daemon_families(pool.statistics())).decode()
 
 
 def parts(expression: Any) -> list[Any]:
