@@ -1,20 +1,23 @@
-"""Commands to the nodes that have the keys: short ones as one message a node, records one by one."""
+"""Commands to the nodes that have the keys: short ones as one message a node, records one by one, and key listing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.resp.answers import refusal
-from lmcache_async.resp.wire import ErrorReply, Reply, encode, encode_each
+from lmcache_async.plugins.valkey.connection import refusal
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_each
+from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
     from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.plugins.valkey.connection import Connection
+    from lmcache_async.plugins.valkey.node import Node
     from lmcache_async.plugins.valkey.topology import Topology
-    from lmcache_async.resp.connection import Connection
-    from lmcache_async.resp.node import Node
     from lmcache_async.tiers.base import Allocate
 
 T = TypeVar("T")
@@ -22,6 +25,9 @@ T = TypeVar("T")
 MAX_REDIRECTS = 4
 """How often a command follows MOVED or ASK."""
 ASKING = encode(b"ASKING")
+SCAN_COUNT = 1000
+"""COUNT of a SCAN command: keys that the server examines in one step, which blocks it."""
+_HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 
 Places: TypeAlias = "dict[tuple[Node, bool], list[int]]"
 """Positions by the node to ask, and whether as a guest."""
@@ -157,3 +163,55 @@ class Client:
         else:
             for position, reply in zip(positions, replies, strict=True):
                 answers[position] = reply
+
+
+async def scan(topology: Topology, prefix: bytes) -> AsyncGenerator[list[ChunkKey], None]:
+    """Yield the keys under the prefix in batches. A key may be yielded twice.
+
+    Raises:
+        TierError: A node failed; raised after the other nodes were listed.
+    """
+    failed: TierError | None = None
+    for node in await topology.masters():
+        try:
+            async with contextlib.aclosing(_scan_node(node, prefix)) as pieces:
+                async for found in pieces:
+                    yield found
+        except TierError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+async def _scan_node(node: Node, prefix: bytes) -> AsyncGenerator[list[ChunkKey], None]:
+    """Yield the keys of one node, as `scan`.
+
+    Raises:
+        TierError: The server failed.
+    """
+    cursor = b"0"
+    while True:
+        cursor, names = await _scan_step(node, cursor, prefix)
+        if found := [key for name in names if (key := _key_of(name, prefix)) is not None]:
+            yield found
+        if cursor == b"0":
+            return
+
+
+def _key_of(name: Reply, prefix: bytes) -> ChunkKey | None:
+    """Return the chunk key of a stored name; None for a name that is not ours."""
+    if not (isinstance(name, bytes) and name.startswith(prefix) and _HEX.fullmatch(name, len(prefix))):
+        return None
+    return ChunkKey(bytes.fromhex(name[len(prefix) :].decode("ascii")))
+
+
+async def _scan_step(node: Node, cursor: bytes, prefix: bytes) -> tuple[bytes, list[Reply]]:
+    pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", prefix) + b"*"
+    command = encode(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)
+    [reply] = await node.call(command, 1)
+    if isinstance(reply, ErrorReply):
+        raise refusal(node.where, reply)
+    match reply:
+        case [bytes(after), list(names)]:
+            return after, names
+    raise TierUnavailableError(f"{node.where} answered SCAN with something else")

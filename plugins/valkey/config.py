@@ -1,17 +1,56 @@
-"""Options of the valkey tier."""
+"""Options of the valkey tier, the URL of its servers, and the files of secrets that the options name."""
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
+from lmcache_async.config.endpoint import Endpoint, parse_endpoint
 from lmcache_async.config.explain import disagree
-from lmcache_async.config.values import Count, Flag, Seconds, parse_flag, parse_seconds, unless_none
-from lmcache_async.plugins.valkey.address import SENTINEL_SCHEMES, TLS_SCHEMES, Address, parse_url
-from lmcache_async.resp.access import Credentials, OptionalFile, Variable, make_client_context
+from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.values import (
+    Count,
+    Flag,
+    Seconds,
+    expand_home,
+    parse_flag,
+    parse_seconds,
+    unless_none,
+)
+from lmcache_async.errors import ConfigError
 from lmcache_async.tiers.base import TierConfig
+
+TLS_SCHEMES = frozenset({"rediss", "valkeys"})
+SENTINEL_SCHEMES = frozenset({"redis-sentinel", "valkey-sentinel"})
+SCHEMES = frozenset({"redis", "valkey", "unix"}) | TLS_SCHEMES | SENTINEL_SCHEMES
+PORT = 6379
+SENTINEL_PORT = 26379
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def parse_file(value: object) -> Path | None:
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError("expected the path of a file")
+    return None if value is None else expand_home(value)
+
+
+def check_variable(value: str) -> str:
+    """A variable's name; what is none may be the password itself, so no message shows it."""
+    if value and not _VARIABLE.fullmatch(value):
+        raise disagree("expected the name of a variable that holds the password", "")
+    return value
+
+
+OptionalFile = Annotated[Path | None, BeforeValidator(parse_file)]
+Variable = Annotated[str, AfterValidator(check_variable)]
 
 
 def parse_ttl(value: object) -> float | None:
@@ -125,6 +164,153 @@ class ValkeyConfig(TierConfig):
                     f"{names[0]} and {names[1]} are both set; one of them is enough", names[1], names[0]
                 )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a URL says.
+
+    Attributes:
+        endpoints: At least one.
+        username: "" where it names none.
+        database: Its number.
+    """
+
+    scheme: str
+    endpoints: tuple[Endpoint, ...]
+    username: str = ""
+    database: int = 0
+
+
+def parse_url(text: str) -> Address:
+    """Read the URL.
+
+    Raises:
+        ValueError: It is none of ours. The message shows neither user nor password.
+    """
+    scheme, separator, rest = text.strip().partition("://")
+    scheme = scheme.lower()
+    if not separator or scheme not in SCHEMES:
+        raise ValueError(
+            "expected a URL such as valkey://host:6379, valkeys://host:6379 (TLS), unix:///run/valkey.sock"
+            " or valkey-sentinel://host:26379,host:26379"
+        )
+    # Several hosts are no URL that the library knows: what is before and after them is read with the first.
+    authority, slash, tail = rest.partition("/")
+    userinfo, _, hosts = authority.rpartition("@")
+    if ":" in userinfo:
+        raise ValueError(
+            "expected no password in the URL, which others read and log: name a file with password_file,"
+            " or a variable with password_variable"
+        )
+    try:
+        parts = urlsplit(f"x://{slash}{tail}")
+    except ValueError:
+        parts = SplitResult("x", "", "\0", "", "")  # refused below
+    if scheme == "unix":
+        return Address(scheme, (_socket(hosts, parts),), unquote(userinfo), _database(parts, ""))
+    port = SENTINEL_PORT if scheme in SENTINEL_SCHEMES else PORT
+    endpoints = tuple(dict.fromkeys(_endpoint(host, port) for host in hosts.split(",")))
+    return Address(scheme, endpoints, unquote(userinfo), _database(parts, parts.path))
+
+
+def _socket(hosts: str, parts: SplitResult) -> Endpoint:
+    path = unquote(parts.path)
+    if hosts or len(path) < 2 or "\0" in path:
+        raise ValueError("expected a socket's path after unix://, such as unix:///run/valkey.sock")
+    return Endpoint(path=path)
+
+
+def _endpoint(text: str, port: int) -> Endpoint:
+    try:
+        return parse_endpoint(text, port)
+    except ValueError as error:
+        raise ValueError(f"{error} for each host, with commas between several") from None
+
+
+def _database(parts: SplitResult, path: str) -> int:
+    query = parse_qs(parts.query)
+    number = path.strip("/") or "".join(query.get("db", [])) or "0"
+    if set(query) - {"db"} or parts.fragment or not (number.isascii() and number.isdigit()):
+        raise ValueError("expected the number of a database at most after the host, such as valkey://host/2")
+    return int(number)
+
+
+class Credentials:
+    """A user and a password; no repr shows it."""
+
+    def __init__(self, username: str, password: SecretStr | None) -> None:
+        self.username = username
+        self._password = password
+
+    @classmethod
+    def read(cls, username: str, file: Path | None, variable: str, prefix: str = "") -> Self:
+        """The password from the file or the variable, where one of them is given.
+
+        Args:
+            username: "" is the default user.
+            file: The option `password_file`.
+            variable: The option `password_variable`.
+            prefix: Of the options' names, for messages.
+
+        Raises:
+            ConfigError: The file or the variable is not there, or the file is open to others.
+        """
+        password: str | None = None
+        if file is not None:
+            password = read_password(file, f"{prefix}password_file")
+        elif variable:
+            password = os.environ.get(variable)
+            if not password:
+                raise ConfigError(f"{prefix}password_variable: the variable {variable} is not set")
+        elif username:
+            raise ConfigError(
+                f"{prefix}username is {username!r} without a password: set {prefix}password_file or"
+                f" {prefix}password_variable"
+            )
+        return cls(username, None if password is None else SecretStr(password))
+
+    @property
+    def command(self) -> tuple[bytes, ...]:
+        """The AUTH command; empty where there is nothing to say."""
+        if self._password is None:
+            return ()
+        password = self._password.get_secret_value().encode()
+        return (b"AUTH", self.username.encode(), password) if self.username else (b"AUTH", password)
+
+
+def make_client_context(
+    ca_file: Path | None, cert_file: Path | None, key_file: Path | None, *, check_hostname: bool
+) -> ssl.SSLContext:
+    """TLS as the options `tls_ca_file` and so on say. Reads files.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_ca_file: {ca_file} cannot be used: {error}") from error
+    context.check_hostname = check_hostname
+    if cert_file is not None:
+        try:
+            context.load_cert_chain(cert_file, key_file)
+        except (OSError, ssl.SSLError) as error:
+            names = f"tls_cert_file: {cert_file}, tls_key_file: {key_file}"
+            raise ConfigError(f"{names}: they cannot be used: {error}") from error
+    return context
+
+
+def read_password(file: Path, name: str) -> str:
+    """The file's text without its last line's end.
+
+    Raises:
+        ConfigError: It cannot be read, is open to others, or is empty. `name` is the option's.
+    """
+    password = read_secret_file(file, name).decode("utf-8", "replace").rstrip("\r\n")
+    if not password:
+        raise ConfigError(f"{name}: {file} is empty")
+    return password
 
 
 def read_credentials(config: ValkeyConfig, prefix: str = "") -> Credentials:

@@ -16,12 +16,11 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.valkey.building import Access, make_topology
-from lmcache_async.plugins.valkey.client import Client
+from lmcache_async.plugins.valkey.client import Client, scan
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.scanning import scan
-from lmcache_async.resp.dialer import RefusedCredentialsError
-from lmcache_async.resp.wire import encode_head, encode_tail
+from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
+from lmcache_async.plugins.valkey.protocol import encode_head, encode_tail
+from lmcache_async.plugins.valkey.topology import Access, make_topology
 from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
-    from lmcache_async.resp.node import Node
+    from lmcache_async.plugins.valkey.node import Node
     from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")

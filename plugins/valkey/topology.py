@@ -1,23 +1,27 @@
-"""Which server has a key: one server, or the master that Sentinel names. The cluster is in a file of its own."""
+"""Which server has a key: one server, the master that Sentinel names, or a cluster's masters."""
 
 from __future__ import annotations
 
 import asyncio
+import binascii
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from lmcache_async.config.endpoint import Endpoint
-from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.resp.answers import refusal
-from lmcache_async.resp.connection import deadline
-from lmcache_async.resp.dialer import RefusedCredentialsError
-from lmcache_async.resp.node import Node
-from lmcache_async.resp.wire import ErrorReply, encode
+from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
+from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_credentials
+from lmcache_async.plugins.valkey.connection import Dialer, RefusedCredentialsError, deadline, refusal
+from lmcache_async.plugins.valkey.node import Node
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 
 if TYPE_CHECKING:
-    from lmcache_async.resp.connection import Connection
-    from lmcache_async.resp.dialer import Dialer
+    import ssl
+
+    from lmcache_async.plugins.valkey.config import Credentials
+    from lmcache_async.plugins.valkey.connection import Connection
 
 FIND_OPTION = "twice lookup_timeout_s"
 """What bounds finding out who has what: one server that hangs, and time for the next."""
@@ -206,3 +210,202 @@ class SentinelServer(Topology):
         if not (isinstance(host, bytes) and isinstance(port, bytes) and port.isdigit()):
             raise TierUnavailableError(f"{connection.where} names a master that is no address")
         return Endpoint(host.decode("utf-8", "replace"), int(port))
+
+
+SLOTS = 16384
+REFRESH_S = 0.5
+"""The table is not asked for more often; each MOVED corrects its own slot at once."""
+
+
+def slot_of(name: bytes) -> int:
+    """The slot of a name without braces."""
+    return binascii.crc_hqx(name, 0) % SLOTS
+
+
+def parse_slots(reply: Reply, asked: Endpoint) -> list[Endpoint | None]:
+    """The master of each slot, from the answer to CLUSTER SLOTS; None where a slot has none.
+
+    Args:
+        reply: The answer.
+        asked: Who gave it: the host meant where an address has none.
+
+    Raises:
+        ValueError: It is no such answer.
+    """
+    table: list[Endpoint | None] = [None] * SLOTS
+    for entry in reply if isinstance(reply, list) else [reply]:
+        match entry:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
+                text = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
+                master = Endpoint(asked.host if text in {"", "?"} else text, port)
+                table[first : last + 1] = [master] * (last + 1 - first)
+            case _:
+                raise ValueError("expected first and last slot and a master's address in each entry")
+    return table
+
+
+def parse_redirect(text: str, asked: Endpoint | None = None) -> tuple[int, Endpoint] | None:
+    """Slot and endpoint of `MOVED 42 host:port` or `ASK ...`; None where it is neither."""
+    words = text.split()
+    if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= SLOTS:
+        return None
+    host, _, port = words[2].rpartition(":")
+    host = host.strip("[]") or (asked.host if asked else "")
+    return (int(words[1]), Endpoint(host, int(port))) if host and port.isdigit() else None
+
+
+class Cluster(Topology):
+    """Keys spread over masters by their slots.
+
+    The table is asked for when it is first needed, and again, before a later call, after a node sent us
+    elsewhere or could not be reached. Meanwhile the old one is used.
+
+    Args:
+        seeds: Nodes to begin with.
+        make_node: Makes nodes.
+        timeout_s: Longest time to get a table, in seconds.
+    """
+
+    def __init__(self, seeds: Sequence[Endpoint], make_node: MakeNode, *, timeout_s: float) -> None:
+        super().__init__(make_node, timeout_s)
+        self._seeds = tuple(seeds)
+        self._table: list[Endpoint | None] | None = None
+        self._stale = True
+        self._refreshed = float("-inf")
+        self._refreshing = asyncio.Lock()
+
+    async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
+        table = await self._current()
+        endpoints = [table[slot_of(name)] for name in names]
+        return [self._nobody() if endpoint is None else self.node(endpoint) for endpoint in endpoints]
+
+    async def masters(self) -> list[Node]:
+        table = await self._current()
+        return [self.node(endpoint) for endpoint in dict.fromkeys(table) if endpoint is not None]
+
+    def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
+        if reply.code not in {"MOVED", "ASK"}:
+            self._stale = self._stale or reply.code in {"CLUSTERDOWN", "READONLY"}
+            return None
+        asked = self._table[slot_of(name)] if self._table else None
+        redirect = parse_redirect(reply.text, asked)
+        if redirect is None:
+            return None
+        slot, endpoint = redirect
+        if reply.code == "MOVED":
+            self._stale = True
+            if self._table:
+                self._table[slot] = endpoint
+        return self.node(endpoint), reply.code == "ASK"
+
+    def blame(self, node: Node, error: TierError) -> TierError:
+        others = (self._nodes.get(endpoint) for endpoint in dict.fromkeys(self._table or ()) if endpoint)
+        serves_on = any(other is not None and other is not node and not other.failed for other in others)
+        if serves_on and isinstance(error, TierUnavailableError):
+            return TierPartUnavailableError(str(error))
+        return error
+
+    def trouble(self) -> None:
+        self._stale = True
+
+    async def _current(self) -> list[Endpoint | None]:
+        """The table, asked for again if it may have changed.
+
+        Raises:
+            TierUnavailableError: There is none yet, and no node tells.
+        """
+        if self._table is None:
+            async with self._in_time(), self._refreshing:
+                if self._table is None:
+                    return await self._refresh()
+        now = asyncio.get_running_loop().time()
+        if self._stale and now >= self._refreshed + REFRESH_S and not self._refreshing.locked():
+            with contextlib.suppress(TierUnavailableError):
+                async with self._in_time(), self._refreshing:
+                    return await self._refresh()
+        return self._table
+
+    def _in_time(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return deadline(self._timeout_s, "the cluster", "table of slots", FIND_OPTION)
+
+    async def _refresh(self) -> list[Endpoint | None]:
+        self._refreshed = asyncio.get_running_loop().time()
+        errors: list[TierError] = []
+        nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._seeds])]
+        for node in sorted(nodes, key=lambda node: node.in_trouble):
+            try:
+                [reply] = await node.call(encode(b"CLUSTER", b"SLOTS"), 1)
+                if isinstance(reply, ErrorReply):
+                    raise refusal(node.where, reply)
+                return self._learn(parse_slots(reply, node.endpoint))
+            except ValueError as error:
+                errors.append(TierError(f"{node.where}: {error}"))
+            except TierError as error:
+                errors.append(error)
+        told = "; ".join(map(str, errors))
+        raise TierUnavailableError(f"no node tells the slots of the cluster: {told}")
+
+    def _learn(self, table: list[Endpoint | None]) -> list[Endpoint | None]:
+        self._table, self._stale = table, False
+        self.keep({endpoint for endpoint in dict.fromkeys(table) if endpoint is not None})
+        return table
+
+    @staticmethod
+    def _nobody() -> TierError:
+        return TierUnavailableError("no node of the cluster has the key's slot: see CLUSTER SHARDS")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How servers let us in."""
+
+    credentials: Credentials
+    sentinel_credentials: Credentials
+    tls: ssl.SSLContext | None
+
+    @classmethod
+    def read(cls, config: ValkeyConfig) -> Self:
+        """From the files and variables that the config names.
+
+        Raises:
+            ConfigError: One of them cannot be used.
+        """
+        return cls(read_credentials(config), read_credentials(config, "sentinel_"), make_tls_context(config))
+
+
+def make_topology(config: ValkeyConfig, access: Access) -> Topology:
+    """Nothing is connected to yet."""
+    endpoints = config.address.endpoints
+    find_s = 2 * config.lookup_timeout_s
+    if config.how == "sentinel":
+        sentinels = Dialer(access.sentinel_credentials, access.tls, config.connect_timeout_s, kind="sentinel")
+        make_node = _node_maker(config, access, master_only=True)
+        return SentinelServer(endpoints, config.sentinel_service, sentinels, make_node, timeout_s=find_s)
+    if config.how == "cluster":
+        return Cluster(endpoints, _node_maker(config, access, pause_s=config.node_pause_s), timeout_s=find_s)
+    return SingleServer(endpoints[0], _node_maker(config, access))
+
+
+def _node_maker(
+    config: ValkeyConfig, access: Access, *, master_only: bool = False, pause_s: float = 0.0
+) -> MakeNode:
+    dialer = Dialer(
+        access.credentials,
+        access.tls,
+        config.connect_timeout_s,
+        database=config.address.database,
+        master_only=master_only,
+    )
+
+    def make(endpoint: Endpoint, on_trouble: Callable[[], None]) -> Node:
+        return Node(
+            endpoint,
+            dialer,
+            connections=config.connections,
+            lookup_timeout_s=config.lookup_timeout_s,
+            transfer_timeout_s=config.transfer_timeout_s,
+            pause_s=pause_s,
+            on_trouble=on_trouble,
+        )
+
+    return make

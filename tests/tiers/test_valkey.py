@@ -10,7 +10,7 @@ import pytest
 from lmcache_async.errors import TierClosedError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.valkey import ValkeyTier
-from lmcache_async.plugins.valkey.cluster import slot_of
+from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate

@@ -14,11 +14,11 @@ from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
-from lmcache_async.plugins.valkey.address import parse_url
-from lmcache_async.plugins.valkey.cluster import parse_redirect, parse_slots, slot_of
+from lmcache_async.plugins.valkey.config import parse_url
+from lmcache_async.plugins.valkey.connection import refusal
+from lmcache_async.plugins.valkey.protocol import ErrorReply
+from lmcache_async.plugins.valkey.topology import parse_redirect, parse_slots, slot_of
 from lmcache_async.registry import Registry
-from lmcache_async.resp.answers import refusal
-from lmcache_async.resp.wire import ErrorReply
 from lmcache_async.testing.rig import Rig
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lmcache_async.resp.wire import ErrorReply, Reply, encode, parse_reply
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, parse_reply
 
 DEADLINE_S = 20.0
 

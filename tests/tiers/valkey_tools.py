@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from lmcache_async.plugins.valkey import ValkeyConfig
-from lmcache_async.plugins.valkey.cluster import slot_of
+from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.records import key_of
 
 

@@ -16,7 +16,6 @@ ERRORS = frozenset({"ConfigError", "MissingDependencyError", "UnknownPluginError
 VALIDATORS = (
     "lmcache_async/config",
     "lmcache_async/daemon/config.py",
-    "lmcache_async/resp/access.py",
     "lmcache_async/config/endpoint.py",
     "lmcache_async/tiers/layers/limit.py",
     "plugins",

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.resp.reading import SMALL_BYTES, Reader, Record, Replies
-from lmcache_async.resp.wire import (
+from lmcache_async.plugins.valkey.protocol import (
     MAX_BULK,
     MAX_LINE,
+    SMALL_BYTES,
     ErrorReply,
     ProtocolError,
+    Reader,
+    Record,
+    Replies,
     encode,
     encode_each,
     encode_head,

@@ -1,16 +1,30 @@
-"""One connection: commands out, replies in, records straight from and into the arena."""
+"""Connections to a server: dialling, commands and replies, records straight from and into the arena, and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.resp.reading import Reader, Record, Replies
-from lmcache_async.resp.wire import ErrorReply, ProtocolError, Reply
+from lmcache_async.plugins.valkey.protocol import (
+    ErrorReply,
+    ProtocolError,
+    Reader,
+    Record,
+    Replies,
+    Reply,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from lmcache_async.config.endpoint import Endpoint
+    from lmcache_async.plugins.valkey.config import Credentials
 
 SLICE_BYTES = 1 << 20
 """What a transport is given at a time: asyncio's copies what the socket does not take at once."""
@@ -246,3 +260,150 @@ class Connection(asyncio.BufferedProtocol):
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None
+
+
+_NAME = b"lmcache-async"
+_KEEPALIVE_S = 30
+"""Seconds of silence after which the kernel looks whether the other end is still there."""
+
+
+class RefusedCredentialsError(TierError):
+    """The server does not know the user and the password."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """Makes connections of one kind.
+
+    Attributes:
+        credentials: For the server.
+        tls: None where connections are not encrypted.
+        timeout_s: Longest time for one, in seconds.
+        database: Its number.
+        master_only: Whether a server that says that it is no master is refused.
+        kind: Name of the server in messages.
+    """
+
+    credentials: Credentials
+    tls: ssl.SSLContext | None
+    timeout_s: float
+    database: int = 0
+    master_only: bool = False
+    kind: str = "valkey"
+
+    async def dial(self, endpoint: Endpoint, known: set[Connection]) -> Connection:
+        """A connection that is ready for use. Cancelled, none is left.
+
+        Args:
+            endpoint: The server.
+            known: It is put there at once, for who closes it or waits until it is closed.
+
+        Raises:
+            TierUnavailableError: The server cannot be reached now, or is not ready.
+            RefusedCredentialsError: It refuses user and password.
+            TierError: Its certificate is not accepted, or it refuses us.
+        """
+        where = f"{self.kind} at {endpoint}"
+        connection = Connection(where, copies=self.tls is not None)
+        known.difference_update([one for one in known if one.closed])
+        known.add(connection)
+        try:
+            async with deadline(self.timeout_s, where, "connection", "connect_timeout_s"):
+                try:
+                    await self._connect(connection, endpoint)
+                except BaseException:
+                    connection.discard()
+                    raise
+                await self._greet(connection)
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, OSError | UnicodeError):
+                raise no_connection(where, error) from error
+            raise
+        return connection
+
+    async def _connect(self, connection: Connection, endpoint: Endpoint) -> None:
+        loop = asyncio.get_running_loop()
+        host = endpoint.host if self.tls is not None and not endpoint.path else None
+        if endpoint.path:
+            await loop.create_unix_connection(lambda: connection, endpoint.path)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: connection, endpoint.host, endpoint.port, ssl=self.tls, server_hostname=host
+        )
+        if (tcp := transport.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):  # an old kernel; the deadlines hold all the same
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+
+    async def _greet(self, connection: Connection) -> None:
+        """All in one message; the server may refuse the name and the role to a user with few rights."""
+        commands = {"auth": self.credentials.command, "name": (b"CLIENT", b"SETNAME", _NAME)}
+        if self.database:
+            commands["database"] = (b"SELECT", b"%d" % self.database)
+        if self.master_only:
+            commands["role"] = (b"ROLE",)
+        asked = {name: command for name, command in commands.items() if command}
+        replies = await connection.call(b"".join(encode(*command) for command in asked.values()), len(asked))
+        for name, reply in zip(asked, replies, strict=True):
+            self._check(connection.where, name, reply)
+
+    def _check(self, where: str, name: str, reply: Reply) -> None:
+        if isinstance(reply, ErrorReply):
+            if name == "auth" or reply.code in CREDENTIAL_CODES:
+                # Of AUTH only the code: a server that does not know the command repeats its arguments.
+                known = ErrorReply(reply.code, reply.code if name == "auth" else reply.text)
+                if reply.code in {"LOADING", "BUSY"} or "max number of clients" in reply.text:
+                    raise TierUnavailableError(f"{where} is not ready: {reply.code}")
+                raise RefusedCredentialsError(str(refusal(where, known)))
+            if reply.code not in {"NOPERM", "ERR"} or name == "database" or "max number" in reply.text:
+                raise refusal(where, reply)
+        elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
+            raise TierUnavailableError(f"{where} is no master now; Sentinel is asked again")
+
+
+_LATER = frozenset(
+    {
+        *("LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY", "READONLY", "MISCONF", "NOREPLICAS"),
+        *("ASK", "UNBLOCKED", "FAILOVER", "NOGOODSLAVE"),
+    }
+)
+"""Codes of what passes by itself, or by what the server's people do."""
+
+_CURES = {
+    "OOM": "; raise its maxmemory, or set maxmemory-policy to allkeys-lru or allkeys-lfu",
+    "NOAUTH": "; set username and password_file, or password_variable",
+    "WRONGPASS": "; check username and password_file, or password_variable",
+    "NOPERM": "; allow the user GET, SET, EXISTS, UNLINK and SCAN on the keys of key_prefix",
+    "MOVED": "; it is a node of a cluster: set mode to cluster",
+    "MISCONF": "; it cannot save to its disk and takes no writes: see its log",
+    "READONLY": "; it is a replica: name the master, or set mode to sentinel",
+}
+CREDENTIAL_CODES = frozenset({"NOAUTH", "WRONGPASS"})
+
+
+def refusal(where: str, reply: ErrorReply) -> TierError:
+    """Return the error for an error reply of the server."""
+    text = reply.text if len(reply.text) <= 200 else f"{reply.text[:197]}..."
+    message = f"{where} answered {text!r}{_CURES.get(reply.code, '')}"
+    if reply.code == "OOM":
+        return TierFullError(message)
+    if reply.code in _LATER or "max number of clients" in reply.text:
+        return TierUnavailableError(message)
+    return TierError(message)
+
+
+def no_connection(where: str, error: OSError | UnicodeError) -> TierError:
+    """Return the error for a failed connect."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return TierError(
+            f"{where}: its certificate is not accepted: {error.verify_message};"
+            " name its authority with tls_ca_file, or see tls_check_hostname"
+        )
+    if isinstance(error, ssl.SSLError):
+        return TierUnavailableError(
+            f"{where}: no TLS connection: {error.reason or error}; see whether its port speaks TLS,"
+            " and whether it wants tls_cert_file"
+        )
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return TierUnavailableError(f"{where}: no connection: {text}; see whether it runs, and url")

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.resp.connection import Connection, deadline
+from lmcache_async.plugins.valkey.connection import Connection, deadline
 
 if TYPE_CHECKING:
     from lmcache_async.config.endpoint import Endpoint
-    from lmcache_async.resp.dialer import Dialer
-    from lmcache_async.resp.wire import Reply
+    from lmcache_async.plugins.valkey.connection import Dialer
+    from lmcache_async.plugins.valkey.protocol import Reply
 
 
 class Node:

@@ -1,1 +1,0 @@
-"""RESP, the protocol of Redis and Valkey, from a client's side: records go straight between socket and arena."""
