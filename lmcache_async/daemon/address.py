@@ -1,4 +1,4 @@
-"""Where the daemon listens: a socket in a directory that belongs to one user."""
+"""Path of the daemon's socket, checks of its directory, and the process at the other end of a connection."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PEER = struct.Struct("iII")  # struct ucred: process, user, group
 
 
 def default_socket() -> Path:
-    """The place for daemons and clients of this user: in $XDG_RUNTIME_DIR, /run/user or /tmp.
+    """Return the default socket of this user: in $XDG_RUNTIME_DIR, /run/user or /tmp.
 
-    Daemon and clients have to see the same environment and file system; else name the socket.
+    Daemon and clients need the same environment and file system; otherwise configure the path.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     base = Path(runtime)
@@ -28,14 +28,14 @@ def default_socket() -> Path:
 
 
 def check_directory(socket_path: Path, *, make: bool) -> None:
-    """The directory of the default socket is ours alone; that of another one is for who named it.
+    """Check that only this user can write to the directory of the default socket. Other directories are not checked.
 
     Args:
-        socket_path: The socket.
-        make: Make the directory where it is missing, with mode 0700.
+        socket_path: Path of the socket.
+        make: Create a missing directory, with mode 0700.
 
     Raises:
-        ConfigError: It is not, or cannot be made, or the path is too long for a socket.
+        ConfigError: Others can write to it, it cannot be created, or the path is too long for a socket.
     """
     if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
         raise ConfigError(
@@ -55,7 +55,7 @@ def check_directory(socket_path: Path, *, make: bool) -> None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end; process 0 is one of another PID namespace."""
+    """Return the process and the user at the other end; process 0 is in another PID namespace."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process, user
 

@@ -1,4 +1,4 @@
-"""Options of the daemon, and the file they come from."""
+"""Options of the daemon, and their configuration file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lmcache_async.config.values import (
     SizeInput,
     SocketPath,
 )
-from lmcache_async.daemon.room import SEGMENT_BYTES
-from lmcache_async.daemon.tenants import Quota
+from lmcache_async.daemon.allocator import SEGMENT_BYTES
+from lmcache_async.daemon.pool import Quota
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import REMOVED_TIERS
 
@@ -53,11 +53,11 @@ UserNumber = Annotated[int, BeforeValidator(_parse_user, json_schema_input_type=
 
 
 class TenantOptions(BaseModel):
-    """What a tenant may hold.
+    """Quota of a tenant.
 
     Attributes:
-        max_bytes: The most; all of the pool by default.
-        reserved_bytes: What others never evict.
+        max_bytes: Most bytes it may hold; the whole pool by default.
+        reserved_bytes: Bytes that other tenants do not evict.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,18 +81,18 @@ class DaemonConfig(BaseModel):
     """Options of `lmcache-async serve`.
 
     Attributes:
-        socket: Where clients connect; by default a place of this user's, see `default_socket`.
-        max_bytes: Of the pool. It is shared memory: a container's limit has to allow it.
-        segment_bytes: Memory is cut for one size of record in pieces of up to so many bytes.
-        huge_pages: Ask for huge pages, where the kernel gives them to shared memory.
-        prefault: Take all memory at the start, in the background.
-        allow_uids: Other users whose processes may connect; the socket is then open to all, and asks.
-        max_clients: Connections at the same time; each rank of each engine has one.
-        max_client_bytes: What one client may have leases and reservations of; a quarter of the pool by default.
-        greeting_timeout_s: Longest time for a client to say who it is.
+        socket: Path of the socket for clients; by default one of this user, see `default_socket`.
+        max_bytes: Size of the pool. It is shared memory, which counts against a container's limit.
+        segment_bytes: Most bytes of a segment, which holds records of one size.
+        huge_pages: Request huge pages, if the kernel has them for shared memory.
+        prefault: Touch all pages in the background after the start.
+        allow_uids: Other users whose processes may connect. The socket's mode is then 0666, and the daemon checks users.
+        max_clients: Most connections at the same time; each rank of each engine has one.
+        max_client_bytes: Most bytes of leases and reservations of one client; a quarter of the pool by default.
+        greeting_timeout_s: Longest time until a new client has sent its greeting, in seconds.
         tenants: Quotas by tenant.
-        other_tenants: The quota of each one that is not named; `reserved_bytes` is for named ones.
-        http: The status page and metrics; not served by default.
+        other_tenants: Quota of each tenant that `tenants` does not name; without `reserved_bytes`.
+        http: Status page and metrics; off by default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,12 +122,12 @@ class DaemonConfig(BaseModel):
 
     @property
     def client_bytes(self) -> int:
-        """The most that one client may have leases of."""
+        """Most bytes of leases that one client may have."""
         return self.max_bytes // 4 if self.max_client_bytes is None else self.max_client_bytes
 
 
 def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonConfig:
-    """The config from the command's options, then the YAML file.
+    """Return the configuration from the command's options and the YAML file; options take precedence.
 
     Raises:
         ConfigError: The file cannot be read, or a key or a value is wrong; a line for each.

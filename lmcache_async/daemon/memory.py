@@ -1,4 +1,4 @@
-"""The memory that the daemon owns and its clients map: a file without a name, whose length is sealed."""
+"""Shared memory of the daemon: an anonymous file with a sealed length, which clients map."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lmcache_async.memory.region import Region
 
 
 class SharedMemory:
-    """`nbytes` of zeroed memory and a descriptor of it, which may be sent to other processes.
+    """`nbytes` of zeroed memory and its descriptor, which can be sent to other processes.
 
-    Nobody who has the descriptor can change the file's length: cut short, it would kill whoever reads
-    behind its end. The memory is there as long as any process maps it.
+    The file's length is sealed, because access beyond the end of a truncated file kills the process. The memory
+    exists as long as a process maps it.
 
     Args:
         nbytes: A multiple of the page size.
-        huge_pages: Ask for huge pages, where the kernel gives them to shared memory.
-        prefault: Take all of it from the system in the background, so that no first write pays for that.
+        huge_pages: Request huge pages, if the kernel has them for shared memory.
+        prefault: Touch all pages in the background, so that first writes cause no page faults.
 
     Raises:
-        ConfigError: The memory is not to be had.
+        ConfigError: The memory cannot be allocated.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = True) -> None:
@@ -52,6 +52,6 @@ class SharedMemory:
         return self._region.view
 
     def close(self) -> None:
-        """Give up the descriptor and our mapping; who maps it still, keeps it."""
+        """Close the descriptor and unmap the memory in this process."""
         os.close(self.fd)
         self._region.close()

@@ -1,9 +1,9 @@
-"""The messages between the daemon and its clients: frames of a bounded length, keys of a fixed one. No state.
+"""Protocol between the daemon and its clients: encoding and decoding of messages. No I/O.
 
-A frame is a 4-byte little-endian length, one byte that says what it is, and so many bytes of body. The
-client asks, and is answered in the order it asked, by frames of the same kind. An answer's body begins
-with the tenant's figures. `RELEASE` has no answer. The first message and its answer, `Hello` and `Welcome`,
-have a fixed length and no frame; with `Welcome` comes the descriptor of the memory.
+A frame is a 4-byte little-endian length of the body, one byte for the operation, and the body. The daemon answers
+requests in order, with frames of the same operation. The body of an answer begins with the tenant's figures.
+`RELEASE` has no answer. The first message and its answer, `Hello` and `Welcome`, have a fixed length and no frame;
+the descriptor of the memory is sent with `Welcome`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lmcache_async.types import KEY_BYTES, ChunkKey
 PROTOCOL = 1
 MAGIC = b"lmca-hst"
 MAX_ITEMS = 16384
-"""Of one message: a prompt of four million tokens."""
+"""Items of one message; enough for a prompt of four million tokens."""
 MAX_TENANT_BYTES = 64
 ID_BYTES = 16
 
@@ -38,11 +38,11 @@ MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(_WISH.size, _GRANT.size, _COMMI
 
 
 class ProtocolError(Exception):
-    """What came is no message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
 class Op(IntEnum):
-    """What a frame asks or answers."""
+    """Operation of a frame."""
 
     CONTAINS = 1
     LEASE = 2
@@ -55,17 +55,17 @@ class Op(IntEnum):
 
 
 class Refusal(IntEnum):
-    """Why there is no lease or no connection, or what became of a commit."""
+    """Reason why a lease or a connection was refused; result of a commit."""
 
     NONE = 0
     MISSING = 1
-    """Nothing of that key is there; of a commit, that it is no record."""
+    """There is no record of that key; of a commit, the bytes are not a record."""
     PRESENT = 2
-    """It is there already, so no memory is needed for it."""
+    """The key has a record already."""
     FULL = 3
-    """No memory is to be had."""
+    """The pool is full."""
     TOO_MUCH = 4
-    """This client would hold more than it may; of a connection, that there are too many."""
+    """The client would exceed its limit of leases; of a connection, there are too many."""
     PROTOCOL = 5
 
 
@@ -81,11 +81,11 @@ class Welcome(NamedTuple):
     """The daemon's answer.
 
     Attributes:
-        protocol: The daemon's.
-        refusal: NONE where the memory's descriptor comes with it.
-        daemon: Whose memory it is; another one after a restart.
-        nbytes: Of the memory.
-        max_lease_bytes: What this client may have leases of.
+        protocol: Protocol version of the daemon.
+        refusal: NONE if the memory's descriptor is sent with the message.
+        daemon: Identifier of the daemon, which changes with a restart.
+        nbytes: Size of the memory.
+        max_lease_bytes: Most bytes of leases that this client may have.
     """
 
     protocol: int
@@ -96,7 +96,7 @@ class Welcome(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What the tenant holds at the moment of an answer; see `TenantStatistics`."""
+    """Figures of the tenant at the time of an answer; see `TenantStatistics`."""
 
     chunks: int = 0
     record_bytes: int = 0
@@ -106,13 +106,13 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease of a record's memory, or why there is none.
+    """A lease of a record's memory, or its refusal.
 
     Attributes:
-        lease: Its number on this connection; 0 where there is none.
-        offset: In the memory.
-        nbytes: Of the record.
-        refusal: NONE where there is a lease.
+        lease: Number of the lease on this connection; 0 if refused.
+        offset: Offset in the memory.
+        nbytes: Length of the record.
+        refusal: NONE if there is a lease.
     """
 
     lease: int
@@ -144,12 +144,12 @@ def unpack_welcome(message: bytes) -> Welcome:
 
 
 def frame(op: Op, *parts: bytes) -> bytes:
-    """The frame with these bytes as its body."""
+    """Encode a frame with these parts as its body."""
     return b"".join((_HEAD.pack(sum(map(len, parts)), op), *parts))
 
 
 class Frames:
-    """Bytes as they come, taken apart."""
+    """Parser of frames from a stream of bytes."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -158,10 +158,10 @@ class Frames:
         self._bytes += data
 
     def take(self) -> tuple[Op, bytes] | None:
-        """The next frame; None until all of it has come.
+        """Return the next frame; None until it is complete.
 
         Raises:
-            ProtocolError: It is none of ours.
+            ProtocolError: The frame is invalid.
         """
         if len(self._bytes) < _HEAD.size:
             return None
@@ -184,7 +184,7 @@ def pack_figures(figures: Figures) -> bytes:
 
 
 def unpack_figures(body: bytes) -> tuple[Figures, bytes]:
-    """The figures, and the answer itself."""
+    """Return the figures and the rest of the answer."""
     if len(body) < _FIGURES.size:
         raise ProtocolError(f"an answer of {len(body)} bytes is too short")
     return Figures(*_FIGURES.unpack_from(body)), body[_FIGURES.size :]
@@ -200,7 +200,7 @@ def unpack_keys(body: bytes) -> list[ChunkKey]:
 
 
 def pack_wishes(wishes: Iterable[tuple[ChunkKey, int]]) -> bytes:
-    """Of a reservation: keys, and how many bytes each record has."""
+    """Encode a request for reservations: keys and lengths of records."""
     return b"".join(_WISH.pack(key, nbytes) for key, nbytes in wishes)
 
 
@@ -217,7 +217,7 @@ def pack_grants(grants: Iterable[Grant]) -> bytes:
 
 
 def unpack_grants(body: bytes, count: int, memory_bytes: int) -> list[Grant]:
-    """As many grants as were asked for, each within the memory."""
+    """Decode the expected number of grants, each within the memory."""
     _check_count(body, _GRANT.size, count)
     grants = [
         Grant(lease, offset, nbytes) if lease else Grant(0, refusal=_refusal(offset))
@@ -229,7 +229,7 @@ def unpack_grants(body: bytes, count: int, memory_bytes: int) -> list[Grant]:
 
 
 def pack_commits(commits: Iterable[tuple[int, ChunkKey]]) -> bytes:
-    """Leases of reservations, and what each holds now."""
+    """Encode leases of reservations and the keys of their records."""
     return b"".join(_COMMIT.pack(lease, key) for lease, key in commits)
 
 
@@ -248,7 +248,7 @@ def unpack_numbers(body: bytes) -> list[int]:
 
 
 def unpack_flags(body: bytes, count: int) -> list[int]:
-    """One byte for each thing that was asked."""
+    """Decode one byte for each requested item."""
     _check_count(body, 1, count)
     return list(body)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.observability.families import Family, Filling
 
 if TYPE_CHECKING:
-    from lmcache_async.daemon.tenants import PoolStatistics
+    from lmcache_async.daemon.pool import PoolStatistics
 
 POOL = "lmcache_async_pool_"
 

@@ -2,54 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_async.daemon.room import SEGMENT_BYTES, Place, Room, pages
-from lmcache_async.daemon.tenants import PoolStatistics, Quota, Tenant, TenantStatistics
-from lmcache_async.daemon.victims import Victims
+from lmcache_async.daemon.allocator import SEGMENT_BYTES, Block, Segment, SegmentAllocator, pages
+from lmcache_async.tiers.eviction import LRUPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from lmcache_async.types import ChunkKey
 
 MAX_TENANTS = 1024
-"""From here on tenants that hold nothing are forgotten before a new one is known."""
+"""With this many tenants, those that hold nothing are forgotten before a new one is added."""
+VICTIM_SCAN_PAUSE = 64
+"""Choices without a scan of all segments, after a scan that found none to empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits of a tenant.
+
+    Attributes:
+        max_bytes: Most bytes it may hold, reservations included; None for the whole pool.
+        reserved_bytes: Other tenants do not evict this tenant below this number of bytes.
+    """
+
+    max_bytes: int | None = None
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatistics:
+    """Statistics of a tenant.
+
+    Attributes:
+        chunks: Committed records.
+        record_bytes: Their bytes, in whole pages.
+        bytes: `record_bytes`, reservations, and removed records that are still leased.
+        max_bytes: Limit of `bytes`.
+        evictions: Records evicted since the pool was created.
+        readers: Leases of readers.
+        writers: Reservations that are not committed yet.
+    """
+
+    chunks: int
+    record_bytes: int
+    bytes: int
+    max_bytes: int
+    evictions: int
+    readers: int
+    writers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Statistics of a pool.
+
+    Attributes:
+        max_bytes: Size of the pool.
+        unused_bytes: Bytes that belong to no segment.
+        segments: Segments, each divided into blocks of one size.
+        tenants: By name; without tenants that hold nothing and have no quota of their own.
+    """
+
+    max_bytes: int
+    unused_bytes: int
+    segments: int
+    tenants: Mapping[str, TenantStatistics]
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """A tenant's records and their eviction order."""
+
+    name: str
+    max_bytes: int
+    reserved_bytes: int
+    held_bytes: int = 0
+    record_bytes: int = 0
+    evictions: int = 0
+    readers: int = 0
+    writers: int = 0
+    records: dict[ChunkKey, Block] = field(default_factory=dict)
+    # Includes keys of reservations, so that a chunk does not evict the chunks that it continues.
+    policy: LRUPolicy = field(default_factory=LRUPolicy)
+
+    @property
+    def idle(self) -> bool:
+        return not self.held_bytes and not self.evictions
+
+    def statistics(self) -> TenantStatistics:
+        return TenantStatistics(
+            chunks=len(self.records),
+            record_bytes=self.record_bytes,
+            bytes=self.held_bytes,
+            max_bytes=self.max_bytes,
+            evictions=self.evictions,
+            readers=self.readers,
+            writers=self.writers,
+        )
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One lease of a record's memory, to be ended exactly once: by `release`, a writer's also by `commit`.
+    """A lease of a record's memory. It ends exactly once, by `release`, or for a writer by `commit`.
 
     Attributes:
-        offset: Of the first byte in the pool's memory, a multiple of 4096.
-        nbytes: The record's length.
-        view: Those bytes; the bytes after them, to the end of the last 4096, are the slot's too.
-        writes: Whether it is a writer's.
+        offset: Offset of the first byte in the pool's memory, a multiple of 4096.
+        nbytes: Length of the record.
+        view: The bytes of the record. The rest of its last page belongs to the slot too.
+        writes: Whether it is a writer's lease.
     """
 
     offset: int
     nbytes: int
     view: memoryview
     writes: bool
-    _place: Place = field(repr=False)
+    _block: Block = field(repr=False)
     _ended: bool = field(default=False, repr=False)
 
 
 class Pool:
-    """Keeps records by tenant and key in `memory`. Used on one thread; nothing waits.
+    """Records by tenant and key in `memory`. Used on one thread; no call waits.
 
-    A record is found from its commit on and never changes; what somebody has a lease of is neither
-    given up nor used again. The least recently used record of the size that is wanted goes first, a
-    suffix before its prefix; where records of other sizes are the older ones, a segment of those is
-    emptied and cut anew.
+    A record is visible to readers from its commit on, and never changes. Memory with a lease is neither
+    evicted nor reused. The least recently used record of the required size is evicted first, a suffix before
+    its prefix. If records of other sizes are older, a segment of theirs is emptied and divided again.
 
     Args:
-        memory: All of it, writable.
+        memory: The pool's memory, writable.
         quotas: By tenant.
-        other_quota: Of each tenant without one of its own.
-        segment_bytes: See `Room`.
+        other_quota: Quota of each tenant that `quotas` does not name.
+        segment_bytes: See `SegmentAllocator`.
     """
 
     def __init__(
@@ -61,46 +145,46 @@ class Pool:
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._memory = memory
-        self._room = Room(memory.nbytes, segment_bytes)
+        self._allocator = SegmentAllocator(memory.nbytes, segment_bytes)
         self._quotas = dict(quotas or {})
         self._other_quota = other_quota or Quota()
         self._tenants: dict[str, Tenant] = {}
-        self._victims = Victims(self._room, self._tenants)
+        self._victims = VictimSelector(self._allocator, self._tenants)
         self._clock = 0
 
     def contains(self, tenant: str, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each is there now. Asked for together, in prompt order, they count as used."""
+        """Return whether each key has a record. The keys, in prompt order, count as used together."""
         owner = self._tenant(tenant)
         owner.policy.touch(keys, gapless=False)
         self._clock += 1
         there = [owner.records.get(key) for key in keys]
-        for place in there:
-            if place is not None:
-                place.used = self._clock
-        return [place is not None for place in there]
+        for block in there:
+            if block is not None:
+                block.used = self._clock
+        return [block is not None for block in there]
 
     def lease(self, tenant: str, key: ChunkKey) -> Slot | None:
-        """A reader's lease, which counts as a use; None on a miss.
+        """Return a reader's lease, which counts as a use; None on a miss.
 
-        Several of one prompt are best leased from the last to the first.
+        Lease the records of one prompt from the last to the first, so that prefixes are the most recently used.
         """
         owner = self._tenant(tenant)
-        place = owner.records.get(key)
-        if place is None:
+        block = owner.records.get(key)
+        if block is None:
             return None
         owner.policy.touch([key])
         self._clock += 1
-        place.used = self._clock
+        block.used = self._clock
         owner.readers += 1
-        return self._slot(place, writes=False)
+        return self._slot(block, writes=False)
 
     def reserve(self, tenant: str, nbytes: int, *, key: ChunkKey | None = None) -> Slot | None:
-        """Memory for a record, seen by nobody until it is committed; None when none is to be had.
+        """Reserve memory for a record, invisible to readers until `commit`; None if the pool is full.
 
         Args:
-            tenant: Whose quota it counts against.
-            nbytes: Its length, at least 1.
-            key: What it is meant for, where that is known: what the chunk continues is not given up for it.
+            tenant: Tenant whose quota the memory counts against.
+            nbytes: Length of the record, at least 1.
+            key: Key of the record, if known: the chunks that it continues are not evicted for it.
 
         Raises:
             ValueError: `nbytes` is less than 1.
@@ -111,41 +195,41 @@ class Pool:
         waits = key is not None and key not in owner.policy
         if key is not None and waits:
             owner.policy.add(key, 1)
-        place = self._take(owner, nbytes, key)
-        if place is None:
+        block = self._take(owner, nbytes, key)
+        if block is None:
             if key is not None and waits:
                 _forget(owner, key)
             return None
         self._clock += 1
-        place.used = self._clock
-        place.key = key
-        owner.held_bytes += place.held_bytes
+        block.used = self._clock
+        block.key = key
+        owner.held_bytes += block.held_bytes
         owner.writers += 1
-        return self._slot(place, writes=True)
+        return self._slot(block, writes=True)
 
     def commit(self, tenant: str, key: ChunkKey, slot: Slot) -> None:
-        """The record is found from now on; the writer's lease has ended.
+        """Make the record visible to readers and end the writer's lease.
 
-        Where the key is there already, that record stays and this one is given up: the content is equal.
+        If the key already has a record, that one stays and this one is dropped: their contents are equal.
 
         Raises:
-            ValueError: It was reserved for another tenant, or is no writer's.
-            RuntimeError: The lease has ended already.
+            ValueError: The slot is of another tenant, or is not a writer's.
+            RuntimeError: The lease has already ended.
         """
-        place = slot._place
-        if not slot.writes or place.tenant != tenant:
+        block = slot._block
+        if not slot.writes or block.tenant != tenant:
             raise ValueError(f"slot at {slot.offset} is no reservation of tenant {tenant}")
         owner = self._tenants[tenant]
         self._end(slot)
         owner.writers -= 1
-        if place.key != key:
-            self._forget_intent(owner, place)
+        if block.key != key:
+            self._forget_intent(owner, block)
         if key in owner.records:
-            self._free(place)
+            self._free(block)
             return
-        place.key, place.committed = key, True
-        owner.records[key] = place
-        owner.record_bytes += place.held_bytes
+        block.key, block.committed = key, True
+        owner.records[key] = block
+        owner.record_bytes += block.held_bytes
         if key not in owner.policy:
             owner.policy.add(key, 1)
         owner.policy.touch([key])
@@ -154,50 +238,50 @@ class Pool:
         """End a reader's lease, or a writer's without a commit.
 
         Raises:
-            RuntimeError: It has ended already.
+            RuntimeError: The lease has already ended.
         """
         self._end(slot)
-        place = slot._place
-        owner = self._tenants[place.tenant]
+        block = slot._block
+        owner = self._tenants[block.tenant]
         if slot.writes:
             owner.writers -= 1
-            self._forget_intent(owner, place)
+            self._forget_intent(owner, block)
         else:
             owner.readers -= 1
-        if not place.committed and not place.leases:
-            self._free(place)
+        if not block.committed and not block.leases:
+            self._free(block)
 
     def remove(self, tenant: str, key: ChunkKey) -> bool:
-        """Readers find it no more; whether it was there. Its memory is free with its last lease."""
+        """Remove a record; whether there was one. Its memory is freed with its last lease."""
         owner = self._tenant(tenant)
-        place = owner.records.get(key)
-        if place is None:
+        block = owner.records.get(key)
+        if block is None:
             return False
-        self._drop(place)
+        self._drop(block)
         return True
 
     def keys(self, tenant: str) -> list[ChunkKey]:
-        """Of all records, in no order."""
+        """Return the keys of all records, in no order."""
         return list(self._tenant(tenant).records)
 
     def clear(self, tenant: str) -> int:
-        """Remove all of the tenant's; how many there were."""
-        places = list(self._tenant(tenant).records.values())
-        for place in places:
-            self._drop(place)
-        return len(places)
+        """Remove all records of the tenant; how many there were."""
+        blocks = list(self._tenant(tenant).records.values())
+        for block in blocks:
+            self._drop(block)
+        return len(blocks)
 
     def tenant_statistics(self, tenant: str) -> TenantStatistics:
-        """What that tenant holds, in O(1)."""
+        """Return the statistics of a tenant, in O(1)."""
         return self._tenant(tenant).statistics()
 
     def statistics(self) -> PoolStatistics:
         for name in self._quotas:
             self._tenant(name)
         return PoolStatistics(
-            max_bytes=self._room.nbytes,
-            unused_bytes=self._room.gap_bytes,
-            segments=self._room.segments,
+            max_bytes=self._allocator.nbytes,
+            unused_bytes=self._allocator.gap_bytes,
+            segments=self._allocator.segments,
             tenants={
                 name: tenant.statistics()
                 for name, tenant in self._tenants.items()
@@ -212,27 +296,31 @@ class Pool:
                 for idle in [known for known in self._tenants.values() if not known.held_bytes]:
                     del self._tenants[idle.name]
             quota = self._quotas.get(name, self._other_quota)
-            most = self._room.nbytes if quota.max_bytes is None else min(quota.max_bytes, self._room.nbytes)
+            most = (
+                self._allocator.nbytes
+                if quota.max_bytes is None
+                else min(quota.max_bytes, self._allocator.nbytes)
+            )
             tenant = self._tenants[name] = Tenant(name, most, quota.reserved_bytes)
         return tenant
 
-    def _slot(self, place: Place, *, writes: bool) -> Slot:
-        place.leases += 1
-        view = self._memory[place.offset : place.offset + place.nbytes]
-        return Slot(place.offset, place.nbytes, view, writes, place)
+    def _slot(self, block: Block, *, writes: bool) -> Slot:
+        block.leases += 1
+        view = self._memory[block.offset : block.offset + block.nbytes]
+        return Slot(block.offset, block.nbytes, view, writes, block)
 
     def _end(self, slot: Slot) -> None:
         if slot._ended:
             raise RuntimeError(f"the lease of the slot at {slot.offset} was given back twice")
         slot._ended = True
-        slot._place.leases -= 1
+        slot._block.leases -= 1
 
-    def _forget_intent(self, owner: Tenant, place: Place) -> None:
-        """The reservation will not become a record of the key that it was meant for."""
-        if place.key is not None and place.key not in owner.records:
-            _forget(owner, place.key)
+    def _forget_intent(self, owner: Tenant, block: Block) -> None:
+        """Remove the key of a reservation from the eviction order, unless it has a record."""
+        if block.key is not None and block.key not in owner.records:
+            _forget(owner, block.key)
 
-    def _take(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> Place | None:
+    def _take(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> Block | None:
         wanted = pages(nbytes)
         if wanted > owner.max_bytes:
             return None
@@ -241,35 +329,135 @@ class Pool:
             if victim is None:
                 return None
             self._evict(victim)
-        while (place := self._room.take(owner.name, nbytes)) is None:
+        while (block := self._allocator.take(owner.name, nbytes)) is None:
             victims = self._victims.choose(owner, nbytes, key)
             if not victims:
                 return None
             for victim in victims:
                 self._evict(victim)
-        return place
+        return block
 
-    def _evict(self, place: Place) -> None:
-        self._tenants[place.tenant].evictions += 1
-        self._drop(place)
+    def _evict(self, block: Block) -> None:
+        self._tenants[block.tenant].evictions += 1
+        self._drop(block)
 
-    def _drop(self, place: Place) -> None:
-        owner = self._tenants[place.tenant]
-        assert place.key is not None  # committed
-        del owner.records[place.key]
-        owner.record_bytes -= place.held_bytes
-        owner.policy.discard(place.key)
-        place.committed = False
-        if not place.leases:
-            self._free(place)
+    def _drop(self, block: Block) -> None:
+        owner = self._tenants[block.tenant]
+        assert block.key is not None  # committed
+        del owner.records[block.key]
+        owner.record_bytes -= block.held_bytes
+        owner.policy.discard(block.key)
+        block.committed = False
+        if not block.leases:
+            self._free(block)
 
-    def _free(self, place: Place) -> None:
-        self._tenants[place.tenant].held_bytes -= place.held_bytes
-        self._room.give(place)
+    def _free(self, block: Block) -> None:
+        self._tenants[block.tenant].held_bytes -= block.held_bytes
+        self._allocator.give(block)
+
+
+class VictimSelector:
+    """Choice of the records to evict among those without a lease.
+
+    The least recently used record is chosen first, a suffix before its prefix. Reserved bytes of other tenants and
+    the chunks that the new chunk continues are never chosen. If records of other sizes are older, a whole segment of
+    theirs is chosen, provided that half of its records are older.
+    """
+
+    def __init__(self, allocator: SegmentAllocator, tenants: Mapping[str, Tenant]) -> None:
+        self._allocator = allocator
+        self._tenants = tenants
+        self._pause = 0
+
+    def among_own(self, owner: Tenant) -> Block | None:
+        """Return a record of the tenant itself, of any size."""
+        key = owner.policy.oldest(_among(owner, _is_unused))
+        return None if key is None else owner.records[key]
+
+    def choose(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> list[Block]:
+        """Return the records to evict for a record of `nbytes`: one of its size, or those of whole segments."""
+        has_size = self._allocator.has_size_for(nbytes)
+        oldest = self._oldest(owner, lambda block: self._allocator.fits(block, nbytes)) if has_size else None
+        one = [] if oldest is None else [oldest]
+        if has_size and self._pause:
+            self._pause -= 1
+            return one
+        if oldest is not None:
+            any_size = self._oldest(owner, lambda _: True)
+            if any_size is None or any_size.used >= oldest.used:
+                return one
+        return self._segments(owner, nbytes, key, oldest) or one
+
+    def _segments(
+        self, owner: Tenant, nbytes: int, key: ChunkKey | None, oldest: Block | None
+    ) -> list[Block]:
+        """Return all records of the segments to empty; none if they were used more recently than `oldest`."""
+        before = _ancestors(owner, key)
+
+        def price(segment: Segment) -> int | None:
+            blocks = segment.taken.values()
+            if not self._may_take(owner, blocks) or any(id(block) in before for block in blocks):
+                return None
+            return sorted(block.used for block in blocks)[len(blocks) // 2]
+
+        cost, segments = self._allocator.cheapest(pages(nbytes), price)
+        victims = [block for segment in segments for block in segment.taken.values()]
+        if not self._may_take(owner, victims) or (oldest is not None and cost >= oldest.used):
+            victims = []
+        if not victims:
+            self._pause = VICTIM_SCAN_PAUSE
+        return victims
+
+    def _oldest(self, owner: Tenant, wanted: Callable[[Block], bool]) -> Block | None:
+        def may_go(block: Block) -> bool:
+            return wanted(block) and self._may_take(owner, [block])
+
+        found: list[Block] = []
+        for tenant in self._tenants.values():
+            key = tenant.policy.oldest(_among(tenant, may_go))
+            if key is not None:
+                found.append(tenant.records[key])
+        return min(found, key=lambda block: block.used, default=None)
+
+    def _may_take(self, owner: Tenant, blocks: Iterable[Block]) -> bool:
+        """Whether these records can be evicted for a record of `owner`."""
+        taken: dict[str, int] = {}
+        for block in blocks:
+            if not _is_unused(block):
+                return False
+            taken[block.tenant] = taken.get(block.tenant, 0) + block.held_bytes
+        taken.pop(owner.name, None)
+        return all(
+            self._tenants[name].held_bytes - nbytes >= self._tenants[name].reserved_bytes
+            for name, nbytes in taken.items()
+        )
 
 
 def _forget(owner: Tenant, key: ChunkKey) -> None:
-    """The chunk will not be held, but its place in its prompt is still known: others continue it."""
+    """Remove a key from the eviction order, but keep its position in its prompt: other chunks continue it."""
     before = owner.policy.before(key)
     if owner.policy.discard(key) and before is not None:
         owner.policy.touch([before, key])
+
+
+def _is_unused(block: Block) -> bool:
+    """Whether it is a committed record without leases."""
+    return block.committed and not block.leases
+
+
+def _among(tenant: Tenant, may_go: Callable[[Block], bool]) -> Callable[[ChunkKey], bool]:
+    def evictable(key: ChunkKey) -> bool:
+        block = tenant.records.get(key)  # None: reserved, and not committed yet
+        return block is not None and may_go(block)
+
+    return evictable
+
+
+def _ancestors(tenant: Tenant, key: ChunkKey | None) -> set[int]:
+    """Return the ids of the blocks of the chunks that the chunk continues."""
+    found: set[int] = set()
+    while key is not None and (key := tenant.policy.before(key)) is not None:
+        block = tenant.records.get(key)
+        if block is not None:
+            found.add(id(block))
+    return found

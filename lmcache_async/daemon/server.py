@@ -1,4 +1,4 @@
-"""The daemon: it owns the memory and the pool, and serves whoever may connect to its socket."""
+"""The daemon: shared memory, the pool of records in it, and the unix socket for clients."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ logger = LimitedLogger(logging.getLogger(__name__))
 _BACKLOG = 128
 _RETRY_S = 0.1
 _MAX_GREETINGS = 64
-"""Connections that have not said who they are yet."""
+"""Connections that have not sent their greeting."""
 _CLOSE_S = 5.0
 
 
 class Daemon:
-    """One pool on a unix socket. Used on one loop; open it as an async context.
+    """One pool, served on a unix socket. Used on one loop; open it as an async context.
 
     Attributes:
-        path: Of the socket.
-        id: 16 random bytes: another daemon's memory is another one.
-        pool: The records, once it is open.
-        status_url: Where the status page is, where the config says so.
+        path: Path of the socket.
+        id: 16 random bytes that identify the daemon and its memory.
+        pool: The records, once the daemon is open.
+        status_url: URL of the status page, if one is configured.
     """
 
     pool: Pool
@@ -73,11 +73,11 @@ class Daemon:
 
     @property
     def clients(self) -> int:
-        """Connections that are served now."""
+        """Number of connected clients."""
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Take the memory and listen.
+        """Allocate the memory and listen.
 
         Raises:
             ConfigError: Another daemon listens there, it is no place for a socket, or there is no memory.
@@ -108,7 +108,7 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Listen no more and end all connections. Memory that clients still map is theirs from now on."""
+        """Stop listening and close all connections. Clients keep the memory that they have mapped."""
         await self._exit.aclose()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -128,7 +128,7 @@ class Daemon:
             task.add_done_callback(self._greetings.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Make a session of a connection, or end it."""
+        """Check a new connection and start its session."""
         with contextlib.ExitStack() as undo:
             undo.callback(connection.close)
             try:
@@ -197,7 +197,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """The right to listen at `path`, for as long as this process lives: beside the socket, so that it is ours to remove."""
+    """Hold the lock file beside the socket, which allows to listen at `path` and to remove a stale socket."""
     check_directory(path, make=True)
     lock = path.with_name(path.name + ".lock")
     try:
@@ -216,7 +216,7 @@ def _held(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
-    """Listens at `path`, and removes nothing but sockets: one that was left there, and at the end its own."""
+    """Listen at `path`. A stale socket there is removed first, and the own socket at the end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with listener, contextlib.ExitStack() as undo:
         try:
@@ -244,7 +244,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def _remove_if(path: Path, ours: os.stat_result) -> None:
-    """Remove what is at `path` if that is still ours."""
+    """Remove the file at `path` if it is still `ours`."""
     with contextlib.suppress(OSError):  # gone, or no longer to be reached: it is not there for clients either
         if os.path.samestat(path.lstat(), ours):
             path.unlink()
@@ -263,6 +263,6 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _welcome(connection: socket.socket, welcome: Welcome, fd: int) -> None:
-    """In one piece: the socket is empty, so it never takes a part of that."""
+    """Send the welcome and the memory's descriptor. The socket's buffer is empty, so it takes the whole message."""
     descriptors = [fd] if welcome.refusal is Refusal.NONE else []
     socket.send_fds(connection, [pack_welcome(welcome)], descriptors)

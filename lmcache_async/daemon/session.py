@@ -1,4 +1,4 @@
-"""One client of the daemon: its messages, its leases, and what becomes of them when it is gone."""
+"""A client's connection to the daemon: its messages and its leases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from lmcache_async.daemon import messages
 from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
-from lmcache_async.daemon.records import is_record
+from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.memory.header import peek_sizes
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -22,17 +23,17 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 
 class Session(asyncio.Protocol):
-    """Serves one connection. Every lease and reservation it has given ends with it.
+    """Serves one connection. All leases and reservations of the client end with it.
 
-    A client that sends nonsense is answered no more, and told so by the end of the stream. But what it
-    holds is held until it has closed its own end: it may be writing there. A client that does not read
-    its answers is not read from.
+    After a malformed message the client gets no further answers, and the end of the stream. Its leases last until
+    it closes its side of the connection, because it may still be writing to the memory. While a client does not
+    read its answers, no further messages are read from it.
 
     Args:
         pool: The records.
-        tenant: Whose records this client sees.
-        max_lease_bytes: The most it may have leases and reservations of.
-        ended: Called once, when all is given back.
+        tenant: Tenant of the client.
+        max_lease_bytes: Most bytes of leases and reservations that the client may have.
+        ended: Called once, after all leases were released.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Session(asyncio.Protocol):
 
     @property
     def lease_bytes(self) -> int:
-        """What the client has leases and reservations of."""
+        """Bytes of the client's leases and reservations."""
         return self._lease_bytes
 
     def watch(self, process: int) -> None:
-        """End with that process: its children may have inherited the connection, but not the memory."""
+        """End the session with that process. Its children may inherit the connection, but not the memory."""
         if not process or self._condemned:  # of another PID namespace, or gone already
             return
         try:
@@ -82,7 +83,7 @@ class Session(asyncio.Protocol):
             asyncio.get_running_loop().add_reader(self._process, self.close)
 
     def close(self) -> None:
-        """End the connection, at once; for the daemon's own end, or when the client's process is gone."""
+        """Abort the connection, when the daemon closes or the client's process has ended."""
         self._unwatch()
         if self._transport is not None:
             self._transport.abort()
@@ -93,7 +94,7 @@ class Session(asyncio.Protocol):
             os.close(self._process)
             self._process = None
 
-    # What the loop calls.
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -128,7 +129,7 @@ class Session(asyncio.Protocol):
     # Messages.
 
     def _serve(self) -> None:
-        """Answer what has come, as long as the answers are read."""
+        """Answer received messages while the client reads the answers."""
         transport = self._transport
         assert transport is not None
         try:
@@ -201,7 +202,7 @@ class Session(asyncio.Protocol):
         outcomes: list[Refusal] = []
         for lease, key in reversed(commits):  # as for leases
             slot = self._take(lease)
-            if is_record(slot):
+            if _is_record(slot):
                 self._pool.commit(self.tenant, key, slot)
                 outcomes.append(Refusal.NONE)
             else:
@@ -228,7 +229,7 @@ class Session(asyncio.Protocol):
         return bytes(self._pool.remove(self.tenant, key) for key in messages.unpack_keys(body))
 
     def _keys(self, body: bytes) -> bytes:
-        """From the position asked for on; position 0 makes the list, which is then given in pieces."""
+        """Return a part of the list of keys, from the requested position on. Position 0 creates the list."""
         [start] = _one_number(body)
         if start == 0:
             self._listing = self._pool.keys(self.tenant)
@@ -248,3 +249,12 @@ def _one_number(body: bytes) -> list[int]:
     if len(numbers) != 1:
         raise ProtocolError(f"{len(numbers)} numbers where one is expected")
     return numbers
+
+
+def _is_record(slot: Slot) -> bool:
+    """Whether the slot begins with the header of a record of its length. Readers verify the rest."""
+    try:
+        _, record_bytes = peek_sizes(slot.view)
+    except ChunkCorruptError:
+        return False
+    return record_bytes == slot.nbytes

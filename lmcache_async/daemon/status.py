@@ -1,4 +1,4 @@
-"""What the endpoint shows of a daemon."""
+"""Source of the daemon's status page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from lmcache_async.daemon.server import Daemon
 
 MAX_TENANTS = 8
-"""In samples and charts: the largest. More cannot be told apart, and there may be a thousand. The table has all."""
+"""Tenants in samples and charts, the largest ones. The table lists all of them."""
 
 
 class DaemonSource:
-    """A daemon, as page, `top` and Prometheus see it."""
+    """Samples, charts and status of a daemon for the status page, `top` and Prometheus."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

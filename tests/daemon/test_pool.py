@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from lmcache_async.daemon.pool import MAX_TENANTS, Pool
-from lmcache_async.daemon.room import Room
-from lmcache_async.daemon.tenants import Quota
+from lmcache_async.daemon.allocator import SegmentAllocator
+from lmcache_async.daemon.pool import MAX_TENANTS, Pool, Quota
 from lmcache_async.testing.records import key_of
 
 PAGE = 4096
@@ -218,11 +217,11 @@ def test_a_size_that_has_some_room_grows_when_others_are_older() -> None:
 
 
 def test_ends_of_prompts_do_not_take_a_segment_of_64_mib_each() -> None:
-    room = Room(1 << 30)
+    allocator = SegmentAllocator(1 << 30)
     for size in range(1, 17):
-        assert room.take("t", size * 256 * 1024) is not None
+        assert allocator.take("t", size * 256 * 1024) is not None
 
-    assert room.gap_bytes > 6 << 27
+    assert allocator.gap_bytes > 6 << 27
 
 
 def test_a_record_larger_than_a_segment_has_one_of_its_own() -> None:

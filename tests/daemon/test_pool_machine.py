@@ -17,9 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lmcache_async.daemon import victims
-from lmcache_async.daemon.pool import Pool, Slot
-from lmcache_async.daemon.tenants import Quota
+from lmcache_async.daemon import pool
+from lmcache_async.daemon.pool import Pool, Quota, Slot
 from lmcache_async.testing.records import key_of
 from tests.thorough import machine_settings
 
@@ -175,4 +174,4 @@ class TestPoolMachine(PoolMachine.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.enterClassContext(mock.patch.object(victims, "PAUSE", 3))
+        cls.enterClassContext(mock.patch.object(pool, "VICTIM_SCAN_PAUSE", 3))

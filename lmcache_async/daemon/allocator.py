@@ -1,4 +1,4 @@
-"""Room for records of several sizes in one piece of memory: segments, each cut for one size."""
+"""Allocator for records of several sizes in one piece of memory: segments of equal blocks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ if TYPE_CHECKING:
 
     from lmcache_async.types import ChunkKey
 
-FIRST_PIECES = 4
-"""Of the first segment of a size: ends of prompts have many sizes, and a few records of each."""
-
+FIRST_BLOCKS = 4
+"""Blocks of the first segment of a size. Ends of prompts have many sizes with a few records each."""
 SEGMENT_BYTES = 64 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """Memory for one record, and what is known of it.
+class Block:
+    """Memory of one record, and its state in the pool.
 
     Attributes:
-        offset: Of its first byte, a multiple of 4096.
-        segment: What it is a piece of.
-        tenant: Whose it is.
-        nbytes: The record's length.
-        key: The record's; of a reservation the one it is meant for, where that is known.
-        leases: Readers that have it, and its writer.
-        committed: Whether readers find it.
-        used: When it was used last, on the pool's own clock.
+        offset: Offset of its first byte, a multiple of 4096.
+        segment: The segment that it belongs to.
+        tenant: The tenant that holds it.
+        nbytes: Length of the record.
+        key: Key of the record; of a reservation the intended key, if known.
+        leases: Leases of readers and of the writer.
+        committed: Whether readers find the record.
+        used: Last use, on the pool's own clock.
     """
 
     offset: int
@@ -45,35 +44,35 @@ class Place:
 
     @property
     def held_bytes(self) -> int:
-        """What counts against quotas: whole pages."""
+        """Bytes that count against quotas: whole pages."""
         return pages(self.nbytes)
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """`count` pieces of `size` bytes from `start` on."""
+    """`count` blocks of `size` bytes from `start` on."""
 
     start: int
     size: int
     count: int
     free: list[int]
-    taken: dict[int, Place] = field(default_factory=dict)
+    taken: dict[int, Block] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return self.size * self.count
 
 
-class Room:
-    """Pieces of memory of any size, in O(1) where one of that size is free.
+class SegmentAllocator:
+    """Blocks of any size, allocated in O(1) if one of that size is free.
 
-    A segment is made when its size is needed and is no more when its last piece is given back. A size's
-    segments grow with it, up to `segment_bytes`. A record that a piece up to an eighth larger is free for
-    takes that rather than a segment.
+    A segment is created when its block size is needed, and dissolved when its last block is returned. New segments
+    of a size grow with the number of its blocks, up to `segment_bytes`. A free block that is up to an eighth larger
+    than the record is used before a segment is created.
 
     Args:
-        nbytes: Of all the memory; what is beyond the last whole page is not used.
-        segment_bytes: Of the largest segment that has more than one piece.
+        nbytes: Size of the memory; bytes beyond the last whole page are not used.
+        segment_bytes: Size limit of a segment with more than one block.
     """
 
     def __init__(self, nbytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -81,8 +80,8 @@ class Room:
         self._segment_bytes = segment_bytes
         self._gaps: list[tuple[int, int]] = [(0, self.nbytes)] if self.nbytes else []  # start, length
         self._segments: dict[int, Segment] = {}
-        self._open: dict[int, dict[Segment, None]] = {}  # by size, those with a free piece
-        self._pieces: dict[int, int] = {}  # by size, in all its segments
+        self._open: dict[int, dict[Segment, None]] = {}  # by size, those with a free block
+        self._blocks: dict[int, int] = {}  # by size, in all its segments
 
     @property
     def segments(self) -> int:
@@ -93,45 +92,46 @@ class Room:
         """Bytes in no segment."""
         return sum(length for _, length in self._gaps)
 
-    def take(self, tenant: str, nbytes: int) -> Place | None:
-        """Memory for a record; None when there is none without emptying a segment or giving up a record."""
+    def take(self, tenant: str, nbytes: int) -> Block | None:
+        """Allocate a block; None if that requires an eviction."""
         size = max(pages(nbytes), PAGE)
         nearest = min((there for there in self._open if size <= there <= nearly(size)), default=None)
         segment = self._cut(size) if nearest is None else next(iter(self._open[nearest]))
         if segment is None:
             return None
         offset = segment.free.pop()
-        place = segment.taken[offset] = Place(offset, segment, tenant, nbytes)
+        block = segment.taken[offset] = Block(offset, segment, tenant, nbytes)
         if not segment.free:
             self._close(segment)
-        return place
+        return block
 
-    def give(self, place: Place) -> None:
-        """Take back what `take` gave."""
-        segment = place.segment
-        del segment.taken[place.offset]
-        segment.free.append(place.offset)
+    def give(self, block: Block) -> None:
+        """Return a block."""
+        segment = block.segment
+        del segment.taken[block.offset]
+        segment.free.append(block.offset)
         self._open.setdefault(segment.size, {})[segment] = None
         if not segment.taken:
             self._dissolve(segment)
 
-    def fits(self, place: Place, nbytes: int) -> bool:
-        """Whether the place, given back, would be taken for a record of that length."""
+    def fits(self, block: Block, nbytes: int) -> bool:
+        """Whether the block, once returned, would be used for a record of that length."""
         size = max(pages(nbytes), PAGE)
-        return size <= place.segment.size <= nearly(size)
+        return size <= block.segment.size <= nearly(size)
 
     def has_size_for(self, nbytes: int) -> bool:
-        """Whether there is any piece for records of that length, free or not."""
+        """Whether there is a block for records of that length, free or not."""
         size = max(pages(nbytes), PAGE)
-        return any(size <= there <= nearly(size) for there in self._pieces)
+        return any(size <= there <= nearly(size) for there in self._blocks)
 
     def cheapest(self, nbytes: int, price: Callable[[Segment], int | None]) -> tuple[int, list[Segment]]:
-        """The neighbours that, emptied, have room for a record of that length, and their price.
+        """Return the adjacent segments that are cheapest to empty for a record of that length, and their price.
 
-        The price of several is that of the dearest; no segments where there are none to be had.
+        The price of several segments is the highest of theirs. The list is empty if there are none.
 
         Args:
-            price: Of emptying one; None where that cannot be done.
+            nbytes: Length of the record.
+            price: Price of emptying a segment; None if that is not possible.
         """
         found: tuple[int, list[Segment]] = (0, [])
         extents = list(self._extents())
@@ -152,20 +152,16 @@ class Room:
                     break
         return found
 
-    def places(self) -> Iterator[Place]:
-        for segment in self._segments.values():
-            yield from segment.taken.values()
-
     def _extents(self) -> Iterator[tuple[int, Segment | None]]:
-        """Lengths of all gaps and segments, as they lie in memory."""
+        """Yield the lengths of all gaps and segments, in order of their addresses."""
         there: list[tuple[int, int, Segment | None]] = [(start, length, None) for start, length in self._gaps]
         there += [(segment.start, segment.nbytes, segment) for segment in self._segments.values()]
         for _, length, segment in sorted(there, key=lambda extent: extent[0]):
             yield length, segment
 
     def _cut(self, size: int) -> Segment | None:
-        """A new segment: of the first gap that it fits in, or else of what the largest gap has room for."""
-        grown = max(FIRST_PIECES, self._pieces.get(size, 0))
+        """Create a segment in the first gap that holds it, or else a smaller one in the largest gap."""
+        grown = max(FIRST_BLOCKS, self._blocks.get(size, 0))
         count = max(1, min(grown, self._segment_bytes // size))
         gap = next((gap for gap in self._gaps if gap[1] >= count * size), None)
         if gap is None:
@@ -179,12 +175,12 @@ class Room:
             insort(self._gaps, (start + count * size, length - count * size))
         free = [start + index * size for index in reversed(range(count))]
         segment = self._segments[start] = Segment(start, size, count, free)
-        self._pieces[size] = self._pieces.get(size, 0) + count
+        self._blocks[size] = self._blocks.get(size, 0) + count
         self._open.setdefault(size, {})[segment] = None
         return segment
 
     def _close(self, segment: Segment) -> None:
-        """It is not open any more."""
+        """Mark a segment as full."""
         segments = self._open[segment.size]
         del segments[segment]
         if not segments:
@@ -193,9 +189,9 @@ class Room:
     def _dissolve(self, segment: Segment) -> None:
         self._close(segment)
         del self._segments[segment.start]
-        self._pieces[segment.size] -= segment.count
-        if not self._pieces[segment.size]:
-            del self._pieces[segment.size]
+        self._blocks[segment.size] -= segment.count
+        if not self._blocks[segment.size]:
+            del self._blocks[segment.size]
         start, length = segment.start, segment.nbytes
         index = bisect_left(self._gaps, (start, 0))
         if index < len(self._gaps) and self._gaps[index][0] == start + length:
@@ -207,10 +203,10 @@ class Room:
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes` and what is left of the last page."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def nearly(size: int) -> int:
-    """The largest piece that a record of `size` bytes takes."""
+    """Return the largest block used for a record of `size` bytes."""
     return size + size // 8
