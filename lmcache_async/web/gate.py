@@ -32,7 +32,6 @@ class Gate:
         most: Connections, those in their handshake too.
         tls: What handshakes are made with; None for none.
         handshake_timeout_s: Longest time of one.
-        refuse: Told of each connection that is one too many; it is closed afterwards.
         backlog: Connections that the kernel keeps for us.
     """
 
@@ -43,14 +42,12 @@ class Gate:
         most: int,
         tls: ssl.SSLContext | None,
         handshake_timeout_s: float,
-        refuse: Callable[[socket.socket], None] = lambda _: None,
         backlog: int,
     ) -> None:
         self._make = make
         self._most = most
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
-        self._refuse = refuse
         self._backlog = backlog
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
@@ -108,8 +105,7 @@ class Gate:
             return
         connection.setblocking(False)
         if len(self._inside) >= self._most:
-            with connection:
-                self._refuse(connection)
+            connection.close()
             return
         self._inside.add(connection)
         task = self._loop.create_task(self._enter(connection))
