@@ -1,4 +1,4 @@
-"""Commands to the nodes that have the keys: short ones as one message a node, records one by one, and key listing."""
+"""Commands to the nodes of keys: short commands in one message per node, records one by one, and listing of keys."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_REDIRECTS = 4
-"""How often a command follows MOVED or ASK."""
+"""Most redirects (MOVED, ASK) of a command."""
 ASKING = encode(b"ASKING")
 SCAN_COUNT = 1000
 """COUNT of a SCAN command: keys that the server examines in one step, which blocks it."""
 _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 
 Places: TypeAlias = "dict[tuple[Node, bool], list[int]]"
-"""Positions by the node to ask, and whether as a guest."""
+"""Positions of keys by node, and whether ASKING is required."""
 
 
 class Client:
-    """What the tier asks for, wherever it is.
+    """Commands, sent to the nodes of their keys.
 
     Args:
         topology: Finds the nodes.
@@ -46,7 +46,7 @@ class Client:
         self._timeout_s = timeout_s
 
     async def ask_each(self, command: bytes, names: Sequence[bytes]) -> list[Reply | TierError]:
-        """The command for each name, in one message a node, all nodes at the same time.
+        """Send the command for each name, in one message per node, to all nodes concurrently.
 
         A node that fails is an error in the place of each of its names.
 
@@ -69,7 +69,7 @@ class Client:
         return answers
 
     async def fetch(self, name: bytes, allocate: Allocate) -> Buffer | None:
-        """The value in a buffer of `allocate`'s; None where there is none.
+        """Return the value in a buffer from `allocate`; None for a miss.
 
         Raises:
             TierError: The node failed or refused.
@@ -82,7 +82,7 @@ class Client:
         return await self._at_home(name, run)
 
     async def store(self, name: bytes, head: bytes, content: memoryview, tail: bytes) -> None:
-        """Send a command that sets the value; `head` and `tail` are what is around it.
+        """Send a command that sets the value; `head` and `tail` are the parts before and after it.
 
         Raises:
             TierError: The node failed or refused.
@@ -97,7 +97,7 @@ class Client:
         await self._at_home(name, run)
 
     async def _at_home(self, name: bytes, run: Callable[[Connection, bool], Awaitable[T | ErrorReply]]) -> T:
-        """Run it on a connection to the name's node, following where that sends us."""
+        """Run a command on a connection to the name's node, and follow redirects."""
         [node] = await self.topology.route([name])
         guest = False
         for _ in range(MAX_REDIRECTS):
@@ -119,7 +119,7 @@ class Client:
     async def _ask_nodes(
         self, command: bytes, names: Sequence[bytes], places: Places, answers: list[Reply | TierError]
     ) -> Places:
-        """Ask all nodes; the positions that are to be asked elsewhere, by where."""
+        """Send the command to all nodes; return the redirected positions by node."""
         if len(places) == 1:
             [((node, guest), positions)] = places.items()
             await self._ask_node(command, names, node, guest, positions, answers)

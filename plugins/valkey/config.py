@@ -1,4 +1,4 @@
-"""Options of the valkey tier, the URL of its servers, and the files of secrets that the options name."""
+"""Options of the valkey tier: server URL, credentials and TLS."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse_file(value: object) -> Path | None:
 
 
 def check_variable(value: str) -> str:
-    """A variable's name; what is none may be the password itself, so no message shows it."""
+    """Check the name of a variable. An invalid name may be the password itself, so no message shows it."""
     if value and not _VARIABLE.fullmatch(value):
         raise disagree("expected the name of a variable that holds the password", "")
     return value
@@ -64,7 +64,7 @@ def parse_tls(value: object) -> bool | None:
 
 
 def check_prefix(value: str) -> str:
-    """Braces would put all keys of a cluster onto one node."""
+    """Check the prefix of keys. With braces, all keys of a cluster would be on one node."""
     if "{" in value or "}" in value or not value.isprintable():
         raise ValueError("expected printable text without braces")
     return value
@@ -128,7 +128,7 @@ class ValkeyConfig(TierConfig):
 
     @property
     def how(self) -> Literal["single", "sentinel", "cluster"]:
-        """The mode, by the URL where it is not given."""
+        """The mode; by default according to the URL."""
         if self.mode is None:
             return "sentinel" if self.address.scheme in SENTINEL_SCHEMES else "single"
         return self.mode
@@ -168,7 +168,7 @@ class ValkeyConfig(TierConfig):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a URL says.
+    """A parsed server URL.
 
     Attributes:
         endpoints: At least one.
@@ -183,7 +183,7 @@ class Address:
 
 
 def parse_url(text: str) -> Address:
-    """Read the URL.
+    """Parse a server URL.
 
     Raises:
         ValueError: It is none of ours. The message shows neither user nor password.
@@ -237,7 +237,7 @@ def _database(parts: SplitResult, path: str) -> int:
 
 
 class Credentials:
-    """A user and a password; no repr shows it."""
+    """A user and a password, which no repr shows."""
 
     def __init__(self, username: str, password: SecretStr | None) -> None:
         self.username = username
@@ -245,7 +245,7 @@ class Credentials:
 
     @classmethod
     def read(cls, username: str, file: Path | None, variable: str, prefix: str = "") -> Self:
-        """The password from the file or the variable, where one of them is given.
+        """Read the password from the file or the variable, if one is given.
 
         Args:
             username: "" is the default user.
@@ -272,7 +272,7 @@ class Credentials:
 
     @property
     def command(self) -> tuple[bytes, ...]:
-        """The AUTH command; empty where there is nothing to say."""
+        """The AUTH command; empty without a password."""
         if self._password is None:
             return ()
         password = self._password.get_secret_value().encode()
@@ -282,7 +282,7 @@ class Credentials:
 def make_client_context(
     ca_file: Path | None, cert_file: Path | None, key_file: Path | None, *, check_hostname: bool
 ) -> ssl.SSLContext:
-    """TLS as the options `tls_ca_file` and so on say. Reads files.
+    """Create the TLS context from the options `tls_ca_file` and so on. Reads files.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -302,7 +302,7 @@ def make_client_context(
 
 
 def read_password(file: Path, name: str) -> str:
-    """The file's text without its last line's end.
+    """Read a password from a file, without the line end.
 
     Raises:
         ConfigError: It cannot be read, is open to others, or is empty. `name` is the option's.
@@ -314,7 +314,7 @@ def read_password(file: Path, name: str) -> str:
 
 
 def read_credentials(config: ValkeyConfig, prefix: str = "") -> Credentials:
-    """The server's, or with the prefix `sentinel_` the Sentinels'.
+    """Read the credentials for the server, or with the prefix `sentinel_` for the Sentinels.
 
     Raises:
         ConfigError: The file or the variable is not there, or the file is open to others.
@@ -327,7 +327,7 @@ def read_credentials(config: ValkeyConfig, prefix: str = "") -> Credentials:
 
 
 def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
-    """None where connections are not encrypted. Reads files.
+    """Create the TLS context; None for connections without encryption. Reads files.
 
     Raises:
         ConfigError: A file cannot be used.

@@ -1,4 +1,4 @@
-"""Connections to a server: dialling, commands and replies, records straight from and into the arena, and errors."""
+"""Connections to a server: connecting, commands and replies, records to and from the arena without a copy, and errors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from lmcache_async.plugins.valkey.config import Credentials
 
 SLICE_BYTES = 1 << 20
-"""What a transport is given at a time: asyncio's copies what the socket does not take at once."""
+"""Bytes per transport write. asyncio's transport copies the part that the socket does not accept at once."""
 TLS_SLICE_BYTES = 256 << 10
 CLOSE_S = 1.0
-"""Longest wait for the loop to say that a socket is closed."""
+"""Longest wait for `connection_lost` after an abort, in seconds."""
 
 
 @contextlib.asynccontextmanager
 async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncIterator[None]:
-    """Raises TierUnavailableError when the block takes longer than the option says."""
+    """Raise TierUnavailableError if the block takes longer than `seconds`. `option` is named in the message."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -44,15 +44,14 @@ async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncI
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Commands are answered in the order in which they were sent.
+    """A connection, whose commands are answered in the order in which they were sent.
 
-    Records move by themselves: only one command may be under way then. A command that fails or is
-    cancelled half way leaves the connection out of step: `idle` stays False, and it is to be aborted.
+    While a record is transferred no other command may be under way. A command that fails or is cancelled halfway
+    leaves the connection out of step: `idle` stays False, and the connection must be aborted.
 
     Args:
-        where: The server, for messages.
-        copies: Whether what is sent is copied first: TLS transports keep what they are given for as long
-            as they please.
+        where: Name of the server in messages.
+        copies: Whether sent bytes are copied first. TLS transports keep references to them.
     """
 
     def __init__(self, where: str, *, copies: bool = False) -> None:
@@ -71,18 +70,18 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the next command may be anybody's."""
+        """Whether no command is under way, so that any caller can send the next one."""
         return self.usable and self._reader.idle and self._writable is None
 
     @property
     def closed(self) -> bool:
-        """Whether it was given up, and its socket is closed."""
+        """Whether it was aborted and its socket is closed."""
         return self._error is not None and (self._transport is None or self._gone.done())
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
-        """Send commands and wait for all their short replies, of which there are `count`.
+        """Send commands and wait for their `count` short replies.
 
-        Cancelled, the replies are still taken, for nobody; the connection stays in step.
+        If the call is cancelled, the replies are still received and dropped; the connection stays in step.
         """
         replies = Replies(count)
         self._send(message, replies)
@@ -96,16 +95,16 @@ class Connection(asyncio.BufferedProtocol):
         before: int,
         timeout_s: float,
     ) -> Buffer | ErrorReply | None:
-        """Send a command that is answered by one record, and receive that into a buffer of `allocate`'s.
+        """Send a command whose reply is one record, and receive the record into a buffer from `allocate`.
 
         Args:
-            message: The command, with others before it.
-            allocate: Asked once the length is known; its time is not counted.
-            before: How many others, whose replies are not looked at.
-            timeout_s: Longest time for the record to come, in seconds.
+            message: The command, after `before` other commands.
+            allocate: Called once the length is known; its time does not count.
+            before: Number of other commands, whose replies are ignored.
+            timeout_s: Longest time until the record is received, in seconds.
 
         Returns:
-            The buffer, leased to the caller; None for a miss; or the server's refusal.
+            The buffer, leased to the caller; None for a miss; or the server's error reply.
         """
         record = Record()
         self._send(message, *([Replies(before)] if before else []), record)
@@ -128,9 +127,9 @@ class Connection(asyncio.BufferedProtocol):
     async def store(
         self, head: bytes, content: memoryview, tail: bytes, *, before: int, timeout_s: float
     ) -> Reply:
-        """Send a command with a long argument from memory that must not change meanwhile; the reply.
+        """Send a command with a long argument and return the reply. The memory must not change during the call.
 
-        Once it has ended, also by cancellation, the memory is not read any more.
+        After the call, also after a cancellation, the memory is not read any more.
         """
         replies = Replies(before + 1)
         self._send(head, replies)
@@ -154,7 +153,7 @@ class Connection(asyncio.BufferedProtocol):
             raise
 
     def abort(self, error: TierError | None = None) -> None:
-        """Close at once, without waiting for anything; who waits gets the error, or the one before it."""
+        """Close at once. Waiters get the first error of the connection."""
         if self._error is None:
             self._error = self._problem() if error is None else type(error)(str(error))
         if self._transport is not None:
@@ -162,16 +161,16 @@ class Connection(asyncio.BufferedProtocol):
         self._release_waiters()
 
     def discard(self) -> None:
-        """Close what was never connected: the loop does so, and uvloop's does not tell us when."""
+        """Close a connection that was never established. uvloop does not call `connection_lost` for these."""
         self.abort()
         self._note_gone()
 
     async def wait_closed(self) -> None:
-        """Wait until the socket is closed; after `abort`, that is in a moment."""
+        """Wait until the socket is closed. Call `abort` first."""
         if not self.closed:
             await asyncio.wait([self._gone], timeout=CLOSE_S)
 
-    # What the transport tells us.
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -218,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(message)
 
     def _send_slice(self, content: memoryview, start: int) -> None:
-        """A slice is known here alone: in the frames of an error it would keep its slab."""
+        """Send one slice. It is local to this frame, because tracebacks would keep its slab alive."""
         self._check_usable()
         assert self._transport is not None  # connected
         piece = content[start : start + self._slice_bytes]
@@ -243,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
             raise self._problem()
 
     def _problem(self) -> TierError:
-        """Why it is not usable, as an error of the caller's own."""
+        """Return a new error with the reason why the connection is unusable."""
         known = self._error or TierUnavailableError(f"{self.where}: the connection was given up")
         error = type(known)(str(known))
         error.__cause__ = known.__cause__
@@ -264,23 +263,23 @@ class Connection(asyncio.BufferedProtocol):
 
 _NAME = b"lmcache-async"
 _KEEPALIVE_S = 30
-"""Seconds of silence after which the kernel looks whether the other end is still there."""
+"""TCP keep-alive: idle seconds before the first probe."""
 
 
 class RefusedCredentialsError(TierError):
-    """The server does not know the user and the password."""
+    """The server rejects the user or the password."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """Makes connections of one kind.
+    """Settings of new connections.
 
     Attributes:
-        credentials: For the server.
-        tls: None where connections are not encrypted.
-        timeout_s: Longest time for one, in seconds.
-        database: Its number.
-        master_only: Whether a server that says that it is no master is refused.
+        credentials: User and password.
+        tls: None for connections without encryption.
+        timeout_s: Longest time to connect, in seconds.
+        database: Number of the database.
+        master_only: Whether a server that is not a master is refused.
         kind: Name of the server in messages.
     """
 
@@ -292,16 +291,16 @@ class Dialer:
     kind: str = "valkey"
 
     async def dial(self, endpoint: Endpoint, known: set[Connection]) -> Connection:
-        """A connection that is ready for use. Cancelled, none is left.
+        """Connect and authenticate. No connection is left open if the call is cancelled.
 
         Args:
             endpoint: The server.
-            known: It is put there at once, for who closes it or waits until it is closed.
+            known: The connection is added to this set at once, so that the owner can close it.
 
         Raises:
-            TierUnavailableError: The server cannot be reached now, or is not ready.
-            RefusedCredentialsError: It refuses user and password.
-            TierError: Its certificate is not accepted, or it refuses us.
+            TierUnavailableError: The server cannot be reached, or is not ready.
+            RefusedCredentialsError: The server rejects the user or the password.
+            TierError: The certificate is invalid, or the server refuses the connection.
         """
         where = f"{self.kind} at {endpoint}"
         connection = Connection(where, copies=self.tls is not None)
@@ -337,7 +336,10 @@ class Dialer:
                 tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
     async def _greet(self, connection: Connection) -> None:
-        """All in one message; the server may refuse the name and the role to a user with few rights."""
+        """Authenticate, set the name, select the database and check the role in one message.
+
+        Users with few permissions may be refused the name and the role; these refusals are ignored.
+        """
         commands = {"auth": self.credentials.command, "name": (b"CLIENT", b"SETNAME", _NAME)}
         if self.database:
             commands["database"] = (b"SELECT", b"%d" % self.database)
@@ -368,7 +370,7 @@ _LATER = frozenset(
         *("ASK", "UNBLOCKED", "FAILOVER", "NOGOODSLAVE"),
     }
 )
-"""Codes of what passes by itself, or by what the server's people do."""
+"""Error codes of temporary conditions."""
 
 _CURES = {
     "OOM": "; raise its maxmemory, or set maxmemory-policy to allkeys-lru or allkeys-lfu",

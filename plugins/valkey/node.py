@@ -1,4 +1,4 @@
-"""One server: a line for lookups, shared by all, and a few connections for records, one at a time each."""
+"""A server and its connections: a shared one for lookups, and a bounded number for records."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """Connections to one server, made when they are needed and kept.
+    """Connections to one server, opened on demand and reused.
 
     Args:
         endpoint: The server.
-        dialer: Makes connections.
-        connections: How many records are on their way at the same time at most.
+        dialer: Opens connections.
+        connections: Most records transferred at the same time.
         lookup_timeout_s: Longest time of a `call`, in seconds.
         transfer_timeout_s: Longest wait for a connection, in seconds.
-        pause_s: After it failed, for so long it is not tried again.
-        on_trouble: Told when it could not be reached, or did not answer.
+        pause_s: Seconds after a failure during which no connection is attempted.
+        on_trouble: Called if the server could not be reached or did not answer.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Node:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether it failed a moment ago, and is left alone."""
+        """Whether it failed less than `pause_s` ago."""
         return self._trouble is not None and self._now() < self._trouble[0] + self._pause_s
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, and was not connected to since."""
+        """Whether it failed, and no connection succeeded since."""
         return self._trouble is not None
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
-        """Send commands on the shared line; all their replies.
+        """Send commands on the shared connection and return their replies.
 
         Raises:
-            TierUnavailableError: They did not come in time. The line is given up.
+            TierUnavailableError: They were not received in time. The connection is aborted.
         """
         line: Connection | None = None
         try:
@@ -92,7 +92,7 @@ class Node:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """One for a record, the caller's alone meanwhile; one that is then out of step is closed."""
+        """Reserve a connection for one record. It is closed afterwards if it is out of step."""
         async with deadline(self._transfer_timeout_s, self.where, "free connection", "transfer_timeout_s"):
             await self._turns.acquire()
         connection: Connection | None = None
@@ -108,13 +108,13 @@ class Node:
                 self._give_back(connection)
 
     def close(self) -> None:
-        """Connections in use are aborted, too, with TierClosedError for who uses them."""
+        """Close all connections. Calls under way fail with TierClosedError."""
         self._end(TierClosedError(f"{self.where}: the tier was closed"))
         for connection in tuple(self._all):
             connection.abort(TierClosedError(f"{self.where}: the tier was closed"))
 
     def retire(self) -> None:
-        """No new connections; those in use are closed after their use."""
+        """Open no new connections, and close those in use after their use."""
         self._end(TierUnavailableError(f"{self.where}: it is no master any more"))
 
     def _end(self, why: TierError) -> None:

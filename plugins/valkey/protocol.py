@@ -1,4 +1,4 @@
-"""RESP2, the protocol of Redis and Valkey, from a client's side: encoding, parsing and matching of replies. No I/O."""
+"""RESP2, the protocol of Redis and Valkey: encoding of commands, parsing of replies, matching of replies to waiters. No I/O."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_DEPTH = 8
 
 
 class ProtocolError(Exception):
-    """What came is no reply; the connection is of no more use."""
+    """The received bytes are not a valid reply; the connection is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """The server refused.
+    """An error reply.
 
     Attributes:
-        code: The first word, such as OOM or MOVED.
-        text: All of it.
+        code: First word of the reply, such as OOM or MOVED.
+        text: The whole reply.
     """
 
     code: str
@@ -35,20 +35,20 @@ Reply: TypeAlias = "int | bytes | ErrorReply | list[Reply] | None"
 
 
 def encode(*arguments: bytes) -> bytes:
-    """One command."""
+    """Encode a command."""
     parts = [b"*%d\r\n" % len(arguments)]
     parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
     return b"".join(parts)
 
 
 def encode_each(command: bytes, arguments: Iterable[bytes]) -> bytes:
-    """The command once for each argument, as one message."""
+    """Encode the command once for each argument, as one message."""
     head = b"*2\r\n$%d\r\n%b\r\n" % (len(command), command)
     return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(argument), argument) for argument in arguments])
 
 
 def encode_head(*arguments: bytes, nbytes: int, after: int) -> bytes:
-    """The beginning of a command: `arguments`, then one of `nbytes` bytes, then `after` more that follow."""
+    """Encode the start of a command: `arguments`, the header of an argument of `nbytes`, and `after` more arguments to follow."""
     parts = [b"*%d\r\n" % (len(arguments) + 1 + after)]
     parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
     parts.append(b"$%d\r\n" % nbytes)
@@ -56,15 +56,15 @@ def encode_head(*arguments: bytes, nbytes: int, after: int) -> bytes:
 
 
 def encode_tail(*arguments: bytes) -> bytes:
-    """The end of a command whose long argument has just been sent."""
+    """Encode the end of a command, after its long argument."""
     return b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
 
 
 def parse_reply(data: bytearray, start: int, stop: int, depth: int = 0) -> tuple[Reply, int] | None:
-    """The reply that begins at `start` and where it ends; None when it is not whole yet.
+    """Parse the reply at `start`; return it with its end, or None if it is incomplete.
 
     Raises:
-        ProtocolError: It is none, or larger than any that we ask for.
+        ProtocolError: The bytes are not a reply, or the reply is too large.
     """
     line = find_line(data, start, stop)
     if line is None:
@@ -85,12 +85,13 @@ def parse_reply(data: bytearray, start: int, stop: int, depth: int = 0) -> tuple
 
 
 def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | ErrorReply | None, int] | None:
-    """The length of the bulk string that begins there, None for a miss, or why not; and where the line ends.
+    """Parse the header of a bulk string.
 
-    None in place of the pair when the line is not whole yet.
+    Returns:
+        The length, None for a miss, or the error reply, with the end of the line; None if the line is incomplete.
 
     Raises:
-        ProtocolError: It is none of these.
+        ProtocolError: The line is none of these.
     """
     line = find_line(data, start, stop)
     if line is None:
@@ -105,7 +106,7 @@ def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | E
 
 
 def find_line(data: bytearray, start: int, stop: int) -> tuple[bytes, int] | None:
-    """The line without its end, and where the next one begins; None when it is not whole yet."""
+    """Return the line at `start` without its end, and the start of the next one; None if it is incomplete."""
     end = data.find(b"\r\n", start, stop)
     if end < 0:
         if stop - start > MAX_LINE:
@@ -161,18 +162,18 @@ def _checked(length: int, most: int) -> int:
 
 
 SMALL_BYTES = 16 << 10
-"""Of the buffer that headers and short replies come into; at most so much of a record is copied out of it."""
+"""Size of the buffer for headers and short replies. At most this much of a record is copied."""
 _MAX_SMALL_BYTES = 2 * MAX_BULK
 
 Length: TypeAlias = "int | ErrorReply | None"
-"""Of a record that comes; None for a miss, or why there is none."""
+"""Length of a record, None for a miss, or the error reply."""
 
 MakeError: TypeAlias = Callable[[], Exception]
-"""An error for each waiter: one for all would collect the frames of all."""
+"""Creates an error for each waiter. A shared error would collect the tracebacks of all waiters."""
 
 
 class Replies:
-    """The next `count` replies, all of them short."""
+    """Waiter for the next `count` short replies."""
 
     __slots__ = ("count", "done", "got")
 
@@ -186,7 +187,7 @@ class Replies:
 
 
 class Record:
-    """A reply that is one record: first its length, then, into memory that the waiter names, its bytes."""
+    """Waiter for a record: first its length, then its bytes, in memory that the waiter provides."""
 
     __slots__ = ("done", "length")
 
@@ -201,10 +202,9 @@ class Record:
 
 
 class Reader:
-    """Buffers for what comes next, and who it is for.
+    """Receive buffers and the queue of waiters.
 
-    A record goes straight into the memory given for it. While that is not known yet, and `paused` says
-    so, no more is to be read.
+    A record is received directly into the memory provided for it. While `paused`, nothing may be read.
     """
 
     def __init__(self) -> None:
@@ -218,12 +218,12 @@ class Reader:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is expected and nothing is left over: a new command may be sent."""
+        """Whether no reply is expected and no byte is left over."""
         return not self._expected and self._start == self._stop
 
     @property
     def paused(self) -> bool:
-        """Whether the next thing is a record whose memory is not known yet."""
+        """Whether the next bytes belong to a record whose memory was not provided yet."""
         head = self._expected[0] if self._expected else None
         return isinstance(head, Record) and head.length.done() and self._body is None and not self._ends
 
@@ -231,16 +231,16 @@ class Reader:
         self._expected.append(what)
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next bytes."""
         if self._body is not None:
             return self._body[self._filled :]
         return memoryview(self._small)[self._stop :]
 
     def received(self, nbytes: int) -> None:
-        """So many bytes are in the buffer given last.
+        """Process bytes received into the last buffer.
 
         Raises:
-            ProtocolError: They are no answer to what was asked.
+            ProtocolError: The bytes do not answer the commands.
         """
         if self._body is not None:
             self._filled += nbytes
@@ -250,7 +250,7 @@ class Reader:
         self._take()
 
     def take_record(self, memory: memoryview) -> None:
-        """The record whose length was told goes there; `paused` is over.
+        """Provide the memory for the record; ends `paused`.
 
         Raises:
             ProtocolError: As for `received`.
@@ -263,7 +263,7 @@ class Reader:
         self._take()
 
     def fail(self, make_error: MakeError) -> None:
-        """Everything that is expected fails; no memory of anybody's is touched any more."""
+        """Fail all waiters. No memory of theirs is written any more."""
         self._body = None
         expected, self._expected = self._expected, deque()
         for one in expected:
@@ -275,7 +275,7 @@ class Reader:
             self._ends = True
 
     def _take(self) -> None:
-        """All that is whole in the small buffer, to those who wait for it."""
+        """Hand complete replies in the small buffer to their waiters."""
         while self._start < self._stop and self._body is None and not self.paused:
             if not self._expected:
                 text = bytes(self._small[self._start : min(self._stop, self._start + 200)])

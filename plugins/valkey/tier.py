@@ -1,4 +1,4 @@
-"""Chunks in Valkey or Redis."""
+"""Tier of records in Valkey or Redis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ValkeyTier(Tier):
-    """One string a record, under the prefix and the key in hex.
+    """One string per record, named by the prefix and the key in hex.
 
     What the server evicts, forgets or loses is a miss; that it has no room is TierFullError. A server
     that is away when the tier is opened is connected to when it is there. In a cluster a node that fails
@@ -51,7 +51,7 @@ class ValkeyTier(Tier):
     config_type = ValkeyConfig
 
     def __init__(self, config: ValkeyConfig) -> None:
-        """Read the files that the config names; nothing is connected to.
+        """Read the files that the config names, without connecting.
 
         Raises:
             ConfigError: One of them cannot be used.
@@ -77,14 +77,14 @@ class ValkeyTier(Tier):
         )
 
     def bind(self, arena: Arena) -> None:
-        """A record fits into a slab: a value that is longer is broken."""
+        """Take the slab size as the limit of a record; longer values are corrupt."""
         self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
         return (await self.contains_many([key]))[0]
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """In one message a node; keys of a node that fails are not there, unless all of them fail."""
+        """Look up the keys in one message per node. Keys of a failed node are misses, unless all nodes fail."""
         with self._call() as client:
             answers = await client.ask_each(b"EXISTS", [self._name(key) for key in keys])
         errors = [answer for answer in answers if isinstance(answer, TierError)]
@@ -101,7 +101,7 @@ class ValkeyTier(Tier):
             return await self._get(client, key, allocate)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """`get` for each key, the nodes independent of each other."""
+        """Get each key; nodes fail independently of each other."""
         with reads(len(keys)) as results, self._call() as client:
 
             async def one(client: Client, position: int) -> None:
@@ -135,7 +135,7 @@ class ValkeyTier(Tier):
         return answer == 1
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """Those under our prefix, from all nodes; after the last one TierError if a node failed."""
+        """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
         # Not a call that closing waits for: who reads the keys may stop anywhere and say nothing.
         async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as pieces:
@@ -146,7 +146,7 @@ class ValkeyTier(Tier):
                         yield key
 
     async def clear(self) -> int:
-        """Remove what is under our prefix; keys of others stay."""
+        """Remove all keys under the prefix; other keys stay."""
         removed = 0
         with self._call() as client:
             async with contextlib.aclosing(scan(client.topology, self._prefix)) as pieces:
@@ -159,11 +159,11 @@ class ValkeyTier(Tier):
         return removed
 
     def statistics(self) -> TierStatistics:
-        """Only what was found broken: how many records there are, and how large, the server alone knows."""
+        """Return the counts of corrupt records. Only the server knows the number and size of records."""
         return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
 
     async def __aenter__(self) -> Self:
-        """Open. A server that cannot be reached now is connected to later.
+        """Open. A server that cannot be reached is connected to later.
 
         Raises:
             ConfigError: The server refuses user and password.
@@ -241,7 +241,7 @@ class ValkeyTier(Tier):
         results: list[T | TierError | None],
         one: Callable[[Client, int], Awaitable[None]],
     ) -> None:
-        """`one` for each position, as many at a time for each node as it has connections."""
+        """Run `one` for each position, with as many concurrent calls per node as it has connections."""
         lines: dict[Node, list[int]] = {}
         try:
             nodes = await client.topology.route([self._name(key) for key in keys])

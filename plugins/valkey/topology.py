@@ -1,4 +1,4 @@
-"""Which server has a key: one server, the master that Sentinel names, or a cluster's masters."""
+"""Routing of keys to servers: a single server, the master that Sentinel reports, or the masters of a cluster."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lmcache_async.plugins.valkey.connection import Connection
 
 FIND_OPTION = "twice lookup_timeout_s"
-"""What bounds finding out who has what: one server that hangs, and time for the next."""
+"""Bound of the time to find the servers, for messages: one server that hangs, and time for the next one."""
 
 MakeNode = Callable[[Endpoint, Callable[[], None]], Node]
-"""A node for an endpoint; the callable is its `on_trouble`."""
+"""Creates the node of an endpoint; the callable is its `on_trouble`."""
 
 
 class Topology(ABC):
-    """Finds the node of a key, and finds it again when nodes change."""
+    """Routing of keys to nodes, updated when the nodes change."""
 
     def __init__(self, make_node: MakeNode, timeout_s: float = 0.0) -> None:
         self._make_node = make_node
@@ -42,27 +42,27 @@ class Topology(ABC):
 
     @abstractmethod
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
-        """The node of each name, or why there is none.
+        """Return the node of each name, or the error if it has none.
 
         Raises:
-            TierUnavailableError: Nobody can say.
+            TierUnavailableError: The nodes are unknown.
         """
 
     @abstractmethod
     async def masters(self) -> list[Node]:
-        """All nodes that have names of their own.
+        """Return all nodes that hold keys.
 
         Raises:
-            TierUnavailableError: Nobody can say.
+            TierUnavailableError: The nodes are unknown.
         """
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
-        """Where a refusal sends us, and whether as a guest (ASKING); None where it is just a refusal."""
+        """Return the node that an error reply redirects to, and whether with ASKING; None for other errors."""
         del name, reply
         return None
 
     def blame(self, node: Node, error: TierError) -> TierError:
-        """The error of the whole that this one of a node is."""
+        """Return the tier's error for an error of a node."""
         del node
         return error
 
@@ -77,10 +77,10 @@ class Topology(ABC):
             await node.wait_closed()
 
     def trouble(self) -> None:
-        """A node could not be reached or did not answer."""
+        """Note that a node could not be reached or did not answer."""
 
     def node(self, endpoint: Endpoint) -> Node:
-        """The node there, made when it is new."""
+        """Return the node of an endpoint, created on first use."""
         if self._closed:
             raise TierClosedError("the valkey tier was closed")
         node = self._nodes.get(endpoint)
@@ -89,7 +89,7 @@ class Topology(ABC):
         return node
 
     def keep(self, endpoints: set[Endpoint]) -> None:
-        """Retire the nodes that are none of these."""
+        """Retire all other nodes."""
         self._old = [node for node in self._old if not node.unused]
         for endpoint in self._nodes.keys() - endpoints:
             node = self._nodes.pop(endpoint)
@@ -98,7 +98,7 @@ class Topology(ABC):
 
 
 class SingleServer(Topology):
-    """One server has everything."""
+    """A single server."""
 
     def __init__(self, endpoint: Endpoint, make_node: MakeNode) -> None:
         super().__init__(make_node)
@@ -112,11 +112,11 @@ class SingleServer(Topology):
 
 
 class SentinelServer(Topology):
-    """The master that one of the Sentinels names; asked again after any trouble with it.
+    """The master that one of the Sentinels reports; asked for again after a failure of the master.
 
     Args:
-        sentinels: Asked one after the other; one that does not answer is the last the next time.
-        service: The master's name there.
+        sentinels: Asked one after the other. One that does not answer is moved to the end.
+        service: Name of the master at the Sentinels.
         dialer: For the Sentinels.
         make_node: For the master.
         timeout_s: Longest time to find the master, in seconds.
@@ -146,7 +146,7 @@ class SentinelServer(Topology):
         return [await self._find()]
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
-        """The master has become a replica: the next call asks for the new one."""
+        """Ask for the master again if the server has become a replica."""
         if reply.code in {"READONLY", "MASTERDOWN", "FAILOVER"}:
             self.trouble()
         return None
@@ -214,23 +214,23 @@ class SentinelServer(Topology):
 
 SLOTS = 16384
 REFRESH_S = 0.5
-"""The table is not asked for more often; each MOVED corrects its own slot at once."""
+"""Shortest time between requests for the table. Each MOVED corrects its own slot at once."""
 
 
 def slot_of(name: bytes) -> int:
-    """The slot of a name without braces."""
+    """Return the slot of a name without braces."""
     return binascii.crc_hqx(name, 0) % SLOTS
 
 
 def parse_slots(reply: Reply, asked: Endpoint) -> list[Endpoint | None]:
-    """The master of each slot, from the answer to CLUSTER SLOTS; None where a slot has none.
+    """Return the master of each slot from the reply to CLUSTER SLOTS; None for slots without one.
 
     Args:
-        reply: The answer.
-        asked: Who gave it: the host meant where an address has none.
+        reply: The reply.
+        asked: The node that sent it, whose host is used for addresses without one.
 
     Raises:
-        ValueError: It is no such answer.
+        ValueError: The reply has another form.
     """
     table: list[Endpoint | None] = [None] * SLOTS
     for entry in reply if isinstance(reply, list) else [reply]:
@@ -245,7 +245,7 @@ def parse_slots(reply: Reply, asked: Endpoint) -> list[Endpoint | None]:
 
 
 def parse_redirect(text: str, asked: Endpoint | None = None) -> tuple[int, Endpoint] | None:
-    """Slot and endpoint of `MOVED 42 host:port` or `ASK ...`; None where it is neither."""
+    """Parse slot and endpoint of `MOVED 42 host:port` or `ASK ...`; None for other texts."""
     words = text.split()
     if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= SLOTS:
         return None
@@ -255,14 +255,14 @@ def parse_redirect(text: str, asked: Endpoint | None = None) -> tuple[int, Endpo
 
 
 class Cluster(Topology):
-    """Keys spread over masters by their slots.
+    """A cluster: 16384 slots, each with a master.
 
-    The table is asked for when it is first needed, and again, before a later call, after a node sent us
-    elsewhere or could not be reached. Meanwhile the old one is used.
+    The table of slots is requested on first use, and again before the next call after a node redirected a command or
+    could not be reached. Until then the old table is used.
 
     Args:
-        seeds: Nodes to begin with.
-        make_node: Makes nodes.
+        seeds: Nodes to ask first.
+        make_node: Creates nodes.
         timeout_s: Longest time to get a table, in seconds.
     """
 
@@ -309,10 +309,10 @@ class Cluster(Topology):
         self._stale = True
 
     async def _current(self) -> list[Endpoint | None]:
-        """The table, asked for again if it may have changed.
+        """Return the table of slots, requested again if it may have changed.
 
         Raises:
-            TierUnavailableError: There is none yet, and no node tells.
+            TierUnavailableError: There is no table yet, and no node sends one.
         """
         if self._table is None:
             async with self._in_time(), self._refreshing:
@@ -357,7 +357,7 @@ class Cluster(Topology):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers let us in."""
+    """Credentials and TLS context for the servers."""
 
     credentials: Credentials
     sentinel_credentials: Credentials
@@ -365,7 +365,7 @@ class Access:
 
     @classmethod
     def read(cls, config: ValkeyConfig) -> Self:
-        """From the files and variables that the config names.
+        """Read the files and variables that the config names.
 
         Raises:
             ConfigError: One of them cannot be used.
@@ -374,7 +374,7 @@ class Access:
 
 
 def make_topology(config: ValkeyConfig, access: Access) -> Topology:
-    """Nothing is connected to yet."""
+    """Create the topology of a config, without connecting."""
     endpoints = config.address.endpoints
     find_s = 2 * config.lookup_timeout_s
     if config.how == "sentinel":
