@@ -60,7 +60,7 @@ mutants: $(VENV)/.stamp-test  ## take promises out of a copy of the source; the 
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 simulate: $(VENV)/.stamp-test  ## the deterministic simulation, for as long as ARGS says: "--seeds 100 --steps 10000 --faults many"
-	$(BIN)/lmcache-async simulate $(ARGS)
+	$(BIN)/python -m tools.simulate $(ARGS)
 
 screenshots: $(VENV)/.stamp-test  ## the pictures of the status page and of `top` in docs/images; two minutes
 	$(BIN)/python -m tools.screenshots $(ARGS)

@@ -34,10 +34,6 @@ COMMANDS: Mapping[str, CommandSpec] = {
         # A benchmark may have options of its own.
         {"allow_extra_args": True, "ignore_unknown_options": True},
     ),
-    "simulate": CommandSpec(
-        "lmcache_async.cli.simulate:simulate_command",
-        "Run the real engine in virtual time, with errors, delays, crashes and damage drawn from a seed.",
-    ),
     "serve": CommandSpec(
         "lmcache_async.cli.serve:serve_command",
         "Keep one pool of records for all engines of this host, whose tier is `host`, until SIGTERM or SIGINT.",

@@ -17,7 +17,7 @@ from lmcache_async.bench.gpu_device import available_bytes
 from lmcache_async.bench.runner import Request, settings_of
 from lmcache_async.device.movers import TorchMover
 from lmcache_async.errors import ConfigError
-from lmcache_async.testing.streams import FakeStreams
+from tests.support.fake_streams import FakeStreams
 
 GIB = 1 << 30
 SMALL = dataclasses.replace(gpu.QUICK, layers=1, models="llama-8b,deepseek-mla")

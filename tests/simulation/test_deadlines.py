@@ -10,9 +10,8 @@ from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.simulation import Trace, new_loop
-from lmcache_async.testing.simulation.threads import threads_as_steps
 from lmcache_async.tiers.base import Capabilities
+from tests.simulation.loop import Trace, new_loop, threads_as_steps
 
 
 class SlowTier(DictTier):

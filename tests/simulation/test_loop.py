@@ -9,10 +9,15 @@ from random import Random
 import pytest
 
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.testing.simulation import Deadlock, Trace, Violation, new_loop
-from lmcache_async.testing.simulation.crash import abandon
-from lmcache_async.testing.simulation.errors import ProcessCrashed
-from lmcache_async.testing.simulation.threads import threads_as_steps
+from tests.simulation.loop import (
+    Deadlock,
+    ProcessCrashed,
+    Trace,
+    Violation,
+    abandon,
+    new_loop,
+    threads_as_steps,
+)
 
 
 def run(coroutine_function, *, seed=0, **options):

@@ -9,11 +9,12 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Scope
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.testing.simulation import Faults, simulate
 from lmcache_async.tiers.border import CallLeases
 from lmcache_async.tiers.layers.deadline import BoundedLayer
 from lmcache_async.tiers.stack import Fetched, TierStack
 from lmcache_async.tiers.writer import TierWriter
+from tests.simulation.faults import Faults
+from tests.simulation.world import simulate
 
 SEEDS = 30
 STEPS = 400

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.testing.simulation import Faults, simulate
-from lmcache_async.testing.simulation.scenario import draw_scenario
+from tests.simulation.faults import Faults
+from tests.simulation.scenario import draw_scenario
+from tests.simulation.world import simulate
 
+ROOT = Path(__file__).parents[2]
 REPLAY = """
 import json
-from lmcache_async.testing.simulation import Faults, simulate
+from tests.simulation.faults import Faults
+from tests.simulation.world import simulate
 report = simulate(11, steps=150, faults=Faults.MANY)
 print(json.dumps([report.digest, report.decisions, report.made, report.virtual_s, dict(report.counts)]))
 """
@@ -77,6 +80,7 @@ def test_a_seed_is_replayed_to_the_letter_in_other_processes():
     for hash_seed in ("0", "random"):
         ran = subprocess.run(
             [sys.executable, "-c", REPLAY],
+            cwd=ROOT,
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
@@ -94,7 +98,7 @@ def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(inst
     first, again = (simulate(5, steps=200, faults=Faults.SOME, installed=installed) for _ in range(2))
 
     assert "nothing is under way, but slabs leased" in first.violation
-    assert first.command == "lmcache-async simulate --seed 5 --steps 200 --faults some"
+    assert first.command == "python -m tools.simulate --seed 5 --steps 200 --faults some"
     assert first.last_steps[-1].startswith(f"{first.made} ")
     assert first.last_decisions
     assert (first.violation, first.made, first.digest) == (again.violation, again.made, again.digest)

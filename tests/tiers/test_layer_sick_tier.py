@@ -14,9 +14,8 @@ import pytest
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.simulation import Trace, new_loop
-from lmcache_async.testing.simulation.threads import threads_as_steps
 from lmcache_async.tiers.layers.circuit import CircuitState
+from tests.simulation.loop import Trace, new_loop, threads_as_steps
 from tests.tiers.layered import HANG, ToldTier, now
 
 STORE_S = RETRIEVE_S = 8.0

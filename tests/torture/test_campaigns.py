@@ -15,8 +15,8 @@ import pytest
 
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.stages.verify import VerifyStage
-from lmcache_async.testing.simulation import SimulationReport
-from lmcache_async.testing.simulation import simulate as run_simulation
+from tests.simulation.base import SimulationReport
+from tests.simulation.world import simulate as run_simulation
 from tools.torture import __main__ as main
 from tools.torture import churn, flips, fuzz, kill, simulate
 from tools.torture.options import Options
@@ -142,7 +142,7 @@ def test_a_violation_is_told_with_the_command_that_replays_it(monkeypatch: pytes
     outcome = simulate.run(operations=1, seconds=0, seed=3)
 
     assert outcome.problems == [
-        "a wrong byte; replay: lmcache-async simulate --seed 3 --steps 1 --faults some"
+        "a wrong byte; replay: python -m tools.simulate --seed 3 --steps 1 --faults some"
     ]
 
 

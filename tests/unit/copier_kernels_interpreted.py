@@ -15,7 +15,7 @@ from lmcache_async.device.cuda import CudaCopier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import TritonMover, open_mover
 from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm
-from lmcache_async.testing.streams import FakeStreams
+from tests.support.fake_streams import FakeStreams
 
 FORMS = [
     *(CacheForm(order=order) for order in VLLM_ORDERS),

@@ -17,7 +17,7 @@ from lmcache_async.device.cuda import CudaCopier
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
-from lmcache_async.testing.streams import FakeStreams
+from tests.support.fake_streams import FakeStreams
 
 
 class LoggedMover(TorchMover):

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_async.device.stream import Reaper, Ring
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.testing.streams import FakeEvent
+from tests.support.fake_streams import FakeEvent
 
 
 def open_gate():

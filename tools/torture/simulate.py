@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from lmcache_async.registry import Registry
-from lmcache_async.testing.simulation import Faults, simulate
+from tests.simulation.faults import Faults
+from tests.simulation.world import simulate
 from tools.torture.outcome import Outcome
 
 STEPS = 1_000

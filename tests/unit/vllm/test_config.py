@@ -34,7 +34,7 @@ from lmcache_async.integration.vllm.config import engine_config, namespace_of, r
 from lmcache_async.integration.vllm.support import backend_reason, unsupported_reason
 from lmcache_async.integration.vllm.worker import WorkerHalf
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.vllm_setup import Setup, kv_cache_config, vllm_config
+from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from lmcache_async.integration.vllm.metadata import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.testing.vllm_setup import Setup, kv_cache_config, vllm_config
+from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
 
 @pytest.fixture

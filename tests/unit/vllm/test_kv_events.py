@@ -9,8 +9,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from lmcache_async.integration.vllm.notices import MAX_KNOWN, MAX_NOTICES, Gone, Kept, Notices
-from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
-from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -30,8 +30,7 @@ from lmcache_async.integration.vllm.prom import _unregister
 from lmcache_async.observability.families import exposition
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
-from lmcache_async.testing.vllm_simulator import SimulatedVLLM
+from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

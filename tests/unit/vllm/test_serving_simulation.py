@@ -7,8 +7,8 @@ import pytest
 from lmcache_async.integration.vllm.loads import Loads
 from lmcache_async.integration.vllm.lookup_client import LookupClient
 from lmcache_async.integration.vllm.transfers import Transfers
-from lmcache_async.testing.serving import simulate_serving
-from lmcache_async.testing.simulation import Faults
+from tests.simulation.faults import Faults
+from tests.simulation.serving import simulate_serving
 
 
 @pytest.mark.parametrize("faults", list(Faults))
@@ -30,7 +30,7 @@ def test_a_seed_replays_to_the_letter():
     first, again = (simulate_serving(7, steps=200, faults=Faults.MANY) for _ in range(2))
 
     assert (first.digest, first.decisions, first.counts) == (again.digest, again.decisions, again.counts)
-    assert first.command == "lmcache-async simulate --serving --seed 7 --steps 200 --faults many"
+    assert first.command == "python -m tools.simulate --serving --seed 7 --steps 200 --faults many"
 
 
 def a_load_that_fails_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

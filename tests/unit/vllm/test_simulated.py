@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
-from lmcache_async.testing.vllm_simulator import SimulatedVLLM, next_token, value_after
 from lmcache_async.types import RetrieveReport
+from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -27,9 +27,8 @@ from lmcache_async.integration.vllm.stats import (
     part_of,
 )
 from lmcache_async.observability.families import Filling
-from lmcache_async.testing.vllm_setup import VOCABULARY, Setup
-from lmcache_async.testing.vllm_simulator import SimulatedVLLM
 from lmcache_async.tiers.layers.metrics import BUCKETS_S
+from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ from lmcache_async.integration.vllm.waiting import (
     pause_s,
 )
 from lmcache_async.integration.vllm.wire import Identity
-from lmcache_async.testing.simulation import Trace, new_loop
+from tests.simulation.loop import Trace, new_loop
 
 CHUNK, BLOCK = 8, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)

@@ -1,23 +1,261 @@
-"""An event loop without a clock and without I/O: time is virtual, order is drawn from a seed."""
+"""An event loop with virtual time, an order drawn from a seed and threads as steps; no I/O."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import heapq
 import math
 import sys
+import threading
 import time
+import warnings
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import Context
+from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
+from unittest.mock import patch
 
-from lmcache_async.testing.simulation.errors import Deadlock, ProcessCrashed, Violation
-from lmcache_async.testing.simulation.stacks import stack_of
-from lmcache_async.testing.simulation.threads import SimulatedThreads
-from lmcache_async.testing.simulation.trace import Trace
+import xxhash
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen; the message says what, and with which values."""
+
+
+class Deadlock(Violation):
+    """Nothing is ready, no timer runs, and tasks wait.
+
+    Attributes:
+        stacks: Each waiting task with the frames that it waits in.
+    """
+
+    def __init__(self, message: str, stacks: Sequence[str]) -> None:
+        super().__init__("\n".join([message, *stacks]))
+        self.stacks = tuple(stacks)
+
+
+class ProcessCrashed(BaseException):
+    """The simulated process ends here, between two steps of its loop. Not to be caught by what runs in it."""
+
+
+class Hang(KeyboardInterrupt):
+    """Real time passes and the simulation does not go on. A KeyboardInterrupt: no task and no border keeps it."""
+
+
+_FLUSH = 4096
+
+
+class Trace:
+    """Takes in every scheduling decision of a simulation.
+
+    Attributes:
+        decisions: How many so far.
+        recent: The last few, as (virtual seconds, what ran, out of how many that could have run).
+    """
+
+    def __init__(self, *, keep: int = 40) -> None:
+        self.decisions = 0
+        self.recent: deque[tuple[float, str, int]] = deque(maxlen=keep)
+        self._digest = xxhash.xxh3_128()
+        self._numbers = array("q")
+        self._names: dict[str, int] = {}
+
+    def decide(self, now: float, what: str, number: int, chosen: int, candidates: int) -> None:
+        """One step: callback `what` (of task `number`, if it is one) ran as the `chosen` of `candidates`."""
+        self.decisions += 1
+        name = self._names.get(what)
+        if name is None:
+            name = self._name(what)
+        self._numbers.extend((int(now * 1e9), name, number, chosen, candidates))
+        self.recent.append((now, what, candidates))
+        if len(self._numbers) >= _FLUSH:
+            self._flush()
+
+    def note(self, text: str) -> None:
+        """Something else that belongs to the run: an operation that began, and how it ended."""
+        self._flush()
+        self._digest.update(text.encode())
+
+    def digest(self) -> str:
+        """32 hex digits over all of it."""
+        self._flush()
+        return self._digest.hexdigest()
+
+    def _name(self, what: str) -> int:
+        self.note(what)
+        return self._names.setdefault(what, len(self._names))
+
+    def _flush(self) -> None:
+        self._digest.update(self._numbers)
+        del self._numbers[:]
+
+
+def stack_of(task: asyncio.Task[Any]) -> str:
+    """The task's coroutines, outermost first, each with the line that it waits at."""
+    lines = [f"{task.get_name()}:"]
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            lines.append(f"  {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}")
+        following = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+        if following is None and frame is None:
+            lines.append(f"  {awaited!r}"[:200])
+        awaited = following
+    return "\n".join(lines)
+
+
+DEFAULT_WORKERS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    future: Future[Any]
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    ran: bool = False
+    error: BaseException | None = None
+    result: Any = None
+
+    def run(self) -> None:
+        self.ran = True
+        try:
+            self.result = self.function(*self.args, **self.kwargs)
+        except BaseException as error:  # noqa: BLE001 - as a pool does: it is the future's
+            self.error = error
+        self.function, self.args, self.kwargs = _nothing, (), {}
+
+    def end(self) -> None:
+        if not self.ran:
+            self.run()
+        result, error, self.result, self.error = self.result, self.error, None, None
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    workers: int
+    queue: deque[_Call] = field(default_factory=deque)
+    running: list[_Call] = field(default_factory=list)
+
+
+class SimulatedThreads:
+    """Every pool of one simulated process, each with as many workers as it asked for.
+
+    A call starts some time after a worker is free for it; until then it can be withdrawn. It ends some
+    time later. Its work is done in one piece, either as it starts or as it ends: that is drawn.
+    """
+
+    def __init__(self, loop: SimulatedLoop, rng: Random, delay: Callable[[], float]) -> None:
+        self._loop = loop
+        self._rng = rng
+        self._delay = delay
+        self._pools: dict[Executor | None, _Pool] = {}
+
+    def submit(
+        self,
+        executor: Executor | None,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Future[Any]:
+        pool = self._pools.get(executor)
+        if pool is None:
+            pool = _Pool(getattr(executor, "_max_workers", DEFAULT_WORKERS))
+            self._pools[executor] = pool
+        call = _Call(Future(), function, args, kwargs)
+        pool.queue.append(call)
+        self._start_one(pool)
+        return call.future
+
+    def finish(self, executor: Executor) -> None:
+        """Run what is left of a pool to its end, as waiting for its shutdown does."""
+        pool = self._pools.pop(executor, None)
+        if pool is None:
+            return
+        for call in pool.running:
+            call.end()
+        pool.running.clear()
+        while pool.queue:
+            call = pool.queue.popleft()
+            if call.future.set_running_or_notify_cancel():
+                call.end()
+
+    def drop(self) -> None:
+        """Forget all that was submitted: the process is gone, and whoever asks for a result gets an error."""
+        for pool in self._pools.values():
+            for call in (*pool.running, *pool.queue):
+                call.future._done_callbacks.clear()  # type: ignore[attr-defined]
+                if not call.future.cancel():
+                    call.future.set_exception(RuntimeError("the process is gone"))
+        self._pools.clear()
+
+    def _start_one(self, pool: _Pool) -> None:
+        self._loop.call_later(self._delay(), self._begin, pool)
+
+    def _begin(self, pool: _Pool) -> None:
+        if len(pool.running) >= pool.workers:
+            return  # whoever ends begins the next
+        while pool.queue:
+            call = pool.queue.popleft()
+            if call.future.set_running_or_notify_cancel():
+                pool.running.append(call)
+                if self._rng.random() < 0.5:
+                    call.run()
+                self._loop.call_later(self._delay(), self._end, pool, call)
+                return
+
+    def _end(self, pool: _Pool, call: _Call) -> None:
+        if call not in pool.running:  # `finish` came first
+            return
+        pool.running.remove(call)
+        call.end()
+        self._begin(pool)
+
+
+@contextlib.contextmanager
+def threads_as_steps() -> Iterator[None]:
+    """Within the block every thread pool used on a `SimulatedLoop` belongs to that loop; others are as ever."""
+    submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
+
+    def submit_(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        threads = _threads()
+        if threads is None:
+            return submit(self, fn, *args, **kwargs)
+        return threads.submit(self, fn, args, kwargs)
+
+    def shutdown_(self: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if wait and (threads := _threads()) is not None:
+            threads.finish(self)
+        shutdown(self, wait, cancel_futures=cancel_futures)
+
+    with (
+        patch.object(ThreadPoolExecutor, "submit", submit_),
+        patch.object(ThreadPoolExecutor, "shutdown", shutdown_),
+    ):
+        yield
+
+
+def _threads() -> SimulatedThreads | None:
+    return getattr(asyncio._get_running_loop(), "threads", None)
+
+
+def _nothing() -> None: ...
+
 
 T = TypeVar("T")
 
@@ -298,3 +536,46 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 def new_loop(rng: Random, trace: Trace, **options: Any) -> SimulatedLoop:
     """A loop; what it does not have (sockets, signals, processes) raises NotImplementedError."""
     return SimulatedLoop(rng, trace, **options)  # type: ignore[abstract]  # by the stubs, not by Python
+
+
+_MOST_AWAITS = 100  # in the `finally` blocks of one coroutine
+
+
+def abandon(loop: SimulatedLoop) -> None:
+    """Drop everything that still ran on the loop, whatever it waited for.
+
+    A real process would just be gone. Here coroutines have to be closed, which runs their `finally`
+    blocks: the loop is closed before, so that they reach nothing that outlives the process. What threads
+    had still to do is not done; a thread begun in a `finally` block runs at once.
+    """
+    tasks = loop.live_tasks()
+    loop.close()
+    loop.threads.drop()
+    asyncio._set_running_loop(loop)
+    with _unheard(), patch.object(threading.Thread, "start", threading.Thread.run):
+        for task in tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            _close(task.get_coro())
+        tasks.clear()
+        gc.collect()
+    asyncio._set_running_loop(None)
+
+
+def _close(coroutine: Any) -> None:
+    for _ in range(_MOST_AWAITS):  # one that awaits in a `finally` is still there after the first
+        with contextlib.suppress(BaseException):
+            coroutine.close()
+            return
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What the dying say: coroutines that were never awaited, or that await in a `finally`."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook

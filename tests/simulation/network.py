@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 if TYPE_CHECKING:
-    from lmcache_async.testing.simulation.loop import SimulatedLoop
+    from tests.simulation.loop import SimulatedLoop
 
 DELAY_S = 5e-4
 """Most that a message takes."""

@@ -13,9 +13,9 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.config.secrets import SECRET_BYTES, EncryptionConfig
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.simulation.faults import ODDS, Faults, Odds, Weather
-from lmcache_async.testing.simulation.prompts import Prompt, make_prompts
-from lmcache_async.testing.simulation.tier import Backend
+from tests.simulation.faults import ODDS, Faults, Odds, Weather
+from tests.simulation.model import Prompt, make_prompts
+from tests.simulation.tiers import Backend
 
 CHUNK = 4
 MAX_TOKENS = 24

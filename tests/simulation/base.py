@@ -1,23 +1,70 @@
-"""What every simulation is made of, and how one is run to a report."""
+"""The parts of every simulation, and how one is run to a report."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from lmcache_async.registry import TIERS, Registry
-from lmcache_async.testing.simulation.errors import Hang, Violation
-from lmcache_async.testing.simulation.faults import Faults
-from lmcache_async.testing.simulation.report import SimulationReport
-from lmcache_async.testing.simulation.threads import threads_as_steps
-from lmcache_async.testing.simulation.trace import Trace
+from tests.simulation.faults import Faults
+from tests.simulation.loop import Hang, Trace, Violation, threads_as_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """What a simulation came to.
+
+    Attributes:
+        seed: What it was drawn from.
+        steps: Operations asked for.
+        faults: How much went wrong.
+        made: Operations made; fewer than `steps` when a violation ended it, a few more when not.
+        decisions: Steps that its event loops took.
+        digest: 32 hex digits over every decision: equal in every run of the same seed.
+        virtual_s: Seconds that it took in the simulation.
+        real_s: Seconds that it took here.
+        counts: Operations by name, crashes, starts, hits.
+        violation: What must not have happened; "" when all is well.
+        serving: Whether it was vLLM's scheduler and the connector over the engine, or the engine alone.
+        last_steps: The last operations before a violation.
+        last_decisions: The last steps of the loop before it.
+    """
+
+    seed: int
+    steps: int
+    faults: Faults
+    made: int
+    decisions: int
+    digest: str
+    virtual_s: float
+    real_s: float
+    counts: Mapping[str, int]
+    violation: str
+    last_steps: tuple[str, ...]
+    last_decisions: tuple[str, ...]
+    serving: bool = False
+
+    @property
+    def command(self) -> str:
+        """What replays it to the letter."""
+        what = " --serving" if self.serving else ""
+        return (
+            f"python -m tools.simulate{what} --seed {self.seed} --steps {self.steps} --faults {self.faults}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self) | {"command": self.command}
 
 
 class SimulatedRegistry(Registry):

@@ -1,4 +1,4 @@
-"""`lmcache-async simulate`: run the deterministic simulation, and say how to run a failure again."""
+"""Run the deterministic simulation and print how to repeat a failure; `make simulate`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lmcache_async.registry import Registry
-from lmcache_async.testing.simulation import Faults, Hang, SimulationReport
+from tests.simulation.base import SimulationReport
+from tests.simulation.faults import Faults
+from tests.simulation.loop import Hang
+from tests.simulation.world import simulate
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def simulate_command(
     seed: Annotated[int, typer.Option(help="What the first simulation is drawn from.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Operations of each simulation.")] = 1000,
@@ -35,13 +41,13 @@ def simulate_command(
 ) -> None:
     """Run the real engine in virtual time, with errors, delays, crashes and damage drawn from a seed.
 
-    Ends with 1 when something happened that must never happen, and prints the one command that does it again.
+    Exit with 1 after a violation and print the command that repeats it.
     """
     console, errors = Console(highlight=False), Console(stderr=True)
     installed = Registry()
     reports: list[SimulationReport] = []
     columns = (TextColumn("seed {task.fields[seed]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar, _watchdog(watchdog) as alive:
+    with Progress(*columns, console=errors, transient=True) as bar, watch(watchdog) as alive:
         task = bar.add_task("", total=seeds * steps, seed=seed)
         for number in range(seeds):
 
@@ -86,8 +92,8 @@ def _explain(console: Console, report: SimulationReport) -> None:
 
 
 @contextmanager
-def _watchdog(seconds: float) -> Iterator[Callable[[], None]]:
-    """Within the block, so many real seconds without a call of what it gives raise Hang."""
+def watch(seconds: float) -> Iterator[Callable[[], None]]:
+    """Raise Hang in the block after this many real seconds without a call of the yielded function."""
 
     def bark(number: int, frame: FrameType | None) -> None:
         raise Hang(
@@ -108,11 +114,13 @@ def _watchdog(seconds: float) -> Iterator[Callable[[], None]]:
 
 def _run(serving: bool) -> Callable[..., SimulationReport]:
     if not serving:
-        from lmcache_async.testing.simulation import simulate
-
         return simulate
     try:
-        from lmcache_async.testing.serving import simulate_serving
+        from tests.simulation.serving import simulate_serving
     except ImportError as error:
         raise typer.BadParameter(f"--serving needs vLLM in this environment: {error}") from error
     return simulate_serving
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m tools.simulate")

@@ -1,16 +1,17 @@
-"""A tier whose backend outlives the process, and which does everything that backends do to people."""
+"""Tiers of the simulation: one over a faulty backend that outlives the process, and the real disk tier."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import is_encrypted
-from lmcache_async.testing.simulation.faults import Weather
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
 from lmcache_async.types import ChunkKey
+from tests.simulation.faults import Weather
 
 
 class Backend:
@@ -223,3 +224,41 @@ def _cut(weather: Weather, record: bytes) -> bytes:
     """The beginning of the record; the rest is missing, or zeros."""
     length = weather.rng.randrange(len(record) + 1)
     return record[:length] + (bytes(len(record) - length) if weather.rng.random() < 0.5 else b"")
+
+
+class Disk:
+    """Makes tiers of the given class, whose clock is the loop's, and closes what a crash leaves open.
+
+    A real crash closes files and ends locks by itself; here the process goes on, so this has to.
+
+    Args:
+        tier_class: The disk tier's, as its entry point gives it.
+    """
+
+    def __init__(self, tier_class: type[Tier]) -> None:
+        self._open: list[Any] = []
+        self.tier_class = type("SimulatedDiskTier", (_VirtualClock, tier_class), {"disk": self})
+
+    def opened(self, store: Any) -> None:
+        """A tier has opened its records; its stamps are to be the same in every run."""
+        loop = asyncio.get_running_loop()
+        store.index._clock_ns = lambda: int(loop.time() * 1e9)
+        self._open.append(store)
+
+    def let_go(self) -> None:
+        """After a process, however it ended: files are as the last finished call of a thread left them."""
+        for store in self._open:
+            store.close()
+        self._open.clear()
+
+
+class _VirtualClock(Tier):
+    """Before a disk tier in the order of its classes."""
+
+    disk: Disk
+    _opened: Any
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self.disk.opened(self._opened)
+        return self

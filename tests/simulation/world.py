@@ -1,0 +1,557 @@
+"""A simulation of the engine: processes one after another over the same backends, their callers, and the checks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.errors import EngineClosedError, TierError
+from lmcache_async.observability.instrument import Instrument
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.pipeline.batch import StoreRequest
+from lmcache_async.registry import TIERS, Registry
+from lmcache_async.tiers.base import Tier
+from lmcache_async.types import StoreReport
+from tests.simulation.base import SimulatedRegistry, Simulation, SimulationReport, run_to_report
+from tests.simulation.faults import STALL_SECONDS, Faults
+from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
+from tests.simulation.model import Model, Promise, Prompt, Region, make_regions
+from tests.simulation.scenario import (
+    CHUNK,
+    CLIENTS,
+    FILES,
+    MAX_TOKENS,
+    RETRIEVE_S,
+    SHUTDOWN_S,
+    STORE_S,
+    draw_scenario,
+)
+from tests.simulation.tiers import Disk, tier_over
+
+SETTLE_S = 10.0
+POLL_S = 0.01
+
+
+async def settle(world: World, engine: CacheEngine) -> None:
+    """Let the weather clear, end every pin, and wait until nothing is under way any more."""
+    world.scenario.weather.calm()
+    for client in range(CLIENTS):
+        for number in range(3):
+            engine.unpin(f"{client}-{number}")
+    since = world.model.begin_flush()
+    if not await engine.flush(timeout_s=SETTLE_S):
+        raise Violation(f"a flush in fair weather did not end in {SETTLE_S} s of virtual time")
+    world.model.flushed(since)
+    deadline = asyncio.get_running_loop().time() + SETTLE_S
+    while (statistics := engine.statistics()).late_calls or statistics.running:
+        if asyncio.get_running_loop().time() > deadline:
+            raise Violation(
+                f"after {SETTLE_S} s of fair weather {statistics.running} calls and "
+                f"{statistics.late_calls} calls given up still run"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_tasks: int) -> None:
+    """Everything is given back; what is counted is what is there; no tier holds more than it may."""
+    statistics = engine.statistics()
+    if statistics.arena.lingering_slabs:
+        gc.collect()  # an error's traceback may still know a buffer's array
+        statistics = engine.statistics()
+    kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
+    _equal("slabs leased, beside those of the cpu tier,", statistics.arena.leased_slabs - kept, 0)
+    _equal("calls waiting for slabs", statistics.arena.waiting, 0)
+    _equal("chunks pinned", statistics.pinned_chunks, 0)
+    check_always(engine)
+    for name, writer in statistics.writers.items():
+        _equal(f"bytes queued for {name!r}", writer.queued_bytes, 0)
+    runners = engine._runners
+    for runner in (runners.store, runners.retrieve, runners.prefetch):
+        _equal("bytes reserved by runners", runner._budget.statistics().used_bytes, 0)
+    _equal("tasks beyond the engine's own", len(loop.live_tasks()) - own_tasks, 0)
+    _check_counts(world, engine)
+    _check_complaints(world, loop)
+
+
+async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -> None:
+    """Closed, an engine leaves nothing behind but calls that do not end, and these end in fair weather."""
+    world.scenario.weather.calm()
+    deadline = loop.time() + SETTLE_S
+    while len(loop.live_tasks()) > 1:
+        if loop.time() > deadline:
+            names = [str(task.get_coro()) for task in loop.live_tasks()]
+            raise Violation(f"{SETTLE_S} s after the engine was closed these still run: {names}")
+        await asyncio.sleep(POLL_S)
+    arena = engine._parts.arena
+    if arena.statistics().leased_slabs:
+        gc.collect()
+    _equal("slabs leased after the end", arena.statistics().leased_slabs, 0)
+    _check_complaints(world, loop)
+
+
+def check_always(engine: CacheEngine) -> None:
+    """What holds at every moment: nothing is larger than it may be.
+
+    Raises:
+        Violation: Something is.
+    """
+    statistics = engine.statistics()
+    for name, writer in statistics.writers.items():
+        if writer.queued_bytes > writer.max_bytes:
+            raise Violation(f"{writer.queued_bytes} bytes wait for {name!r}, of at most {writer.max_bytes}")
+    for name, tier in statistics.tiers.items():
+        if tier.max_bytes is not None and tier.bytes > tier.max_bytes:
+            raise Violation(f"tier {name!r} holds {tier.bytes} bytes of at most {tier.max_bytes}")
+
+
+def _check_counts(world: World, engine: CacheEngine) -> None:
+    """What was damaged by nobody is never found damaged; where nothing fails, no error is counted."""
+    odds = world.scenario.weather.odds
+    damage = odds.corrupt or odds.rot or odds.torn
+    for name, count in engine.statistics().counts.items():
+        if ".corrupt." in name and not damage:
+            raise Violation(f"{count} records were found damaged, but nothing damages any: {name}")
+        if ".errors." in name and world.model.all_fits:
+            raise Violation(f"{count} errors were counted, but nothing fails: {name}")
+
+
+def _check_complaints(world: World, loop: SimulatedLoop) -> None:
+    if loop.unhandled:
+        raise Violation(f"told to nobody but the event loop: {loop.unhandled[0]}")
+    for name, backend in world.scenario.backends.items():
+        if backend.complaints:
+            raise Violation(f"tier {name!r}: {backend.complaints[0]}")
+
+
+def _equal(what: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise Violation(f"nothing is under way, but {what} are {found}, not {expected}")
+
+
+CANCELLED = object()
+"""What a call came to that was cancelled."""
+
+
+class Client:
+    """Works on a region of device memory of its own.
+
+    Args:
+        world: What it draws from, and tells.
+        name: Distinguishes its lookups.
+    """
+
+    def __init__(self, world: World, engine: CacheEngine, region: Region, name: str) -> None:
+        self._world = world
+        self._model = world.model
+        self._rng = world.rng
+        self._engine = engine
+        self._region = region
+        self._name = name
+        self._verbs: tuple[Callable[[], Awaitable[None]], ...]
+        self._verbs, self._weights = zip(
+            (self._store, 30),
+            (self._retrieve, 34),
+            (self._lookup, 12),
+            (self._prefetch, 8),
+            (self._unpin, 5),
+            (self._pause, 5),
+            (self._flush, 4),
+            (self._clear, 2),
+            strict=True,
+        )
+
+    async def run(self, operations: int) -> None:
+        """So many operations, one after another; fewer when the engine is closed meanwhile."""
+        for _ in range(operations):
+            [verb] = self._rng.choices(self._verbs, self._weights)
+            self._world.begin_step(verb.__name__)
+            try:
+                await verb()
+                check_always(self._engine)
+            except EngineClosedError:
+                if not self._world.closing:
+                    raise
+                return
+            except Exception:
+                self._world.freeze()  # what comes later is not what led to it
+                raise
+
+    # Operations.
+
+    async def _store(self) -> None:
+        prompt = self._world.draw_prompt()
+        region, model = self._region, self._model
+        region.write(prompt.content)
+        begun, copied, epoch = False, 0, model.epoch
+
+        def on_copied() -> None:
+            nonlocal copied
+            copied += 1
+            region.poison()  # whoever reads it now stores poison
+
+        async def store_chunks() -> StoreReport:
+            nonlocal begun
+            begun = True
+            model.begin(prompt, store=True)
+            request = StoreRequest(
+                tokens=prompt.tokens,
+                row_ids=region.rows[: len(prompt.tokens)],
+                root=self._engine._root(prompt.request_namespace),
+                request_namespace=self._engine._label(prompt.request_namespace),
+                on_copied=on_copied,
+            )
+            return await self._engine.store_chunks(request)
+
+        async def store() -> StoreReport:
+            model.begin(prompt, store=True)
+            return await self._engine.store(prompt.tokens, region.rows, namespace=prompt.request_namespace)
+
+        if self._rng.random() < 0.5:
+            report = await self._call(store_chunks(), STORE_S, twice=True)
+            for _ in range(10_000):  # cancelled twice, the caller is back before the copy has ended
+                if copied or not begun:
+                    break
+                await asyncio.sleep(1e-3)
+            if copied != begun:
+                raise Violation(f"the end of a store's copy was told {copied} times, not {int(begun)}")
+        else:
+            report = await self._call(store(), STORE_S)
+        region.poison()
+        self._note_stored(prompt, report, epoch)
+
+    def _note_stored(self, prompt: Prompt, report: StoreReport | object, epoch: int) -> None:
+        if not isinstance(report, StoreReport):
+            return
+        given = report.stored + report.present + sum(report.dropped.values())
+        # A chain that failed as a whole does not know how many chunks there were.
+        if given != len(prompt.chunks) and not {"BudgetExceededError", "TierError"} & report.dropped.keys():
+            raise Violation(f"a store of {len(prompt.chunks)} chunks answers for {given}: {report}")
+        if not report.dropped:
+            self._model.stored(prompt, since=epoch)
+        elif self._model.all_fits:
+            raise Violation(f"there was room for everything, but a store dropped {dict(report.dropped)}")
+
+    async def _retrieve(self) -> None:
+        prompt = self._world.draw_prompt()
+        num_tokens = len(prompt.tokens)
+        skip = self._rng.randrange(num_tokens) if self._rng.random() < 0.3 else 0
+        mask: torch.Tensor | None = None
+        rows = self._region.rows
+        if skip and self._rng.random() < 0.5:
+            mask = torch.ones(num_tokens, dtype=torch.bool)
+            mask[:skip] = False
+        elif skip:
+            rows = rows.copy()
+            rows[:skip] = -1
+        promise = Promise()
+
+        async def retrieve() -> torch.Tensor:
+            nonlocal promise
+            self._model.begin(prompt, store=False)
+            promise = self._model.promise(prompt, skip // CHUNK)
+            return await self._engine.retrieve(
+                prompt.tokens, rows, mask=mask, namespace=prompt.request_namespace
+            )
+
+        result = await self._call(retrieve(), RETRIEVE_S)
+        if result is CANCELLED:
+            self._region.poison()
+            return
+        hit = np.flatnonzero(result.numpy())
+        stop = skip + len(hit)
+        if len(hit) and (hit[0] != skip or hit[-1] != stop - 1):
+            raise Violation(f"the mask is not of the form F*T*F* from token {skip} on: {hit.tolist()}")
+        self._check_bounds(prompt, skip, stop, promise)
+        self._region.check(prompt.content, skip, stop)
+        self._world.count("hit tokens", len(hit))
+
+    async def _lookup(self) -> None:
+        prompt = self._world.draw_prompt()
+        lookup_id = f"{self._name}-{self._rng.randrange(3)}" if self._rng.random() < 0.5 else None
+        promise = Promise()
+
+        async def lookup() -> int:
+            nonlocal promise
+            promise = self._model.promise(prompt)
+            return await self._engine.lookup(
+                prompt.tokens, namespace=prompt.request_namespace, lookup_id=lookup_id
+            )
+
+        found = await self._call(lookup(), RETRIEVE_S)
+        if found is not CANCELLED:
+            self._check_bounds(prompt, 0, found, promise, hearsay=True)
+
+    async def _prefetch(self) -> None:
+        prompt = self._world.draw_prompt()
+        promise = Promise()
+
+        async def prefetch() -> int:
+            nonlocal promise
+            self._model.begin(prompt, store=False)
+            promise = self._model.promise(prompt)
+            return await self._engine.prefetch(prompt.tokens, namespace=prompt.request_namespace)
+
+        found = await self._call(prefetch(), RETRIEVE_S)
+        if found is not CANCELLED:
+            self._check_bounds(prompt, 0, found, promise)
+
+    async def _unpin(self) -> None:
+        self._engine.unpin(f"{self._name}-{self._rng.randrange(3)}")
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._rng.choice((0.0, 1e-3, 0.1)) * self._rng.random())
+
+    async def _flush(self) -> None:
+        since = self._model.begin_flush()
+        if await self._call(self._engine.flush(timeout_s=1.0), 1.0) is True:
+            self._model.flushed(since)
+            if self._rng.random() < 0.1:
+                self._world.crash_now()
+
+    async def _clear(self) -> None:
+        memory_only = self._rng.random() < 0.5
+        self._model.begin_clear(memory_only=memory_only)
+        done = False
+        try:
+            tiers_s = self._world.scenario.slow_tiers * self._world.scenario.call_s
+            clearing = self._engine.clear(memory_only=memory_only)
+            done = await self._call(clearing, 2 * STORE_S + tiers_s) is not CANCELLED
+        except TierError as error:
+            if self._model.all_fits and not self._world.closing:
+                raise Violation(f"nothing fails, but a clearing did: {error}") from None
+        finally:
+            self._model.end_clear(memory_only=memory_only, done=done)
+        if done:  # what is late is on its way now
+            await self._pause()
+            for _ in range(3):
+                await self._lookup()
+
+    # What all of them need.
+
+    async def _call(self, coroutine: Coroutine[Any, Any, Any], limit_s: float, *, twice: bool = False) -> Any:
+        """The call's answer, in time; it may be cancelled in the middle.
+
+        Args:
+            twice: Whether the caller may even lose its patience with the end of a cancelled call.
+        """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        if self._rng.random() >= self._world.scenario.weather.odds.cancel:
+            answer = await coroutine
+        else:
+            task = loop.create_task(coroutine)
+            await self._while_it_runs(task)
+            task.cancel()
+            if twice and self._rng.random() < 0.5:
+                await self._while_it_runs(task)
+                task.cancel()
+            await asyncio.wait({task})
+            answer = CANCELLED if task.cancelled() else task.result()
+            self._world.count("cancelled", answer is CANCELLED)
+        seconds = loop.time() - start
+        if seconds > limit_s + self._world.slack_s:
+            raise Violation(f"a call took {seconds:.3f} s of virtual time; its deadline is {limit_s} s")
+        return answer
+
+    async def _while_it_runs(self, task: asyncio.Task[Any]) -> None:
+        if self._rng.random() < 0.7:
+            for _ in range(self._rng.randrange(60)):
+                await asyncio.sleep(0)
+        else:
+            await asyncio.wait({task}, timeout=self._rng.choice((2e-3, 1.0)) * self._rng.random())
+
+    def _check_bounds(
+        self, prompt: Prompt, skip: int, stop: int, promise: Promise, *, hearsay: bool = False
+    ) -> None:
+        """A hit of tokens `skip` to `stop` may be, and is all that has to be.
+
+        Args:
+            promise: What was known when the call began.
+            hearsay: Nobody has looked at the records yet: a tier that lies is believed.
+        """
+        first = skip // CHUNK
+        ends = [end for _, end in prompt.chunks[first:]]
+        least, most = self._model.bounds(promise, prompt, first)
+        if stop > skip and stop not in ends:
+            raise Violation(f"a hit ends at token {stop}, which is no chunk's end ({ends})")
+        if stop > max(skip, ends[most - 1] if most else 0) and not (
+            hearsay and self._world.scenario.weather.odds.lie
+        ):
+            raise Violation(
+                f"a hit up to token {stop}, but of this prompt, in this namespace, "
+                f"{most} chunks were ever stored: up to token {ends[most - 1] if most else skip}"
+            )
+        if least and stop < ends[least - 1]:
+            raise Violation(
+                f"a miss from token {stop} on, but everything fits, nothing failed, and "
+                f"{least} chunks were stored: up to token {ends[least - 1]}"
+            )
+
+
+PATIENCE_S = 1000.0
+"""Virtual seconds in which a process ends, whatever happens to it: far beyond all deadlines together."""
+
+
+class World(Simulation):
+    """An engine after another, and their callers. Made and run by `simulate`.
+
+    Attributes:
+        closing: Whether the engine is being closed, so that its callers may be turned away.
+        slack_s: How much later than its deadline a call may end: by as much as threads dawdle.
+    """
+
+    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
+        super().__init__()
+        self.rng = Random(f"{seed} {faults}")
+        self.scenario = draw_scenario(self.rng, faults, folder)
+        self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
+        self.closing = False
+        self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
+        self._steps = steps
+        self._loop: SimulatedLoop
+        self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
+        self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
+        tiers: dict[str, object] = {
+            f"simulated_{name}": tier_over(backend) for name, backend in self.scenario.backends.items()
+        }
+        self._disk: Disk | None = None
+        if self.scenario.has_files:
+            self._disk = Disk(cast("type[Tier]", installed.load(TIERS, "disk")))
+            tiers[f"simulated_{FILES}"] = self._disk.tier_class
+        self._registry = SimulatedRegistry(installed, tiers)
+
+    def run(self, progress: Callable[[int], object]) -> None:
+        while self.step < self._steps:
+            self._live()
+            progress(self.step)
+
+    def begin_step(self, verb: str) -> None:
+        self.step += 1
+        self.note(verb.strip("_"))
+
+    def count(self, what: str, number: int) -> None:
+        self.counts[what] += number
+
+    def crash_now(self) -> None:
+        """The process ends before its next step."""
+        self._loop.crash_at = self.trace.decisions
+
+    def draw_prompt(self) -> Prompt:
+        return self.rng.choice(self.rng.choice(self.scenario.prompts))
+
+    def _live(self) -> None:
+        """One process, from its start to its crash or its end."""
+        weather = self.scenario.weather
+        loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
+        loop.deadline = self.now + PATIENCE_S
+        if self.rng.random() < 0.4 and not self._disk:  # that one has to be open before it can be let go
+            self._crash_soon(loop)
+        self.closing = False
+        try:
+            loop.run_until_complete(self._process(loop))
+            self.model.closed()
+        except ProcessCrashed:
+            self.counts["crash"] += 1
+            for backend in self.scenario.backends.values():
+                backend.crash()
+        finally:
+            self.now = loop.time()
+            abandon(loop)
+            self.model.crash()  # last: closing the callers' coroutines has ended what they had begun
+            if self._disk:
+                self._disk.let_go()
+            weather.forget()
+            for region in self._regions:
+                region.poison()
+
+    def _crash_soon(self, loop: SimulatedLoop) -> None:
+        loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
+
+    async def _process(self, loop: SimulatedLoop) -> None:
+        scenario = self.scenario
+        self.counts["start"] += 1
+        async with CacheEngine.open(
+            scenario.config,
+            layout=scenario.rig.layout,
+            namespace=scenario.rig.namespace,
+            instrument=Instrument(),
+            logger=self._logger,
+            registry=self._registry,
+        ) as engine:
+            own_tasks = len(loop.live_tasks())
+            if self._disk and self.rng.random() < 0.4:
+                self._crash_soon(loop)
+            for _ in range(self.rng.randint(1, 12)):
+                await self._round(engine)
+                await settle(self, engine)
+                check_settled(self, engine, loop, own_tasks)
+                if self.step >= self._steps:
+                    break
+            late = self._start_clients(engine) if self.rng.random() < 0.5 else []
+            for _ in range(self.rng.randrange(100) if late else 0):
+                await asyncio.sleep(0)
+            self.closing = True
+            start = loop.time()
+        limit = 2 * SHUTDOWN_S + scenario.slow_tiers * min(SHUTDOWN_S, scenario.call_s) + self.slack_s
+        if loop.time() - start > limit:
+            raise Violation(f"closing took {loop.time() - start:.3f} s of virtual time, more than {limit}")
+        await _all(late)
+        await check_closed(self, engine, loop)
+
+    async def _round(self, engine: CacheEngine) -> None:
+        self.scenario.weather.storm()
+        await _all(self._start_clients(engine))
+
+    def _start_clients(self, engine: CacheEngine) -> list[asyncio.Task[None]]:
+        count = self.rng.randint(1, CLIENTS)
+        operations = self.rng.randint(1, 12)
+        return [
+            asyncio.ensure_future(Client(self, engine, region, str(number)).run(operations))
+            for number, region in enumerate(self._regions[:count])
+        ]
+
+
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    if tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+
+def simulate(
+    seed: int,
+    *,
+    steps: int,
+    faults: Faults = Faults.SOME,
+    installed: Registry | None = None,
+    progress: Callable[[int], object] = lambda step: None,
+) -> SimulationReport:
+    """Run one simulation; what it found is in the report, also when that is a violation.
+
+    Not to be called where an event loop runs. The same arguments give the same report, but for the
+    seconds that it took.
+
+    Args:
+        seed: Decides everything.
+        steps: Operations to make.
+        faults: How much goes wrong.
+        installed: The plug-ins, where they were read already.
+        progress: Called now and then with the operations made so far.
+    """
+    plugins = installed or Registry()
+    return run_to_report(
+        lambda folder: World(seed, steps, faults, plugins, folder),
+        seed=seed,
+        steps=steps,
+        faults=faults,
+        progress=progress,
+    )
