@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,36 +20,67 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # token ids 0, 1 and 2
-VOCABULARY = 1536  # as many pieces as the demo's own documents give
-LAYERS, HIDDEN, INTERMEDIATE = 8, 512, 512
-HEADS, KV_HEADS, HEAD_SIZE = 4, 4, 128  # 32 KiB of float32 KV a token
-MAX_TOKENS = 8192
 
 
-def make_model(directory: Path, texts: Iterable[str], *, seed: int = 1234) -> None:
-    """Write config, weights and tokenizer; a directory that is complete is left as it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Dimensions of a model; every head has keys and values of its own."""
+
+    vocabulary: int
+    layers: int
+    hidden: int
+    heads: int
+    head_size: int
+    max_tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of float32 KV per token."""
+        return 2 * self.layers * self.heads * self.head_size * 4
+
+
+# The demo's own documents give a vocabulary of 1536 pieces; 32 KiB of KV per token.
+DEMO = ModelSize(vocabulary=1536, layers=8, hidden=512, heads=4, head_size=128, max_tokens=8192)
+
+
+def make_model(
+    directory: Path, texts: Iterable[str] | None, *, size: ModelSize = DEMO, seed: int = 1234
+) -> Path:
+    """Write config, weights and tokenizer, unless the directory is complete.
+
+    Args:
+        directory: Where to write; made if needed.
+        texts: What the tokenizer is trained on. None writes no tokenizer.
+        size: Dimensions of the model.
+        seed: Of the weights.
+
+    Returns:
+        `directory`.
+    """
     done = directory / "complete"
     if done.exists():
-        return
+        return directory
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_config(), indent=1), encoding="utf-8")
-    save_file(_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory, texts)
+    (directory / "config.json").write_text(json.dumps(_config(size), indent=1), encoding="utf-8")
+    save_file(_weights(size, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    if texts is not None:
+        _write_tokenizer(directory, texts, size)
     done.touch()
+    return directory
 
 
-def _config() -> dict[str, object]:
+def _config(size: ModelSize) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_SIZE,
-        "max_position_embeddings": MAX_TOKENS,
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "head_dim": size.head_size,
+        "max_position_embeddings": size.max_tokens,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -59,39 +91,40 @@ def _config() -> dict[str, object]:
     }
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def _weights(size: ModelSize, seed: int) -> dict[str, torch.Tensor]:
+    hidden, attention = size.hidden, size.heads * size.head_size
     generator = torch.Generator().manual_seed(seed)
 
     def linear(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
 
     tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
-        "lm_head.weight": linear(VOCABULARY, HIDDEN, gain=2.0),
-        "model.norm.weight": torch.ones(HIDDEN),
+        "model.embed_tokens.weight": torch.randn(size.vocabulary, hidden, generator=generator),
+        "lm_head.weight": linear(size.vocabulary, hidden, gain=2.0),
+        "model.norm.weight": torch.ones(hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(size.layers):
         name = f"model.layers.{layer}"
         tensors |= {
-            f"{name}.input_layernorm.weight": torch.ones(HIDDEN),
-            f"{name}.post_attention_layernorm.weight": torch.ones(HIDDEN),
-            f"{name}.self_attn.q_proj.weight": linear(HEADS * HEAD_SIZE, HIDDEN, gain=2.2),
-            f"{name}.self_attn.k_proj.weight": linear(KV_HEADS * HEAD_SIZE, HIDDEN, gain=2.2),
-            f"{name}.self_attn.v_proj.weight": linear(KV_HEADS * HEAD_SIZE, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": linear(HIDDEN, HEADS * HEAD_SIZE),
-            f"{name}.mlp.gate_proj.weight": linear(INTERMEDIATE, HIDDEN),
-            f"{name}.mlp.up_proj.weight": linear(INTERMEDIATE, HIDDEN),
-            f"{name}.mlp.down_proj.weight": linear(HIDDEN, INTERMEDIATE, gain=0.5),
+            f"{name}.input_layernorm.weight": torch.ones(hidden),
+            f"{name}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{name}.self_attn.q_proj.weight": linear(attention, hidden, gain=2.2),
+            f"{name}.self_attn.k_proj.weight": linear(attention, hidden, gain=2.2),
+            f"{name}.self_attn.v_proj.weight": linear(attention, hidden),
+            f"{name}.self_attn.o_proj.weight": linear(hidden, attention),
+            f"{name}.mlp.gate_proj.weight": linear(hidden, hidden),
+            f"{name}.mlp.up_proj.weight": linear(hidden, hidden),
+            f"{name}.mlp.down_proj.weight": linear(hidden, hidden, gain=0.5),
         }
     return tensors
 
 
-def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:
+def _write_tokenizer(directory: Path, texts: Iterable[str], size: ModelSize) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=size.vocabulary,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -103,7 +136,7 @@ def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:
         "unk_token": SPECIAL[0],
         "bos_token": SPECIAL[1],
         "eos_token": SPECIAL[2],
-        "model_max_length": MAX_TOKENS,
+        "model_max_length": size.max_tokens,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")

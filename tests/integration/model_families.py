@@ -1,6 +1,6 @@
 """Very small models of other families than Llama, with random weights of real scale.
 
-Each output depends on every part of the prompt, as with `vllm_model`.
+Each output depends on every part of the prompt, as with the Llama of the demo.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.integration.vllm_model import VOCABULARY, make_model
+from examples.demo.model import ModelSize, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-HIDDEN, HEADS, HEAD_SIZE, LAYERS = 256, 4, 64, 3
+LLAMA = ModelSize(vocabulary=512, layers=4, hidden=256, heads=4, head_size=64, max_tokens=4096)
+VOCABULARY = LLAMA.vocabulary
+HIDDEN, HEADS, HEAD_SIZE, LAYERS = LLAMA.hidden, LLAMA.heads, LLAMA.head_size, 3  # of the other families
 WINDOW = 96  # tokens that a sliding-window layer sees
 
 IMAGE_SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -173,9 +175,14 @@ def _write_tokenizer(directory: Path, special: tuple[str, ...] = ()) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def make_llama(directory: Path) -> Path:
+    """Write the Llama that most tests use: the demo's, smaller and without a tokenizer."""
+    return make_model(directory, None, size=LLAMA, seed=1)
+
+
 def make_embedding_model(directory: Path) -> Path:
-    """Write the Llama of `vllm_model` with a tokenizer, without which vLLM starts no pooling model."""
-    make_model(directory)
+    """Write the small Llama with a tokenizer, without which vLLM starts no pooling model."""
+    make_llama(directory)
     _write_tokenizer(directory)
     return directory
 

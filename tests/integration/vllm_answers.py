@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.demo.connectors import tokens_by_tier
-from tests.integration.vllm_model import VOCABULARY
+from tests.integration.model_families import VOCABULARY
 
 # vLLM's cold answer and the one from its own prefix cache differ by up to 4e-6; with a wrong block by far
 # more than 1e-1.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import native
+from tests.integration.model_families import LLAMA, make_llama
 from tests.integration.vllm_answers import Answer, Question
-from tests.integration.vllm_model import KV_BYTES, make_model
 
 CHUNK, BLOCK = 64, 32
 DEADLINE_S = 300.0
@@ -54,7 +54,7 @@ def connector(
         tiers.append({"name": "valkey", "url": valkey})
     settings = {
         "chunk_size": CHUNK,
-        "arena.max_bytes": arena_chunks * (CHUNK * KV_BYTES + 4096),
+        "arena.max_bytes": arena_chunks * (CHUNK * LLAMA.kv_bytes + 4096),
         "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests are about hits
         "vllm.lookup_pin_ttl_s": 600.0,  # or time would hide a pin that is never let go
         "vllm.load_policy": "always",  # a model so small computes sooner than a busy disk is read
@@ -216,7 +216,7 @@ class Engines:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._model = make_model(directory / "model")
+        self._model = make_llama(directory / "model")
         self._calls, theirs = socket.socketpair()
         self._numbers = itertools.count()
         self._started: list[Engine] = []
