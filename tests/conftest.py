@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+
+# Before torch is imported: two processes that each use all cores wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import asyncio
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +26,7 @@ hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("long")
-)  # tests/thorough.py
+)  # tests/support/thorough.py
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import native
+from tests.support import native
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's imports warn of others' deprecations

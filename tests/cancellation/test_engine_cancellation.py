@@ -13,7 +13,7 @@ from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
-from tests.made import Made, ParkingTier, installed
+from tests.support.tiers import Made, ParkingTier, installed
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 OTHERS = [token + 1000 for token in TOKENS]

@@ -19,7 +19,7 @@ from lmcache_async.cli.checks.disk import Folder, check_folder, file_system_of, 
 from lmcache_async.config import TierSpec, load_config
 from lmcache_async.engine.check import make_tier
 from lmcache_async.registry import Registry
-from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import ThreadedDaemon, socket_path
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities
-from tests.tiers.valkey_servers import Server
+from tests.support.valkey_servers import Server
 
 
 def by_name(checks) -> dict[str, Check]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from tests.daemon.daemons import socket_path
+from tests.support.daemons import socket_path
 
 
 def test_the_ready_line_is_json():

@@ -17,7 +17,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.testing.rig import Rig
-from tests.daemon.daemons import host_tier
+from tests.support.daemons import host_tier
 
 TOKENS = list(range(100, 136))
 

@@ -14,7 +14,7 @@ from lmcache_async.engine.status import EngineSource
 from lmcache_async.testing.rig import Rig
 from lmcache_async.web.recent import RecentRequests
 from tests.daemon.client_child import TOKENS
-from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import ThreadedDaemon, socket_path
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from lmcache_async.daemon import pool
 from lmcache_async.daemon.pool import Pool, Quota, Slot
 from lmcache_async.testing.records import key_of
-from tests.thorough import machine_settings
+from tests.support.thorough import machine_settings
 
 PAGE = 4096
 TENANTS = ("a", "b", "c")

@@ -22,7 +22,7 @@ from lmcache_async.plugins.host import HostTier
 from lmcache_async.testing.records import check_record, key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
 from tests.daemon.client_child import TOKENS, no_memory
-from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,7 +28,7 @@ from lmcache_async.daemon.messages import (
 )
 from lmcache_async.errors import ConfigError
 from lmcache_async.testing.records import FORMAT, key_of, record, small_arena
-from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, socket_path
+from tests.support.daemons import DEADLINE_S, ThreadedDaemon, socket_path
 
 
 class Client:

@@ -9,8 +9,8 @@ import pytest
 from lmcache_async.daemon.status import MAX_TENANTS, DaemonSource
 from lmcache_async.errors import ConfigError
 from lmcache_async.testing.records import key_of
-from tests.daemon.daemons import ThreadedDaemon, socket_path
-from tests.web.http_talk import ask
+from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.http_talk import ask
 
 ON = {"listen": "127.0.0.1:0"}
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from tests.tiers.mooncake_pool import MooncakePool, kill_master, kill_store
-from tests.tiers.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
-from tests.tiers.valkey_servers import Server
+from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store
+from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
+from tests.support.valkey_servers import Server
 
 PATIENCE_S = 60.0
 """What the tiers themselves would wait for a server: far longer than the engine's deadlines."""

@@ -12,7 +12,7 @@ import pytest
 from examples.demo.connectors import tokens_by_tier
 from tests.integration.vllm_answers import Answer, Question, assert_same, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
-from tests.tiers.valkey_servers import Server, running
+from tests.support.valkey_servers import Server, running
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import vision
+from tests.integration import vision
 from tests.integration.model_families import (
     IMAGE_PAD,
     IMAGE_SIDE,

@@ -17,8 +17,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests import vision
-from tests.integration import vllm_worker_calls
+from tests.integration import vision, vllm_worker_calls
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests import native
 from tests.integration.model_families import LLAMA, make_llama
 from tests.integration.vllm_answers import Answer, Question
+from tests.support import native
 
 CHUNK, BLOCK = 64, 32
 DEADLINE_S = 300.0

@@ -13,7 +13,7 @@ from lmcache_async.cli import records as shared
 from lmcache_async.cli.app import load_commands
 from lmcache_async.records.archive import FRAME_BYTES, ArchiveHead, End, Frame
 from tests.records.filled import TOKENS, filled, invoke, rig_of
-from tests.tiers.valkey_servers import running
+from tests.support.valkey_servers import running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
 COMMANDS = ("inspect", "verify", "gc", "export", "import", "warm")

@@ -12,9 +12,9 @@ import uuid
 
 import pytest
 
-from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
-from tests.tiers.valkey_servers import running
+from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.valkey_servers import running
 
 
 def test_from_directory_to_directory(root, tmp_path):

@@ -22,9 +22,9 @@ from lmcache_async.records.chains import chain_of
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.prompts import Prompt, read_prompts
 from lmcache_async.types import Chunk
-from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.records.filled import TOKENS, damage, filled, invoke, loaded, record_files, rig_of, told
-from tests.tiers.valkey_servers import running
+from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.valkey_servers import running
 
 OTHER = [*TOKENS[:16], *range(7, 27)]
 """The second prompt of `root`: two chunks are those of TOKENS."""

@@ -18,7 +18,7 @@ from lmcache_async.errors import ChainError, ConfigError
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
-from tests.made import registry_of
+from tests.support.tiers import registry_of
 
 TOKENS = list(range(100, 136))  # four chunks of 8 and a partial one of 4
 SLOTS = list(range(len(TOKENS)))

@@ -21,7 +21,7 @@ from lmcache_async.integration.vllm.chains import Adapter
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import Chunk
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 124))  # three chunks of 8
 PLAIN = RequestNamespace()

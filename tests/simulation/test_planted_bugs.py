@@ -188,36 +188,37 @@ def leases_never_given_back(patch):
 
 
 BUGS = {
-    Faults.NONE: [
-        namespace_dropped,
-        lease_kept_on_cancel,
-        bytes_kept_on_cancel,
-        pins_forgotten,
-        device_read_too_late,
-        leases_never_given_back,
-        hole_ignored_by_the_plan,
-        encryption_left_out,
-    ],
-    Faults.MANY: [
-        no_verify,
-        no_checksum,
-        flush_forgets,
-        clear_does_not_wait,
-        hole_ignored_by_the_fetch,
-        late_call_loses_its_lease,
-        queue_without_bound,
-        no_deadlines,
-        no_deadline_of_requests,
-    ],
+    Faults.NONE: {
+        namespace_dropped: 14,
+        lease_kept_on_cancel: 9,
+        bytes_kept_on_cancel: 20,
+        pins_forgotten: 35,
+        device_read_too_late: 27,
+        leases_never_given_back: 4,
+        hole_ignored_by_the_plan: 1,
+        encryption_left_out: 11,
+    },
+    Faults.MANY: {
+        no_verify: 27,
+        no_checksum: 2,
+        flush_forgets: 5,
+        clear_does_not_wait: 3,
+        hole_ignored_by_the_fetch: 12,
+        late_call_loses_its_lease: 39,
+        queue_without_bound: 3,
+        no_deadlines: 12,
+        no_deadline_of_requests: 5,
+    },
 }
-PLANTED = [(faults, bug) for faults, bugs in BUGS.items() for bug in bugs]
+"""By faults: each bug with a seed that finds it within a second or so, as long as no draw changes before it."""
+PLANTED = [(faults, bug, seed) for faults, bugs in BUGS.items() for bug, seed in bugs.items()]
 
 
-@pytest.mark.parametrize(("faults", "bug"), PLANTED, ids=[bug.__name__ for _, bug in PLANTED])
-def test_a_planted_bug_is_found(faults, bug, monkeypatch, installed):
+@pytest.mark.parametrize(("faults", "bug", "first"), PLANTED, ids=[bug.__name__ for _, bug, _ in PLANTED])
+def test_a_planted_bug_is_found(faults, bug, first, monkeypatch, installed):
     bug(monkeypatch.setattr)
 
-    for seed in range(SEEDS):
+    for seed in (first, *range(SEEDS)):
         report = simulate(seed, steps=STEPS, faults=faults, installed=installed)
         if report.violation:
             break

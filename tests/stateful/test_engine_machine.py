@@ -8,8 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.machines import CacheMachine
-from tests.made import installed, registry_of
-from tests.thorough import machine_settings
+from tests.support.thorough import machine_settings
+from tests.support.tiers import installed, registry_of
 
 
 class EngineMachine(CacheMachine):

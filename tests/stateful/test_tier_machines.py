@@ -14,7 +14,7 @@ from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, Latenc
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.strategies import fault_plans
 from lmcache_async.tiers.layers.guard import GuardLayer
-from tests.thorough import machine_settings
+from tests.support.thorough import machine_settings
 
 LOGGER = LimitedLogger(logging.getLogger("tests"))
 

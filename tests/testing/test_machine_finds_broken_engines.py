@@ -15,7 +15,7 @@ from lmcache_async.memory import record
 from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing import CacheMachine
 from lmcache_async.tiers.writer import TierWriter
-from tests.made import installed
+from tests.support.tiers import installed
 
 SETTINGS = settings(
     max_examples=300,  # it ends with the first that fails

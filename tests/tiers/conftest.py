@@ -12,8 +12,8 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig
 from lmcache_async.testing.records import SLAB_BYTES
 from lmcache_async.tiers.base import Allocate
-from tests.tiers.mooncake_pool import MooncakePool, running
-from tests.tiers.s3_server import S3Server
+from tests.support.mooncake_pool import MooncakePool, running
+from tests.support.s3_server import S3Server
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS
 from lmcache_async.testing.records import FORMAT, key_of
 from lmcache_async.types import ChunkKey
-from tests.thorough import machine_settings
+from tests.support.thorough import machine_settings
 
 
 def file_bytes(number: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from lmcache_async.plugins.host import HostTier
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
 from lmcache_async.types import ChunkKey
-from tests.daemon.daemons import ThreadedDaemon, host_tier, socket_path
+from tests.support.daemons import ThreadedDaemon, host_tier, socket_path
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.daemon.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
 
 RECORD_BYTES = FORMAT.record_bytes(5000)
 

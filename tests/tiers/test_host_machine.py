@@ -12,8 +12,8 @@ from hypothesis.stateful import invariant, rule
 from lmcache_async.plugins.host import HostTier
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.daemon.daemons import ThreadedDaemon, host_tier
-from tests.thorough import machine_settings
+from tests.support.daemons import ThreadedDaemon, host_tier
+from tests.support.thorough import machine_settings
 
 
 class HostMachine(TierMachine):

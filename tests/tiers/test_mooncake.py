@@ -18,8 +18,8 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.tiers import outcomes
-from tests.tiers.mooncake_pool import MooncakePool, make_config, replace
+from tests.support import outcomes
+from tests.support.mooncake_pool import MooncakePool, make_config, replace
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

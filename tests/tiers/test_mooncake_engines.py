@@ -11,9 +11,9 @@ from pathlib import Path
 import uvloop
 
 from lmcache_async.testing.rig import Rig
-from tests import native
+from tests.support import native
+from tests.support.mooncake_pool import MooncakePool, kill_master, running
 from tests.tiers.mooncake_engine import TOKENS
-from tests.tiers.mooncake_pool import MooncakePool, kill_master, running
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,8 +19,8 @@ from lmcache_async.testing.conformance.base import leases_are_back
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.tiers.layers.deadline import BoundedLayer
-from tests.tiers.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
-from tests.tiers.outcomes import get, outcome, put
+from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
+from tests.support.outcomes import get, outcome, put
 
 DEADLINE_S = 0.5
 SLACK_S = 5.0

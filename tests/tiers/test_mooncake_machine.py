@@ -14,8 +14,8 @@ from hypothesis.stateful import rule
 from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.thorough import machine_settings
-from tests.tiers.mooncake_pool import MooncakePool, make_config, replace
+from tests.support.mooncake_pool import MooncakePool, make_config, replace
+from tests.support.thorough import machine_settings
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

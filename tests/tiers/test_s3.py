@@ -15,7 +15,7 @@ from lmcache_async.plugins.s3.bucket import name_of
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.types import ChunkKey
-from tests.tiers.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 
 class S3Conformance(TierConformance):

@@ -18,8 +18,8 @@ from lmcache_async.testing.conformance.base import holds, in_time, leases_are_ba
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
+from tests.support.s3_server import SECRET_KEY, S3Server
 from tests.tiers.proxy import Proxy
-from tests.tiers.s3_server import SECRET_KEY, S3Server
 
 WHOLE: dict[str, object] = {}
 IN_PARTS: dict[str, object] = {"part_bytes": 4096}

@@ -17,8 +17,8 @@ from lmcache_async.plugins.s3.bucket import name_of
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.thorough import machine_settings
-from tests.tiers.s3_server import S3Server
+from tests.support.s3_server import S3Server
+from tests.support.thorough import machine_settings
 
 
 class S3Machine(TierMachine):

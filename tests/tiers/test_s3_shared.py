@@ -17,8 +17,8 @@ from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, listed, put
 from lmcache_async.testing.records import check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
+from tests.support.s3_server import S3Server
 from tests.tiers.proxy import Proxy
-from tests.tiers.s3_server import S3Server
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.tiers.valkey_servers import Server, ServerCluster, running, running_cluster
-from tests.tiers.valkey_tls import Authority, tls_before
+from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
+from tests.support.valkey_tls import Authority, tls_before
 from tests.tiers.valkey_tools import config
 
 

@@ -15,9 +15,9 @@ from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.tiers.outcomes import get, put
-from tests.tiers.valkey_servers import Server, free_port, running
-from tests.tiers.valkey_tls import Authority, tls_before
+from tests.support.outcomes import get, put
+from tests.support.valkey_servers import Server, free_port, running
+from tests.support.valkey_tls import Authority, tls_before
 from tests.tiers.valkey_tools import config
 
 SECRET = "s3cr3t-p4ssw0rd"

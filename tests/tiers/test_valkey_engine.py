@@ -13,7 +13,7 @@ from lmcache_async.hashing import RequestNamespace
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.layers.circuit import CircuitState
-from tests.tiers.valkey_servers import DEADLINE_S, ServerCluster, running_cluster
+from tests.support.valkey_servers import DEADLINE_S, ServerCluster, running_cluster
 
 CHUNK, CHUNKS = 8, 6
 BREAKER = {"name": "breaker", "pause_s": 0.1, "max_pause_s": 0.1}

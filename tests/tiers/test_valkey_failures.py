@@ -24,8 +24,15 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.tiers.outcomes import get, outcome, put
-from tests.tiers.valkey_servers import Server, ServerCluster, free_port, running, running_cluster, wait_until
+from tests.support.outcomes import get, outcome, put
+from tests.support.valkey_servers import (
+    Server,
+    ServerCluster,
+    free_port,
+    running,
+    running_cluster,
+    wait_until,
+)
 from tests.tiers.valkey_tools import config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}

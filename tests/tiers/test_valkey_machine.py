@@ -11,8 +11,8 @@ import uvloop
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.thorough import machine_settings
-from tests.tiers.valkey_servers import Server
+from tests.support.thorough import machine_settings
+from tests.support.valkey_servers import Server
 from tests.tiers.valkey_tools import config
 
 

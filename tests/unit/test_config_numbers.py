@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.registry import LAYERS, TIERS
-from tests.made import installed
+from tests.support.tiers import installed
 
 NO_NUMBERS = [
     True,

@@ -11,7 +11,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import RetrieveReport
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 

@@ -13,7 +13,7 @@ from lmcache_async.device.progress import LoadProgress
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import RetrieveRequest
 from lmcache_async.testing.rig import Rig
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
 SLOTS = range(60, 100)

@@ -7,7 +7,7 @@ import numpy as np
 from lmcache_async.engine.results import FirstPresent
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.testing.rig import Rig
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
 OTHERS = [token + 1000 for token in TOKENS]

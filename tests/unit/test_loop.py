@@ -11,7 +11,7 @@ import uvloop
 from lmcache_async.engine import loop as loop_module
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import EngineClosedError
-from tests.broken_loop import BrokenLoops
+from tests.support.broken_loop import BrokenLoops
 
 ENDED = (concurrent.futures.CancelledError, EngineClosedError)
 

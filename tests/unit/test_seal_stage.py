@@ -10,7 +10,7 @@ from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.pipeline.batch import FilledBatch
 from lmcache_async.registry import STAGES
 from lmcache_async.testing.rig import Rig
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
 STORE = ["hash", "lookup", "allocate", "device_to_host", "seal", "write"]

@@ -7,7 +7,7 @@ import torch
 
 from lmcache_async.testing.fakes import FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
-from tests.made import Made
+from tests.support.tiers import Made
 
 CHUNKS = 20
 TOKENS = list(range(500, 500 + 8 * CHUNKS - 3))  # the last chunk is partial

@@ -16,7 +16,7 @@ from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
 from lmcache_async.testing.fakes import FaultyTier, unavailable
-from tests.made import Made, ParkingTier, installed, registry_of
+from tests.support.tiers import Made, ParkingTier, installed, registry_of
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 LAYERS, BLOCKS, BLOCK_SIZE, WIDTH = 2, 32, 4, 4

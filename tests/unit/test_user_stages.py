@@ -19,7 +19,7 @@ from lmcache_async.pipeline.batch import (
     SealedBatch,
 )
 from lmcache_async.testing.rig import Rig
-from tests.made import installed
+from tests.support.tiers import installed
 
 TOKENS = list(range(100, 132))  # 4 chunks of 8
 SLOTS = list(range(32))

@@ -13,7 +13,7 @@ from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing.rig import Rig
-from tests.made import Made
+from tests.support.tiers import Made
 
 TOKENS = list(range(100, 116))  # 2 chunks
 

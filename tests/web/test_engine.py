@@ -16,7 +16,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ConfigError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RequestPlan
-from tests.web.http_talk import DEADLINE_S, ask
+from tests.support.http_talk import DEADLINE_S, ask
 
 ON = {"http.listen": "127.0.0.1:0"}
 TOKENS = list(range(40))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.web.browser import Browser
 from tests.web.serving import served
 

@@ -16,9 +16,9 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.web import opening
 from lmcache_async.web.opening import status_server
 from lmcache_async.web.server import StatusServer
-from tests.tiers.valkey_tls import Authority
+from tests.support.http_talk import DEADLINE_S, ask
+from tests.support.valkey_tls import Authority
 from tests.web.fake_source import FakeSource
-from tests.web.http_talk import DEADLINE_S, ask
 
 TOKEN = "a-token-of-many-characters"
 PAGE = Path(opening.__file__).parent / "page"

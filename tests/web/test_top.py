@@ -18,7 +18,7 @@ from lmcache_async.cli.output import plain
 from lmcache_async.cli.top import watch
 from lmcache_async.cli.top_client import StatusClient, StatusError
 from lmcache_async.cli.top_view import BLOCKS, render, shortened, spark, speed
-from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
 from tests.web.top_calls import call
 

@@ -24,7 +24,7 @@ from lmcache_async.integration.vllm.wire import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerHalf
 from lmcache_async.observability.totals import Totals
 from lmcache_async.types import RetrieveReport, StoreReport
-from tests.broken_loop import BrokenLoops
+from tests.support.broken_loop import BrokenLoops
 
 CHUNK, BLOCK = 4, 2
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_async.bench import mooncake_store
 from lmcache_async.plugins.mooncake import MooncakeConfig
-from tests import native
+from tests.support import native
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -53,7 +53,7 @@ class MooncakePool:
 
     @property
     def tier(self) -> dict[str, object]:
-        """Settings of the tier, in whatever process that has `tests.native.environment`."""
+        """Settings of the tier, in whatever process that has `tests.support.native.environment`."""
         return {"name": "mooncake", "url": f"mooncake://127.0.0.1:{self.port}", "hostname": "127.0.0.1"}
 
     @contextlib.contextmanager
