@@ -17,10 +17,18 @@ if TYPE_CHECKING:
         SuffixEvictionConformance,
         TierConformance,
     )
-    from lmcache_async.testing.fakes import DictConfig, DictTier, GatedTier, LatencyTier
-    from lmcache_async.testing.faults import Fault, FaultPlan, FaultyTier
+    from lmcache_async.testing.fakes import (
+        DictConfig,
+        DictTier,
+        FakeRegistry,
+        Fault,
+        FaultPlan,
+        FaultyRegistry,
+        FaultyTier,
+        GatedTier,
+        LatencyTier,
+    )
     from lmcache_async.testing.machines import CacheMachine, TierMachine
-    from lmcache_async.testing.registry import FakeRegistry, FaultyRegistry
     from lmcache_async.testing.steps import cancelled_at_await, cancelled_at_each_await
     from lmcache_async.testing.strategies import (
         chunk_keys,
@@ -58,10 +66,18 @@ __all__ = [
 
 _MODULES = {
     "conformance": ("LayerConformance", "SuffixEvictionConformance", "TierConformance"),
-    "fakes": ("DictConfig", "DictTier", "GatedTier", "LatencyTier"),
-    "faults": ("Fault", "FaultPlan", "FaultyTier"),
+    "fakes": (
+        "DictConfig",
+        "DictTier",
+        "FakeRegistry",
+        "Fault",
+        "FaultPlan",
+        "FaultyRegistry",
+        "FaultyTier",
+        "GatedTier",
+        "LatencyTier",
+    ),
     "machines": ("CacheMachine", "TierMachine"),
-    "registry": ("FakeRegistry", "FaultyRegistry"),
     "steps": ("cancelled_at_await", "cancelled_at_each_await"),
     "strategies": ("chunk_keys", "fault_plans", "kv_layouts", "payloads", "tier_stacks", "token_streams"),
 }

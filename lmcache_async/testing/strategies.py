@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.caches import DTYPES, cache_forms
-from lmcache_async.testing.fakes import DictConfig, DictTier
-from lmcache_async.testing.faults import Fault, FaultKind, FaultPlan, FaultyTier
+from lmcache_async.testing.fakes import DictConfig, DictTier, Fault, FaultKind, FaultPlan, FaultyTier
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES
 from lmcache_async.tiers.layers.border import BorderLayer
 from lmcache_async.tiers.layers.guard import GuardLayer

@@ -7,8 +7,7 @@ import pytest
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
 from tests.simulation.loop import Trace, new_loop, threads_as_steps

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.layers.base import TierLayer
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.testing import chunk_keys, fault_plans, kv_layouts, payloads, tier_stacks, token_streams
-from lmcache_async.testing.faults import Fault
+from lmcache_async.testing.fakes import Fault
 from lmcache_async.testing.records import check_record, is_proven, key_of, record, small_arena
 from lmcache_async.types import KEY_BYTES
 

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from lmcache_async.errors import ConfigError, TierUnavailableError
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.layers.faults import FaultsConfig, FaultsLayer
 from tests.tiers.layered import (

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.layers.circuit import CircuitState
 from tests.simulation.loop import Trace, new_loop, threads_as_steps

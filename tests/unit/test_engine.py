@@ -11,8 +11,7 @@ from lmcache_async.device.copier import open_copier
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
-from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8

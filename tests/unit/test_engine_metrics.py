@@ -7,8 +7,7 @@ from lmcache_async.engine.series import SERIES
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.observability.families import exposition
 from lmcache_async.observability.totals import BUCKETS_S, Totals
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RetrieveReport, StoreReport
 

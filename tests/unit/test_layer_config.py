@@ -8,8 +8,7 @@ from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
 from lmcache_async.errors import ConfigError, UnknownPluginError
 from lmcache_async.registry import LAYERS, Registry
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, TierLayer

@@ -6,8 +6,7 @@ import pytest
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8

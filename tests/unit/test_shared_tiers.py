@@ -8,8 +8,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.plugins.disk import DiskTier
 from lmcache_async.plugins.s3 import S3Tier
 from lmcache_async.plugins.valkey import ValkeyTier
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
 

@@ -32,8 +32,7 @@ from lmcache_async.plugins.cpu.config import CPUConfig
 from lmcache_async.registry import Registry
 from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.encrypt import EncryptStage
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 
 KEY = bytes(range(32))

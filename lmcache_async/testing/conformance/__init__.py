@@ -1,7 +1,6 @@
 """What every tier must do, as test classes to subclass."""
 
 from lmcache_async.testing.conformance.capacity import SuffixEvictionConformance
-from lmcache_async.testing.conformance.layers import LayerConformance
-from lmcache_async.testing.conformance.suite import TierConformance
+from lmcache_async.testing.conformance.suite import LayerConformance, TierConformance
 
 __all__ = ["LayerConformance", "SuffixEvictionConformance", "TierConformance"]

@@ -11,9 +11,8 @@ import torch
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.misbehaviour import MISBEHAVIOURS, MisbehavingTier, Misbehaviour
-from lmcache_async.testing.registry import FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.types import ChunkKey

@@ -1,6 +1,11 @@
-"""All cases as one class."""
+"""The conformance suites of tiers and of layers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
 
 from lmcache_async.testing.conformance.batches import BatchCases, RemovalCases
 from lmcache_async.testing.conformance.cancellation import CancellationCases
@@ -9,6 +14,9 @@ from lmcache_async.testing.conformance.content import ContentCases
 from lmcache_async.testing.conformance.damage import DamageCases
 from lmcache_async.testing.conformance.lifecycle import LifecycleCases
 from lmcache_async.testing.conformance.overlap import OverlapCases
+from lmcache_async.testing.fakes import DictConfig, DictTier
+from lmcache_async.tiers.base import Tier
+from lmcache_async.types import ChunkKey
 
 
 class TierConformance(
@@ -37,3 +45,43 @@ class TierConformance(
 
     It needs pytest and pytest-asyncio, in its strict mode or in auto mode, and no fixtures of ours.
     """
+
+
+class LayerConformance(TierConformance):
+    """Subclass it and override `wrap`, which puts the layer around a tier.
+
+    ```python
+    class TestMyLayer(LayerConformance):
+        def wrap(self, inner: Tier) -> Tier:
+            return MyLayer(inner, retries=3)
+    ```
+    """
+
+    many_keys: ClassVar[int] = 500  # a layer's cost is in its calls, not in its content
+
+    def wrap(self, inner: Tier) -> Tier:
+        """To be overridden: the layer around `inner`."""
+        raise NotImplementedError(f"{type(self).__name__} has no `wrap`, which puts the layer around a tier")
+
+    @pytest.fixture
+    def records(self) -> dict[ChunkKey, bytes]:
+        """What the tier inside keeps; it outlives the tier."""
+        return {}
+
+    @pytest.fixture
+    def tier(self, records: dict[ChunkKey, bytes]) -> Tier:
+        self._records = records
+        return self.wrap(DictTier(records=records))
+
+    def reopen(self, tier: Tier) -> Tier:
+        del tier
+        return self.wrap(DictTier(records=self._records))
+
+    def limit(self, tier: Tier, max_bytes: int) -> Tier | None:
+        del tier
+        return self.wrap(DictTier(DictConfig(max_bytes=max_bytes)))
+
+    async def damage(self, tier: Tier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        del tier
+        self._records[key] = edit(self._records[key])
+        return True

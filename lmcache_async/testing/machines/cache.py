@@ -1,11 +1,12 @@
-"""A whole engine against a list of prompts."""
+"""State machine over an engine with faulty tiers: hits are compared with what was stored."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -17,14 +18,71 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.registry import Registry
-from lmcache_async.testing.faults import Fault, FaultKind, FaultPlan
-from lmcache_async.testing.machines.checks import check_quiet
-from lmcache_async.testing.machines.prompts import Prompts
-from lmcache_async.testing.registry import FaultyRegistry
+from lmcache_async.testing.fakes import Fault, FaultKind, FaultPlan, FaultyRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import cancelled_at_await
 from lmcache_async.testing.strategies import fault_plans, token_streams
 from lmcache_async.types import StoreReport
+
+
+class Prompts:
+    """The prompts of one namespace.
+
+    Attributes:
+        may_be: Prompts whose store was begun, as token ids; nothing else may be found.
+        must_be: Those that were stored and that nothing has taken away.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.may_be: set[tuple[int, ...]] = set()
+        self.must_be: set[tuple[int, ...]] = set()
+        self._chunk_size = chunk_size
+
+    def longest(self, tokens: Sequence[int]) -> int:
+        """The longest prefix that may be found."""
+        return self._longest(tokens, self.may_be)
+
+    def shortest(self, tokens: Sequence[int]) -> int:
+        """The shortest prefix that may be found: less than that is a loss."""
+        return self._longest(tokens, self.must_be)
+
+    def forget(self) -> None:
+        self.may_be.clear()
+        self.must_be.clear()
+
+    def _longest(self, tokens: Sequence[int], prompts: Iterable[tuple[int, ...]]) -> int:
+        """Whole chunks of some prompt, or one of its tails where `tokens` end there or go on with a chunk."""
+        best, size = 0, self._chunk_size
+        for prompt in prompts:
+            common = 0
+            while common < min(len(prompt), len(tokens)) and prompt[common] == tokens[common]:
+                common += 1
+            whole = common - common % size
+            tail_too = common == len(prompt) and (common == len(tokens) or common % size == 0)
+            best = max(best, common if tail_too else whole)
+        return best
+
+
+async def check_quiet(engine: CacheEngine) -> None:
+    """Nothing runs or is queued, every lease is back but the tiers' and the pins', and no tier holds too much."""
+    assert await engine.flush(timeout_s=30), "calls or writes do not end"
+    statistics = engine.statistics()
+    if statistics.arena.lingering_slabs:
+        gc.collect()  # a cancelled call's traceback may still know its buffers' arrays
+        statistics = engine.statistics()
+    assert (statistics.running, statistics.late_calls) == (0, 0)
+    kept = sum(
+        stacked.tier.statistics().chunks
+        for stacked in engine._parts.stack.tiers
+        if stacked.tier.capabilities.in_arena
+    )
+    leased = statistics.arena.leased_slabs
+    assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} slabs leased, {kept} kept"
+    for name, writer in statistics.writers.items():
+        assert (writer.queued_chunks, writer.queued_bytes) == (0, 0), f"{name} has writes queued"
+    for name, tier in statistics.tiers.items():
+        assert tier.max_bytes is None or tier.bytes <= tier.max_bytes, f"{name} holds too much"
+
 
 T = TypeVar("T")
 

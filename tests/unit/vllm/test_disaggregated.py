@@ -15,7 +15,7 @@ import pytest
 
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.integration.vllm.handover import FIELD
-from lmcache_async.testing.registry import FakeRegistry
+from lmcache_async.testing.fakes import FakeRegistry
 from tests.support.vllm_simulator import SimulatedVLLM
 from tests.unit.vllm.shelf import Shelf
 from tests.unit.vllm.test_simulated import (
