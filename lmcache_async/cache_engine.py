@@ -1,6 +1,5 @@
-"""The names that LMCache's users know: a synchronous engine, found by its instance id."""
+"""The public names of the synchronous engine, under the module name of LMCache."""
 
-from lmcache_async.engine.metadata import LMCacheEngineMetadata
-from lmcache_async.engine.sync import LMCacheEngine, LMCacheEngineBuilder
+from lmcache_async.engine.sync import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
 
 __all__ = ["LMCacheEngine", "LMCacheEngineBuilder", "LMCacheEngineMetadata"]

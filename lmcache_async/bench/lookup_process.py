@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.bench.frame import option
-from lmcache_async.engine.results import FirstPresent, LookupResult
+from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.wire import PROTOCOL, Identity

@@ -1,4 +1,4 @@
-"""What copies between the paged KV cache and payloads in host memory, in batches."""
+"""The copier protocol, with the checks and waits that its implementations share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ Payload: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What a copy must wait for on the device: an event on the model's stream.
-
-    The host never waits for it.
-    """
+    """An event on the model's stream that a copy waits for on the device. The host never waits for it."""
 
     event: DeviceEvent
 
@@ -58,9 +55,9 @@ class Copier(Protocol):
     def layout(self) -> KVLayout: ...
 
     def fence(self) -> Fence | None:
-        """What the model's thread has asked of the device so far; called on that thread, never waits.
+        """Record an event behind the work that the model's thread has submitted. Never waits.
 
-        None where the model's work is done by the time its thread returns.
+        Called on the model's thread. None if the work is complete when the thread returns, as on a CPU.
         """
 
     async def gather(
@@ -69,11 +66,11 @@ class Copier(Protocol):
         """Fill each job's payload from its rows, behind `fence`.
 
         Args:
-            digest: Whether the payloads' checksums are wanted.
+            digest: Whether to compute the checksums of the payloads.
 
         Returns:
-            xxh3_128 of each payload as it was copied, 16 bytes. None when it was not asked for, or would
-            cost the copier as much as anyone else.
+            xxh3_128 of each payload, 16 bytes, computed during the copy. None without `digest`, or if the
+            copier has no cheaper way than a separate pass.
 
         Raises:
             ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
@@ -85,46 +82,14 @@ class Copier(Protocol):
         """Write each job's payload to its rows, behind `fence`. Two jobs must not name the same row.
 
         Args:
-            progress: Told of planes that are written in all rows, where the copier knows; first planes first.
+            progress: Receives the planes that are written in all rows, in order, if the copier can tell.
 
         Raises:
             ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
         """
 
     def close(self) -> None:
-        """Wait for running copies and give everything back. A later copy raises EngineClosedError."""
-
-
-def open_copier(
-    layout: KVLayout,
-    *,
-    threads: int = 2,
-    staging_bytes: int = 64 << 20,
-    store_priority: int = 0,
-    load_priority: int = 0,
-) -> Copier:
-    """The copier for the device that the layout's tensors lie on.
-
-    Args:
-        threads: Copying threads, for a cache in host memory.
-        staging_bytes: Device memory for each direction, for a cache on a GPU.
-        store_priority: Of the side streams of stores, for a cache on a GPU: 0 is the lowest, -1 above it.
-        load_priority: The same of loads.
-
-    Raises:
-        ValueError: No copier for this kind of device.
-    """
-    if layout.device.type == "cpu":
-        from lmcache_async.device.cpu import CpuCopier
-
-        return CpuCopier(layout, threads=threads)
-    if layout.device.type == "cuda":
-        from lmcache_async.device.cuda import CudaCopier
-
-        return CudaCopier(
-            layout, staging_bytes=staging_bytes, store_priority=store_priority, load_priority=load_priority
-        )
-    raise ValueError(f"no copier for a KV cache on {layout.device}; it must lie on a CPU or a CUDA device")
+        """Wait for running copies and free everything. A later copy raises EngineClosedError."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +102,7 @@ class CheckedJob:
 
 
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
-    """Check a whole batch, before any byte of it moves.
+    """Check a whole batch before any byte of it is copied.
 
     Raises:
         ValueError: See `Copier`.
@@ -148,10 +113,14 @@ def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: boo
 async def wait_all(
     futures: Sequence[asyncio.Future[Any]], *, on_cancel: Callable[[], object] | None = None
 ) -> None:
-    """Wait until every future has ended, also when cancelled; then raise what came first.
+    """Wait until every future has ended, even if cancelled, then raise the first error.
 
-    For work that cannot be abandoned; `on_cancel` may withdraw what has not begun. A cancellation outranks
-    the futures' own errors, these are raised in the futures' order. Cancelled futures count as ended.
+    For work that cannot be abandoned. A cancellation takes precedence over errors of the futures; these are
+    raised in the order of the futures. Cancelled futures count as ended.
+
+    Args:
+        futures: The futures of the running work.
+        on_cancel: Called on cancellation; may withdraw work that has not begun.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := [future for future in futures if not future.done()]:
@@ -168,7 +137,7 @@ async def wait_all(
         if failures:
             raise failures[0]
     finally:
-        # An exception that knows this frame, known by it, would keep the payloads until a garbage collection.
+        # A reference cycle of exception and frame would keep the payloads until a garbage collection.
         cancelled = None
         failures.clear()
 

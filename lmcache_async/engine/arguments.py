@@ -1,4 +1,4 @@
-"""Checks of the arguments of the engine's calls: names, masks, rows, what a request's KV depends on."""
+"""Validation and conversion of the arguments of engine calls."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lmcache_async.hashing import RequestNamespace
 from lmcache_async.types import BlockIds
 
 Mask: TypeAlias = torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]
-"""A boolean for each token: a bool tensor, a bool array or a list."""
+"""One boolean per token: a bool tensor, a bool array or a list."""
 
-_TAG_PREFIX = "lmcache.tag."  # of LMCache's request_configs
+_TAG_PREFIX = "lmcache.tag."  # in LMCache's request_configs
 
 
 class RequestArguments(TypedDict, total=False):
-    """Keyword arguments that every call of the synchronous engine with tokens takes. None is as good as none.
+    """Keyword arguments of the synchronous engine's calls with tokens. None is the same as no argument.
 
     Attributes:
-        kv_caches: The paged KV cache, needed once.
-        kvcaches: The same by LMCache's name.
-        slot_mapping: The slot of each token; `store` and `retrieve` need it, the others do not use it.
-        req_id: For log lines.
-        cache_salt: The tenant's secret.
+        kv_caches: The paged KV cache; required once.
+        kvcaches: The same, with LMCache's name.
+        slot_mapping: Slot of each token; required by `store` and `retrieve`, unused by the other calls.
+        req_id: Name of the request in log lines.
+        cache_salt: Secret of the tenant.
         lora: Name of the LoRA adapter.
-        tags: Names with values that keep a request's chunks apart.
-        request_configs: LMCache's settings of a request, of which `lmcache.tag.<name>` are tags.
+        tags: Names and values that separate the chunks of requests.
+        request_configs: LMCache's settings of a request. Those named `lmcache.tag.<name>` are tags.
     """
 
     kv_caches: Layers | None
@@ -51,17 +51,19 @@ _ELSEWHERE = {
     "search_range": "the tiers are asked in their order",
     "transfer_spec": "records go to every tier of the config",
 }
-"""Arguments that LMCache has for these calls, with what stands for them here."""
+"""Arguments of LMCache that do not exist here, with the reason or the replacement."""
 
 
 def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
-    """Refuse keyword arguments that a call does not take: one that is ignored may be a misspelt tenant.
+    """Refuse unknown keyword arguments. An ignored one might be the misspelt name of a tenant.
 
     Args:
+        call: Name of the call.
+        given: The keyword arguments.
         others: Arguments of the call besides `RequestArguments`, for the message.
 
     Raises:
-        TypeError: There is one; the message has the nearest right name.
+        TypeError: An argument is unknown. The message has the nearest right name.
     """
     names = [*RequestArguments.__annotations__, *others]
     for name in given:
@@ -77,10 +79,10 @@ def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
 
 
 def paged_cache(given: RequestArguments) -> Layers | None:
-    """The paged KV cache, by either of its names.
+    """Return the paged KV cache, given by either of its names.
 
     Raises:
-        TypeError: It is given by both.
+        TypeError: Both names are given.
     """
     ours, theirs = given.get("kv_caches"), given.get("kvcaches")
     if ours is not None and theirs is not None:
@@ -89,7 +91,11 @@ def paged_cache(given: RequestArguments) -> Layers | None:
 
 
 def slots_of(given: RequestArguments) -> Any:
-    """Raises ValueError: there are none."""
+    """Return the slot mapping.
+
+    Raises:
+        ValueError: It is missing.
+    """
     if given.get("slot_mapping") is None:
         raise ValueError("slot_mapping= is missing: for each token its slot in the paged KV cache")
     return given["slot_mapping"]
@@ -101,11 +107,11 @@ def request_id(given: RequestArguments) -> str:
 
 
 def request_namespace(given: RequestArguments) -> RequestNamespace:
-    """What else one request's KV depends on.
+    """Return the namespace of a request.
 
     Raises:
-        TypeError: An argument or a tag is of another type. A salt of 0, say, is no text, and taken for none
-            it would share one tenant's chunks with everybody.
+        TypeError: An argument or a tag has the wrong type. A salt of 0, for example, is refused, because
+            treating it as no salt would share the chunks of a tenant.
     """
     tags = _by_name("tags", given.get("tags"))
     configs = _by_name("request_configs", given.get("request_configs"))
@@ -123,11 +129,11 @@ def request_namespace(given: RequestArguments) -> RequestNamespace:
 
 
 def leading_false(mask: Mask | None, num_tokens: int) -> int:
-    """How many leading tokens a mask leaves out.
+    """Return the number of leading False values of a mask.
 
     Raises:
-        TypeError: It is of something else than booleans.
-        ValueError: It has another length, or is not of the form F* T*.
+        TypeError: The values are not booleans.
+        ValueError: The mask has the wrong length, or not the form F* T*.
     """
     if mask is None:
         return 0
@@ -141,15 +147,17 @@ def leading_false(mask: Mask | None, num_tokens: int) -> int:
 
 
 def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> BlockIds:
-    """The rows of so many tokens as int64, a copy.
+    """Return the rows of the tokens as an int64 copy.
 
     Args:
-        rows: A tensor, an array or a sequence of integers; more than are needed are fine.
+        rows: A tensor, an array or a sequence of integers; extra rows are ignored.
+        num_tokens: Number of tokens.
+        tokens_per_row: Tokens of a row.
         num_rows: Rows of the KV cache.
 
     Raises:
-        TypeError: They are no integers.
-        ValueError: They are too few, or one is neither a row of the cache nor -1.
+        TypeError: The rows are not integers.
+        ValueError: There are too few rows, or a row is neither in the cache nor -1.
     """
     given = _integers(rows).reshape(-1)
     wanted = num_tokens // tokens_per_row
@@ -201,7 +209,7 @@ def _booleans(mask: object) -> npt.NDArray[np.bool_]:
 
 
 def _integers(rows: Any) -> npt.NDArray[Any]:
-    """The rows as an array of integers; of Python's where they have no type of NumPy's in common."""
+    """The rows as an array of integers; of dtype object if no NumPy integer type holds all of them."""
     if isinstance(rows, torch.Tensor):
         if rows.is_floating_point() or rows.is_complex():
             raise TypeError(f"rows are a tensor of {rows.dtype}; rows are integers")

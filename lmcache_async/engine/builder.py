@@ -1,56 +1,73 @@
-"""From a config to the parts of an engine: names resolved, both chains checked."""
+"""Construction of an engine's parts from its configuration: memory, copier, tiers, cipher and chains."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.device.copier import Copier, open_copier
+from lmcache_async.device import open_copier
+from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.secrets import check_hash_key, open_cipher, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
-from lmcache_async.hashing import Namespace
+from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.encryption import ENVELOPE_BYTES
+from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.observability.instrument import Instrument, LogInstrument, Several
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.tracing import TracingInstrument
-from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.runner import Runner
 from lmcache_async.pipeline.stage import build_stage
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.tiers.layers.notice import Watcher
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 
+logger = logging.getLogger(__name__)
+
 PRIORITIES = {"low": 0, "high": -1}
-"""Of CUDA streams; the model's own have 0."""
+"""Priorities of CUDA streams. The streams of the model have 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """The chains of an engine with their limits. `prefetch` is `retrieve` without its last stage."""
+
+    store: Runner[BatchStored]
+    retrieve: Runner[RetrieveReport]
+    prefetch: Runner[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made of; `resources` is what a stage's constructor may ask for by name."""
+    """The parts of an engine.
+
+    Attributes:
+        max_pinned: Slabs of the arena that lookups may pin.
+    """
 
     arena: Arena
     copier: Copier
     stack: TierStack
     workers: WorkerPool
-    record_format: RecordFormat
-    store: Chain[StoreRequest, BatchStored]
-    retrieve: Chain[RetrieveRequest, RetrieveReport]
-    resources: Mapping[str, Any]
+    runners: Runners
+    max_pinned: int
 
     def free(self) -> None:
-        """Give back threads and memory."""
-        self.workers.shutdown()  # what runs there waits for nothing and ends by itself
+        """Release threads and memory."""
+        self.workers.shutdown()  # its running calls wait for nothing and end by themselves
         self.copier.close()
         self.arena.close()
 
@@ -65,14 +82,20 @@ def build(
     *,
     replica: int = 0,
 ) -> Parts:
-    """Make the parts; nothing is opened yet but the arena's memory and the copier.
+    """Build the parts. The arena and the copier are allocated; the tiers are not opened yet.
 
     Args:
-        replica: The data-parallel replica.
+        config: Configuration of the engine.
+        layout: Layout of the paged KV cache.
+        namespace: Namespace of the keys.
+        logger: Logger of the engine and its tiers.
+        registry: Installed plug-ins.
+        watcher: Receives the chunk events of all tiers.
+        replica: Number of the data-parallel replica.
 
     Raises:
         ConfigError: A name or an option is wrong.
-        ChainError: The stages of a chain do not fit.
+        ChainError: The stages of a chain do not fit together.
     """
     if config.chunk_size % layout.tokens_per_row:
         raise ConfigError(
@@ -91,13 +114,10 @@ def build(
     record_bytes = record_format.record_bytes(
         layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
     )
-    stack = TierStack(
-        stacked_tiers(
-            registry, config, namespace, logger, watcher, chunk_bytes=record_bytes, replica=replica
-        ),
-        write_timeout_s=config.store.allocate_timeout_s,
-        encrypted=cipher is not None,
+    tiers = stacked_tiers(
+        registry, config, namespace, logger, watcher, chunk_bytes=record_bytes, replica=replica
     )
+    stack = TierStack(tiers, write_timeout_s=config.store.allocate_timeout_s, encrypted=cipher is not None)
     with contextlib.ExitStack() as undo:
         arena = Arena(
             config.arena.max_bytes,
@@ -108,10 +128,17 @@ def build(
             prefault=config.arena.prefault,
         )
         undo.callback(arena.close)
-        copier = _copier(config, layout)
+        copier = open_copier(
+            layout,
+            threads=config.copy_threads,
+            staging_bytes=config.gpu.staging_bytes,
+            store_priority=PRIORITIES[config.gpu.store_priority],
+            load_priority=PRIORITIES[config.gpu.load_priority],
+        )
         undo.callback(copier.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
+        # What the constructor of a stage can request by parameter name.
         resources: dict[str, Any] = {
             "arena": arena,
             "cipher": cipher,
@@ -124,29 +151,89 @@ def build(
             "stack": stack,
             "workers": workers,
         }
-        store = _chain(registry, store_stages(config), resources, third_party=config.plugins.third_party)
-        store.check_ends(StoreRequest, BatchStored)
-        retrieve = _chain(
-            registry, retrieve_stages(config), resources, third_party=config.plugins.third_party
+        max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
+        runners = Runners(
+            _store_runner(config, registry, resources),
+            *_retrieve_runners(config, registry, resources, max_pinned),
         )
-        retrieve.check_ends(RetrieveRequest, RetrieveReport)
         undo.pop_all()
-    return Parts(arena, copier, stack, workers, record_format, store, retrieve, resources)
+    return Parts(arena, copier, stack, workers, runners, max_pinned)
 
 
-def _copier(config: EngineConfig, layout: KVLayout) -> Copier:
-    return open_copier(
-        layout,
-        threads=config.copy_threads,
-        staging_bytes=config.gpu.staging_bytes,
-        store_priority=PRIORITIES[config.gpu.store_priority],
-        load_priority=PRIORITIES[config.gpu.load_priority],
-    )
+def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
+    """The instrument of an engine: the given one or the log, and tracing if it is enabled.
+
+    Raises:
+        MissingDependencyError: Tracing is enabled and OpenTelemetry is not installed.
+    """
+    instrument = given or LogInstrument(logger.logger)
+    return Several(instrument, TracingInstrument()) if config.tracing.enabled else instrument
+
+
+def default_logger() -> LimitedLogger:
+    return LimitedLogger(logging.getLogger("lmcache_async"))
+
+
+def open_cipher(config: EngineConfig) -> RecordCipher | None:
+    """The cipher with the configured keys; None if encryption is disabled.
+
+    Raises:
+        ConfigError: The keys cannot be read.
+        MissingDependencyError: The package cryptography is not installed.
+    """
+    if not config.encryption.enabled:
+        return None
+    cipher = RecordCipher(config.encryption.read_keys())
+    if not config.read_hash_key():
+        logger.warning(
+            "encryption is enabled (key %s), but chunk keys are made without a secret, and tiers name records by them:"
+            " anyone who can list these names can confirm a guess of a whole prompt; set hash_key_file and hash_algorithm",
+            cipher.key_id,
+        )
+    return cipher
+
+
+def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
+    """Refuse a namespace without the configured hash key, whose keys would not be secret.
+
+    Raises:
+        ConfigError: The hash keys differ.
+    """
+    if config.read_hash_key() != namespace.hash_key:
+        found = hash_key_id(namespace.hash_key) or "none"
+        raise ConfigError(
+            f"hash_key: the namespace was made with another hash key ({found}) than the configured one:"
+            " give it hash_key=config.read_hash_key()"
+        )
+
+
+def store_stages(config: EngineConfig) -> tuple[str, ...]:
+    """The stages of the store chain, with `encrypt` if encryption is enabled."""
+    return _with("encrypt", "write", config.store.stages, "store.stages", config)
+
+
+def retrieve_stages(config: EngineConfig) -> tuple[str, ...]:
+    """The stages of the retrieve chain, with `decrypt` if encryption is enabled."""
+    return _with("decrypt", "verify", config.retrieve.stages, "retrieve.stages", config)
+
+
+def _with(
+    stage: str, before: str, stages: tuple[str, ...], where: str, config: EngineConfig
+) -> tuple[str, ...]:
+    if not config.encryption.enabled or stage in stages:
+        return stages
+    if before not in stages:
+        raise ConfigError(
+            f"{where}: encryption is on, but there is neither {stage!r} nor {before!r} among them"
+        )
+    place = stages.index(before)
+    return (*stages[:place], stage, *stages[place:])
 
 
 def _chain(
-    registry: Registry, names: Sequence[str], resources: Mapping[str, Any], *, third_party: bool
+    config: EngineConfig, registry: Registry, names: Sequence[str], resources: Mapping[str, Any]
 ) -> Chain[Any, Any]:
+    third_party = config.plugins.third_party
     return Chain.named(
         [
             (name, build_stage(name, registry.load(STAGES, name, third_party=third_party), resources))
@@ -155,15 +242,80 @@ def _chain(
     )
 
 
-def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
-    """Who is told what the engine does: who was given, or the log; and whoever the config wants.
+def _store_runner(
+    config: EngineConfig, registry: Registry, resources: Mapping[str, Any]
+) -> Runner[BatchStored]:
+    """The store chain.
+
+    Half of the arena is reserved for the queues of slower tiers. A batch has at most a quarter of the arena, so
+    that one batch is copied while another one is written, and fits in the queue of a slower tier.
+    """
+    arena: Arena = resources["arena"]
+    stack: TierStack = resources["stack"]
+    chain = _chain(config, registry, store_stages(config), resources)
+    chain.check_ends(StoreRequest, BatchStored)
+    half = arena.num_slabs * arena.slab_bytes // 2
+    max_bytes = max(arena.slab_bytes, min(config.store.max_in_flight_bytes, half))
+    batch_bytes = min(config.store.batch_bytes, half // 2, config.max_pending_write_bytes)
+    return Runner(
+        chain,
+        batch_chunks=max(1, batch_bytes // arena.slab_bytes),
+        chunk_bytes=arena.slab_bytes,
+        budget=ByteBudget(max_bytes),
+        failed=_store_failed,
+        admit=partial(_admit_store, arena, stack),
+    )
+
+
+def _store_failed(batch: Batch, cause: str) -> BatchStored:
+    return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
+
+
+async def _admit_store(
+    arena: Arena, stack: TierStack, batch: Batch, num_chunks: int, timeout_s: float
+) -> None:
+    """Wait for slower tiers if the prompt is larger than the arena, because only they can store all of it.
+
+    Other stores do not wait. They are copied as soon as memory is free, and chunks that do not fit in the
+    queue of a slower tier are then kept in memory only.
 
     Raises:
-        MissingDependencyError: Tracing is on, and OpenTelemetry is not installed.
+        BudgetExceededError: The tiers did not write enough within `timeout_s`.
     """
-    instrument = given or LogInstrument(logger.logger)
-    return Several(instrument, TracingInstrument()) if config.tracing.enabled else instrument
+    if num_chunks > arena.num_slabs:
+        keys = [chunk.key for chunk in batch.chunks]
+        batch.scope.add(await stack.reserve_writes(keys, timeout_s=timeout_s))
 
 
-def default_logger() -> LimitedLogger:
-    return LimitedLogger(logging.getLogger("lmcache_async"))
+def _retrieve_runners(
+    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], max_pinned: int
+) -> tuple[Runner[RetrieveReport], Runner[Any]]:
+    """The retrieve chain, and the same without its last stage.
+
+    Batches in flight hold their leases while they wait for earlier batches. All of them together fit in the
+    arena next to all pinned slabs, so that a later batch never holds memory that an earlier one needs.
+    """
+    arena: Arena = resources["arena"]
+    chain = _chain(config, registry, retrieve_stages(config), resources)
+    chain.check_ends(RetrieveRequest, RetrieveReport)
+    slabs = max(1, arena.num_slabs - max_pinned)
+    max_bytes = max(arena.slab_bytes, min(config.retrieve.max_in_flight_bytes, slabs * arena.slab_bytes))
+    batch_chunks = max(1, min(config.retrieve.batch_bytes, max_bytes) // arena.slab_bytes)
+    budget = ByteBudget(max_bytes)
+    retrieve = Runner(
+        chain,
+        batch_chunks=batch_chunks,
+        chunk_bytes=arena.slab_bytes,
+        budget=budget,
+        failed=lambda _, cause: RetrieveReport(cause=cause),
+        ends=lambda report: bool(report.cause),
+    )
+    prefetch = Runner(
+        Chain(chain.stages[:-1]),
+        batch_chunks=batch_chunks,
+        chunk_bytes=arena.slab_bytes,
+        budget=budget,
+        failed=lambda batch, _: batch.part(0, 0),
+        ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
+    )
+    return retrieve, prefetch

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a config, without opening anything: plug-ins, options, chains, files of secrets."""
+"""Checks of a configuration that open nothing: plug-ins, options, chains and files of secrets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config, validate_options
 from lmcache_async.config.explain import LEFT_OUT, KeyPath, placed_lines
-from lmcache_async.engine.builder import default_logger
-from lmcache_async.engine.secrets import retrieve_stages, store_stages
+from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import layer_context, layered, load_layer, load_tier, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
@@ -23,7 +22,7 @@ from lmcache_async.types import RetrieveReport
 from lmcache_async.web.opening import check_endpoint
 
 START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
-"""What an engine refuses a config with."""
+"""Errors with which an engine refuses a configuration."""
 
 
 def load_engine_config(
@@ -32,10 +31,10 @@ def load_engine_config(
     extra: Mapping[str, Any] | None = None,
     registry: Registry | None = None,
 ) -> EngineConfig:
-    """As `load_config`; where something is wrong, the options of tiers, layers and stages are checked too.
+    """Load a configuration as `load_config` does, and report mistakes in options of plug-ins too.
 
     Raises:
-        ConfigError: Keys or values are wrong; a line for each.
+        ConfigError: Keys or values are wrong; one line for each mistake.
     """
     loaded = survey_config(path, env, extra)
     if loaded.problems:
@@ -44,19 +43,19 @@ def load_engine_config(
 
 
 def all_problems(loaded: LoadedConfig, registry: Registry) -> list[str]:
-    """A line for each mistake, of the config itself and of what it means to the installed plug-ins."""
+    """Return a line for each mistake in the configuration and in the options of plug-ins."""
     return [*loaded.problems, *problems(loaded.config, registry, loaded.source_of)]
 
 
 def problems(
     config: EngineConfig, registry: Registry, source_of: Callable[[KeyPath], str | None] = lambda _: None
 ) -> list[str]:
-    """A line for each thing that would keep an engine of this config from being made on this machine.
+    """Return a line for each reason why this machine cannot build an engine of this configuration.
 
     Args:
-        config: The config.
+        config: The configuration.
         registry: The installed plug-ins.
-        source_of: The place where a key was given; None where it was not.
+        source_of: Gives the place where a key was set; None for keys that are not set.
     """
     shared = Shared()
     found = [line for spec in config.tiers for line in _of_tier(config, spec, registry, shared)]
@@ -73,11 +72,11 @@ def problems(
 
 
 def refusal(error: LMCacheAsyncError, config: EngineConfig, registry: Registry) -> LMCacheAsyncError:
-    """The error to end a start with: the one that was raised, with all other mistakes of the config.
+    """Return an error with the message of `error` and all other mistakes of the configuration.
 
     Args:
         error: One of START_ERRORS.
-        config: The config.
+        config: The configuration.
         registry: The installed plug-ins.
     """
     found = problems(config, registry)
@@ -87,23 +86,23 @@ def refusal(error: LMCacheAsyncError, config: EngineConfig, registry: Registry) 
 
 
 def make_tier(spec: TierSpec, registry: Registry, *, third_party: bool) -> Tier:
-    """The tier alone, without layers, not opened.
+    """Return the tier without layers, not opened.
 
     Raises:
-        LMCacheAsyncError: Its name or its options are wrong, or a package is missing.
+        LMCacheAsyncError: The name or an option is wrong, or a package is missing.
     """
     tier_class = load_tier(registry, spec, third_party=third_party)
     return tier_class(validate_options(tier_class.config_type, spec.options, spec.origin))
 
 
 def persistent_tiers(config: EngineConfig, registry: Registry) -> list[str]:
-    """The ids of the tiers whose content outlives the process; a tier that cannot be made is not among them."""
+    """Return the ids of persistent tiers. Tiers that cannot be constructed are left out."""
     found = []
     for spec in config.tiers:
         try:
             tier = make_tier(spec, registry, third_party=config.plugins.third_party)
             persistent = tier.capabilities.persistent
-        except Exception:  # noqa: BLE001, S112 - the start and the check of the config report it
+        except Exception:  # noqa: BLE001, S112 - reported at the start and by the check of the configuration
             continue
         if persistent:
             found.append(spec.id)
@@ -115,8 +114,8 @@ def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: S
     tier: Tier | None = None
     try:
         tier = make_tier(spec, registry, third_party=third_party)
-    except Exception as error:  # noqa: BLE001 - whatever a plug-in of somebody else's raises
-        yield from _told(error, spec.where, spec.origin.part)
+    except Exception as error:  # noqa: BLE001 - a third-party plug-in may raise anything
+        yield from _described(error, spec.where, spec.origin.part)
     for index, layer in reversed(list(enumerate(spec.layers or ()))):
         if layer.name == LEFT_OUT:
             continue
@@ -125,11 +124,11 @@ def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: S
         try:
             if tier is not None:
                 tier = layered(registry, layer, tier, context, third_party=third_party)
-            else:  # what is wrong with its layers is told all the same
+            else:  # report mistakes of the layers too
                 layer_class = load_layer(registry, layer, context.where, third_party=third_party)
                 validate_options(layer_class.options_type, layer.options, layer.origin, beside=("id",))
         except Exception as error:  # noqa: BLE001 - as above
-            yield from _told(error, layer.where, layer.origin.part)
+            yield from _described(error, layer.where, layer.origin.part)
 
 
 def _of_chain(config: EngineConfig, key: str, takes: type, gives: type, registry: Registry) -> Iterator[str]:
@@ -137,7 +136,7 @@ def _of_chain(config: EngineConfig, key: str, takes: type, gives: type, registry
     try:
         names = store_stages(config) if key == "store" else retrieve_stages(config)
     except LMCacheAsyncError as error:
-        yield from _told(error, where)
+        yield from _described(error, where)
         return
     stages, wrong = _stages(names, registry, where, third_party=config.plugins.third_party)
     yield from wrong
@@ -145,7 +144,7 @@ def _of_chain(config: EngineConfig, key: str, takes: type, gives: type, registry
         try:
             Chain(stages).check_ends(takes, gives)
         except LMCacheAsyncError as error:
-            yield from _told(error, where)
+            yield from _described(error, where)
 
 
 def _stages(
@@ -158,8 +157,8 @@ def _stages(
             stages.append(
                 describe(name, cast("Stage[Any, Any]", registry.load(STAGES, name, third_party=third_party)))
             )
-        except Exception as error:  # noqa: BLE001 - whatever a plug-in of somebody else's raises
-            wrong += _told(error, where)
+        except Exception as error:  # noqa: BLE001 - a third-party plug-in may raise anything
+            wrong += _described(error, where)
     return stages, wrong
 
 
@@ -167,17 +166,17 @@ def _lines(read: Callable[[], object]) -> list[str]:
     try:
         read()
     except LMCacheAsyncError as error:
-        return list(_told(error, ""))
+        return list(_described(error, ""))
     return []
 
 
-def _told(error: Exception, where: str, part: str = "") -> Iterator[str]:
-    """What is wrong, with its place, which an error of a plug-in's own does not know.
+def _described(error: Exception, where: str, part: str = "") -> Iterator[str]:
+    """Return the lines of an error, each with its place in the configuration.
 
     Args:
         error: The error.
-        where: The place.
-        part: The part of the config in that place; a line that names it has a place, perhaps a nearer one.
+        where: The place; added to lines without one.
+        part: The part of the configuration in that place. A line that names it has a place already.
     """
     text = str(error) if isinstance(error, LMCacheAsyncError) else f"it cannot be made: {_short(error)}"
     for line in text.split("\n"):

@@ -1,4 +1,4 @@
-"""The cache engine: async, the source of truth. Everything else is a door to it."""
+"""The asynchronous cache engine."""
 
 from __future__ import annotations
 
@@ -7,54 +7,53 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 from lmcache_async.config import EngineConfig
-from lmcache_async.device.copier import Copier
+from lmcache_async.device.copier import Copier, Fence
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.arguments import Mask, leading_false, row_ids
 from lmcache_async.engine.builder import Parts, build, default_logger, instrument_of
 from lmcache_async.engine.check import START_ERRORS, refusal
-from lmcache_async.engine.clear import clear
-from lmcache_async.engine.costs import LoadCosts
-from lmcache_async.engine.lookups import Lookups
-from lmcache_async.engine.pins import Pins
-from lmcache_async.engine.results import (
-    EngineStatistics,
-    FirstPresent,
-    LookupResult,
-    merge_retrieved,
-    merge_stored,
-)
-from lmcache_async.engine.runners import Once, caller_is_cancelled, countdown, open_runners
-from lmcache_async.engine.scrub import scrub
-from lmcache_async.engine.status import status_page
-from lmcache_async.engine.tokens import TokenVerbs
-from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError
-from lmcache_async.hashing import Namespace
+from lmcache_async.engine.lookup import FirstPresent, LoadCosts, LookupResult, Lookups, Pins
+from lmcache_async.engine.metrics import EngineStatistics
+from lmcache_async.engine.status import EngineSource, status_page
+from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
+from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
 from lmcache_async.observability.instrument import Instrument, Several
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.totals import Totals
-from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.layers.notice import Watcher
-from lmcache_async.types import ChunkKey, RequestPlan, RetrieveReport, StoreReport
+from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 from lmcache_async.web.recent import RecentRequests
 
 T = TypeVar("T")
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+
+NO_NAMESPACE = RequestNamespace()
 
 
-class CacheEngine(TokenVerbs):
-    """Stores the KV of prompts' chunks in tiers, and brings it back.
+class CacheEngine:
+    """Stores the KV cache of prompt chunks in tiers and loads it back.
 
-    Made by `open`; used on one event loop. Calls may overlap. A failure of a tier, or a deadline, is a
-    miss or a counted drop in the report, never an exception; bugs and cancellation do propagate, and
-    then every lease the call held is back.
+    Create an engine with `open` and use it on one event loop. Calls may overlap. The failure of a tier or an
+    expired deadline is a miss or a counted drop in the report, never an exception. Bugs and cancellation
+    propagate; all leases of the call are released before.
+
+    `lookup`, `store`, `retrieve` and `prefetch` take token ids and rows of the paged cache. The methods
+    named `..._keys` and `..._chunks` take chunks that the caller has hashed.
 
     Attributes:
-        totals: What stores and retrieves came to; with `statistics` it is all that metrics are made of.
-        status_url: Where the status page is; None where none is configured.
+        totals: Sums over all stores and retrieves. Metrics are made from it and from `statistics`.
+        status_url: URL of the status page; None if it is not configured.
     """
 
     status_url: str | None = None
@@ -70,22 +69,19 @@ class CacheEngine(TokenVerbs):
         self.config = config
         self.namespace = namespace
         self.layout = layout
-        self._parts = parts
         self.totals = Totals()
+        self._parts = parts
+        self._runners = parts.runners
         self._recent = RecentRequests()
         listening = (self._recent,) if config.http.listen is not None else ()
         self._instrument = Several(self.totals, instrument, *listening)
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
-        self._pins = Pins(
-            max_buffers=int(parts.arena.num_slabs * config.vllm.max_pinned_fraction),
-            ttl_s=config.vllm.lookup_pin_ttl_s,
-        )
+        self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
         self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
         self._lookups = Lookups(
             parts.stack, self._pins, self._costs, timeout_s=config.retrieve.timeout_s, spawn=self._spawn
         )
-        self._runners = open_runners(config, parts, max_pinned=self._pins.max_buffers)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -101,25 +97,25 @@ class CacheEngine(TokenVerbs):
         watcher: Watcher | None = None,
         replica: int = 0,
     ) -> AsyncIterator[CacheEngine]:
-        """An engine over the device memory that `layout` describes; closed at the end of the block.
+        """Open an engine for the device memory that `layout` describes, and close it after the block.
 
-        Closing waits at most `config.shutdown_timeout_s` for what is under way and for what slower tiers
-        have still to write, then frees everything. What persistent tiers hold stays.
+        Closing waits at most `config.shutdown_timeout_s` for running calls and for queued writes of slower
+        tiers, then frees all memory. The content of persistent tiers stays.
 
         Args:
-            config: The engine's.
-            layout: Of the device memory.
-            namespace: What the KV depends on; also this process's rank.
-            instrument: Is told of stores, retrieves and plans, instead of the log.
-            logger: Of the engine and its tiers.
-            registry: The installed plug-ins.
-            watcher: Is told which tier keeps which chunk.
-            replica: The number of this data-parallel replica. Replicas have the same keys; each has its own
+            config: Configuration of the engine.
+            layout: Layout of the paged KV cache.
+            namespace: Everything besides tokens that the KV cache depends on; also contains the rank.
+            instrument: Receives stores, retrieves and plans, instead of the log.
+            logger: Logger of the engine and its tiers.
+            registry: Installed plug-ins.
+            watcher: Receives the chunk events of all tiers.
+            replica: Number of this data-parallel replica. Replicas have the same keys; each has its own
                 directories and its own port of the status page.
 
         Raises:
             ConfigError: A name or an option is wrong, or a tier or the status page cannot be opened.
-            ChainError: The stages of a chain do not fit.
+            ChainError: The stages of a chain do not fit together.
         """
         logger = logger or default_logger()
         registry = registry or Registry()
@@ -134,7 +130,8 @@ class CacheEngine(TokenVerbs):
             parts.free()
             raise
         try:
-            async with status_page(engine, engine._recent, replica=replica) as engine.status_url:
+            source = EngineSource(config, namespace, engine.totals, engine._recent, engine.statistics)
+            async with status_page(source, config.http, namespace, replica=replica) as engine.status_url:
                 yield engine
         finally:
             await engine._aclose()
@@ -143,11 +140,100 @@ class CacheEngine(TokenVerbs):
     def copier(self) -> Copier:
         return self._parts.copier
 
-    async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
-        """How many leading chunks are there, and where.
+    async def lookup(
+        self,
+        tokens: TokenIds,
+        *,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        lookup_id: str | None = None,
+    ) -> int:
+        """Return the number of leading tokens that are stored.
 
-        With a `lookup_id` those in host memory stay there until `unpin(lookup_id)`, or until the
-        configured time has passed.
+        Args:
+            tokens: Token ids: a list, an array or a tensor of integers.
+            namespace: Everything else that the request's KV cache depends on.
+            lookup_id: If given, chunks in host memory are pinned until `unpin(lookup_id)`.
+        """
+        chunks = self._chunks(as_tokens(tokens), namespace)
+        result = await self.lookup_keys([chunk.key for chunk in chunks], lookup_id=lookup_id)
+        return chunks[result.count - 1].stop if result.count else 0
+
+    async def store(
+        self,
+        tokens: TokenIds,
+        rows: Any,
+        *,
+        mask: Mask | None = None,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        request_id: str = "",
+        fence: Fence | None = None,
+    ) -> StoreReport:
+        """Store the KV cache of `tokens` from `rows` of the paged cache.
+
+        Args:
+            tokens: Token ids of the whole prefix, from position 0.
+            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids.
+            mask: Booleans of shape (len(tokens),), as a tensor, an array or a list. Leading False tokens are
+                not stored.
+            namespace: Everything else that the request's KV cache depends on.
+            request_id: Name of the request in log lines.
+            fence: Device event that the copy waits for, taken on the model's thread. By default it is taken
+                here.
+
+        Raises:
+            TypeError: A token or a row is not an integer, or the mask has values other than booleans.
+            ValueError: A token or a row is out of bounds, rows are missing, or the mask has another form.
+        """
+        return await self.store_chunks(
+            self._request(StoreRequest, as_tokens(tokens), rows, mask, namespace, request_id, fence)
+        )
+
+    async def retrieve(
+        self,
+        tokens: TokenIds,
+        rows: Any,
+        *,
+        mask: Mask | None = None,
+        namespace: RequestNamespace = NO_NAMESPACE,
+        request_id: str = "",
+        fence: Fence | None = None,
+    ) -> torch.Tensor:
+        """Load the longest stored prefix of `tokens` into `rows`.
+
+        Args and errors: as in `store`. Leading False tokens of `mask` and tokens of rows -1 are not written.
+        A row is written as a whole or not at all.
+
+        Returns:
+            Bool of shape (len(tokens),) on the CPU: True for each loaded token. It has the form F* T* F*,
+            except that tokens of a row -1 are always False.
+        """
+        ids = as_tokens(tokens)
+        request = self._request(RetrieveRequest, ids, rows, mask, namespace, request_id, fence)
+        report = await self.retrieve_chunks(request)
+        result = torch.zeros(len(ids), dtype=torch.bool)
+        # The hit begins with the chunk of the first wanted row.
+        is_wanted = request.row_ids >= 0
+        wanted = np.flatnonzero(is_wanted)
+        if len(wanted):
+            skip = int(wanted[0]) * self.layout.tokens_per_row
+            end = skip - skip % self.config.chunk_size + report.hit_tokens
+            written = np.repeat(is_wanted, self.layout.tokens_per_row)
+            result[skip:end] = torch.from_numpy(written[skip:end])
+        return result
+
+    async def prefetch(self, tokens: TokenIds, *, namespace: RequestNamespace = NO_NAMESPACE) -> int:
+        """Load the longest stored prefix of `tokens` into host memory and return its number of tokens."""
+        chunks = self._chunks(as_tokens(tokens), namespace)
+        rows = tuple(np.zeros(len(c.tokens) // self.layout.tokens_per_row, np.int64) for c in chunks)
+        return await self.prefetch_chunks(
+            RetrieveRequest(chunks=tuple(chunks), rows=rows, request_namespace=self._label(namespace))
+        )
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
+        """Return how many leading chunks are stored, and in which tiers.
+
+        With a `lookup_id` the chunks in host memory are pinned until `unpin(lookup_id)`, or until
+        `vllm.lookup_pin_ttl_s` has passed.
         """
         self._check_open()
         return await self._lookups.prefix(keys, lookup_id)
@@ -155,31 +241,31 @@ class CacheEngine(TokenVerbs):
     async def first_present(
         self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None
     ) -> FirstPresent | None:
-        """The first key that any tier has; None when there is none, or no answer in time.
+        """Return the first key that a tier has; None if there is none or the deadline expires.
 
-        With a `lookup_id` it is pinned, beside what that lookup has pinned, if it is in host memory.
+        With a `lookup_id` it is pinned, in addition to earlier pins of that id, if it is in host memory.
         """
         self._check_open()
         return await self._lookups.first(keys, lookup_id)
 
     def unpin(self, lookup_id: str) -> None:
-        """End the pins of a lookup; unknown ids are fine."""
+        """Release the pins of a lookup. Unknown ids are ignored."""
         self._pins.release(lookup_id)
 
     async def store_chunks(self, request: StoreRequest) -> StoreReport:
-        """Give the request's chunks to every tier; those already everywhere are passed over.
+        """Store the chunks of the request in every tier that does not have them.
 
-        Ends when the slowest tier has taken or refused them, or at the deadline.
+        Returns when the slowest tier has stored or refused them, or at the deadline.
         """
-        copied = Once(request.on_copied)
+        copied = _Once(request.on_copied)
         return await self._track(self._do_store(request, copied), ended=copied)
 
     async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
-        """Bring the longest prefix of the request's chunks to its rows."""
+        """Load the longest stored prefix of the request's chunks into its rows."""
         return await self._track(self._do_retrieve(request))
 
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
-        """Bring the longest prefix of the request's chunks into host memory; how many tokens it has."""
+        """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""
 
         async def do() -> int:
             try:
@@ -193,37 +279,113 @@ class CacheEngine(TokenVerbs):
         return await self._track(do())
 
     async def clear(self, *, memory_only: bool = False) -> int:
-        """Forget every chunk, or with `memory_only` those of tiers that do not outlive the process.
+        """Delete all chunks and return their number.
 
-        Stores under way end first, so that nothing old arrives behind the clearing.
+        Running calls and queued writes end first, so that none of them stores a chunk afterwards.
+
+        Args:
+            memory_only: Whether to keep the chunks of persistent tiers.
 
         Raises:
-            TierError: They did not end in time; or a tier could not be cleared, while the others were.
+            TierError: Calls or writes did not end in time, and nothing was deleted; or a tier could not be
+                cleared, and the other tiers were.
         """
         self._check_open()
         timeout_s = self.config.store.timeout_s
-        return await clear(self._parts.stack, self._running, timeout_s=timeout_s, memory_only=memory_only)
+        if running := self._running - {asyncio.current_task()}:
+            _, late = await asyncio.wait(running, timeout=timeout_s)
+            if late:
+                raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
+        if not await self.flush(timeout_s=timeout_s):
+            raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
+        removed = 0
+        failure: TierError | None = None
+        for stacked in self._parts.stack.tiers:
+            try:
+                if not (memory_only and stacked.tier.capabilities.persistent):
+                    removed += await stacked.tier.clear()
+            except TierError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return removed
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until slower tiers have written what they have queued; False when that took too long."""
+        """Wait until slower tiers have written their queues; return False if the timeout expires."""
         return await self._parts.stack.flush(timeout_s=timeout_s)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> dict[str, ScrubReport]:
-        """Read and prove the records of each tier, at most at that rate; see `Tier.scrub`."""
+        """Read and verify the records of all tiers, one tier after the other; see `Tier.scrub`.
+
+        The failure of a whole tier counts as one error in its report.
+
+        Args:
+            max_bytes_per_s: Limit of the read rate.
+        """
         self._check_open()
-        return await scrub(self._parts.stack.tiers, max_bytes_per_s)
+        reports = {}
+        for stacked in self._parts.stack.tiers:
+            try:
+                reports[stacked.id] = await stacked.tier.scrub(max_bytes_per_s=max_bytes_per_s)
+            except TierError:
+                reports[stacked.id] = ScrubReport(errors=1)
+        return reports
 
     def planned(self, plan: RequestPlan) -> None:
-        """A request was admitted: told to the instruments, and on the status page."""
+        """Report the plan of an admitted request to the instruments and the status page."""
         self._instrument.planned(plan)
 
     def statistics(self) -> EngineStatistics:
         parts, pinned = self._parts, self._pins.count
         return EngineStatistics.of(parts.arena, parts.stack, pinned_chunks=pinned, running=len(self._running))
 
-    async def _do_store(self, request: StoreRequest, copied: Once) -> StoreReport:
+    def _root(self, namespace: RequestNamespace) -> bytes:
+        own = self.namespace
+        return namespace.root(own.root(), own.algorithm, own.hash_key)
+
+    def _label(self, namespace: RequestNamespace) -> str:
+        return namespace.keyed_label(self.namespace.hash_key)
+
+    def _chunks(self, tokens: Tokens, namespace: RequestNamespace) -> list[Chunk]:
+        hasher = ChunkHasher(
+            self._root(namespace),
+            chunk_size=self.config.chunk_size,
+            algorithm=self.namespace.algorithm,
+            hash_key=self.namespace.hash_key,
+        )
+        chunks = hasher.extend(tokens[: len(tokens) - len(tokens) % self.layout.tokens_per_row])
+        tail = hasher.tail()
+        return chunks if tail is None else [*chunks, tail]
+
+    def _request(
+        self,
+        request_type: type[AnyRequest],
+        tokens: Tokens,
+        rows: Any,
+        mask: Mask | None,
+        namespace: RequestNamespace,
+        request_id: str,
+        fence: Fence | None,
+    ) -> AnyRequest:
+        return request_type(
+            request_id=request_id,
+            tokens=tokens,
+            row_ids=self._rows(rows, len(tokens), leading_false(mask, len(tokens))),
+            root=self._root(namespace),
+            request_namespace=self._label(namespace),
+            fence=self.copier.fence() if fence is None else fence,
+        )
+
+    def _rows(self, rows: Any, num_tokens: int, skip_tokens: int) -> BlockIds:
+        """The rows of the tokens as an int64 copy, with -1 for the first `skip_tokens`."""
+        unit = self.layout.tokens_per_row
+        ids = row_ids(rows, num_tokens, unit, self.layout.num_rows)
+        ids[: -(-skip_tokens // unit)] = -1
+        return ids
+
+    async def _do_store(self, request: StoreRequest, copied: _Once) -> StoreReport:
         start = time.perf_counter()
-        left = countdown(self.config.store.timeout_s)
+        left = _countdown(self.config.store.timeout_s)
         try:
             batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
         except (BudgetExceededError, TierError) as error:
@@ -231,7 +393,7 @@ class CacheEngine(TokenVerbs):
         waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=left())
-        report = merge_stored(batches, start, copied.time or start)
+        report = _merge_stored(batches, start, copied.time or start)
         self._instrument.stored(request.request_id, report)
         return report
 
@@ -242,8 +404,8 @@ class CacheEngine(TokenVerbs):
         except (BudgetExceededError, TierError) as error:
             batches = [RetrieveReport(cause=type(error).__name__)]
         asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
-        report = merge_retrieved(batches, asked, start)
-        if not request.waited_for:  # its time is the model's too
+        report = _merge_retrieved(batches, asked, start)
+        if not request.waited_for:  # otherwise the time includes computation of the model
             self._costs.note(report)
         self._instrument.retrieved(request.request_id, report)
         return report
@@ -251,10 +413,10 @@ class CacheEngine(TokenVerbs):
     async def _track(
         self, coroutine: Coroutine[Any, Any, T], *, ended: Callable[[], None] = lambda: None
     ) -> T:
-        """Run as a task of the engine's own, so that closing can end it.
+        """Run the coroutine as a task of the engine, so that closing can cancel it.
 
         Args:
-            ended: Called when the task has really ended: a caller cancelled twice is gone before that.
+            ended: Called when the task has ended. A caller that is cancelled twice returns before that.
         """
         try:
             self._check_open()
@@ -269,16 +431,16 @@ class CacheEngine(TokenVerbs):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._closed and task.cancelled() and not caller_is_cancelled():
+            if self._closed and task.cancelled() and not _caller_is_cancelled():
                 raise EngineClosedError("the engine was closed during the call") from None
             task.cancel()
             await asyncio.wait({task})
             raise
         finally:
-            del task  # its traceback holds views of slabs: not for as long as somebody keeps ours
+            del task  # its traceback refers to views of slabs, and an exception may refer to this frame
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run beside the calls; closing ends it like them."""
+        """Run background work that closing cancels."""
         if self._closed:
             return work.close()
         task = asyncio.ensure_future(work)
@@ -290,18 +452,18 @@ class CacheEngine(TokenVerbs):
             raise EngineClosedError("the engine is closed")
 
     async def _aclose(self) -> None:
-        """Cancelled, it waits no longer for writes, but frees everything all the same."""
+        """Close the engine. On cancellation it stops waiting for writes and still frees everything."""
         self._closed = True
         timeout_s = self.config.shutdown_timeout_s
-        left = countdown(timeout_s)
+        left = _countdown(timeout_s)
         try:
             if self._running:
                 await asyncio.wait(self._running, timeout=timeout_s)
         except asyncio.CancelledError:
-            left = countdown(0.0)
+            left = _countdown(0.0)
             raise
         finally:
-            async with contextlib.AsyncExitStack() as steps:  # each is taken, whatever becomes of the others
+            async with contextlib.AsyncExitStack() as steps:  # a failed step does not prevent the others
                 steps.callback(self._parts.free)
                 steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
                 steps.callback(self._pins.close)
@@ -309,3 +471,75 @@ class CacheEngine(TokenVerbs):
                     task.cancel()
                 if self._running:
                     await asyncio.wait(self._running, timeout=timeout_s)
+
+
+class _Once:
+    """Call the callback on the first call only, and record the time."""
+
+    def __init__(self, callback: Callable[[], None] | None) -> None:
+        self._callback = callback
+        self.time: float | None = None
+
+    def __call__(self) -> None:
+        if self.time is None:
+            self.time = time.perf_counter()
+            if self._callback is not None:
+                self._callback()
+
+
+def _countdown(timeout_s: float) -> Callable[[], float]:
+    """Return a function that gives the seconds left of `timeout_s`, by the clock of the running loop."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout_s
+    return lambda: max(0.0, deadline - clock())
+
+
+def _caller_is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not only the task that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:
+    """Merge the results of a store's batches; `start` and `copied` are times of `time.perf_counter`."""
+    stored = tokens = 0
+    dropped: Counter[str] = Counter()
+    for batch in batches:
+        dropped.update(batch.dropped)
+        for chunk, outcome in zip(batch.chunks, batch.outcomes, strict=True):
+            cause = outcome.result() if outcome.done() else "deadline"
+            if cause:
+                dropped[cause] += 1
+            else:
+                stored += 1
+                tokens += len(chunk.tokens)
+    return StoreReport(
+        stored=stored,
+        shared=sum(map(_in_a_shared_tier, chain.from_iterable(batch.shared for batch in batches))),
+        present=sum(batch.present for batch in batches),
+        dropped=dropped,
+        tokens=tokens,
+        bytes=sum(batch.bytes for batch in batches),
+        seconds=time.perf_counter() - start,
+        copy_seconds=copied - start,
+    )
+
+
+def _in_a_shared_tier(answers: Sequence[asyncio.Future[TierError | None]]) -> bool:
+    return any(answer.done() and not answer.cancelled() and answer.result() is None for answer in answers)
+
+
+def _merge_retrieved(batches: Sequence[RetrieveReport], asked_tokens: int, start: float) -> RetrieveReport:
+    """Merge the results of a retrieve's batches, in prefix order; the last one may have ended the prefix."""
+    by_tier: Counter[str] = Counter()
+    for batch in batches:
+        by_tier.update(batch.by_tier)
+    return RetrieveReport(
+        hit_chunks=sum(batch.hit_chunks for batch in batches),
+        hit_tokens=sum(batch.hit_tokens for batch in batches),
+        asked_tokens=asked_tokens,
+        bytes=sum(batch.bytes for batch in batches),
+        seconds=time.perf_counter() - start,
+        by_tier=by_tier,
+        cause=batches[-1].cause if batches else "",
+    )

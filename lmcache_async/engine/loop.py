@@ -1,4 +1,4 @@
-"""A uvloop event loop on a thread of its own, started and closed by its owner."""
+"""A uvloop event loop on its own thread."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ T = TypeVar("T")
 
 _CLOSED = "the event loop's thread was closed"
 LAST_S = 1.0
-"""What tasks are given to clean up when the thread ends without having been closed."""
+"""Seconds for tasks to clean up when the thread ends without `close`."""
 
 
 class LoopThread:
-    """Runs coroutines for other threads. A daemon: it never keeps a process alive.
+    """Run coroutines for other threads. The thread is a daemon: it does not keep the process alive.
 
-    A task or callback cannot end it: after a SystemExit, a KeyboardInterrupt or a call of `loop.stop()` the
-    loop goes on. Should the thread end all the same, then every call that waits and every later one raises
-    EngineClosedError at once.
+    After a SystemExit, a KeyboardInterrupt or a `loop.stop()` in a task or callback the loop continues. If the
+    thread ends for another reason, waiting and later calls raise EngineClosedError at once.
 
     Args:
-        name: The thread's name.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str = "lmcache-async-loop") -> None:
@@ -41,9 +40,9 @@ class LoopThread:
         self._logger = LimitedLogger(logging.getLogger(__name__))
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        # Held to put anything on the loop: behind the closing it would never run.
+        # Held while work is submitted: work submitted after closing would never run.
         self._lock = threading.Lock()
-        self._closed = ""  # or why nothing runs any more
+        self._closed = ""  # or the reason why nothing runs any more
         self._stopping = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -52,13 +51,13 @@ class LoopThread:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that runs the thread. A fork does not copy threads."""
+        """Whether this process is a forked child of the one that runs the thread. Forks do not copy threads."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Refuse a call in a forked child, where it would wait for a thread that is not there.
+        """Refuse a call in a forked child, where the thread does not exist.
 
-        Takes no lock: another thread of the parent may have held it at the fork.
+        Takes no lock, because a thread of the parent may have held it at the fork.
 
         Raises:
             EngineClosedError: The process was forked.
@@ -71,14 +70,14 @@ class LoopThread:
 
     @property
     def closed(self) -> str:
-        """Why nothing runs any more; "" while calls are taken."""
+        """The reason why nothing runs any more; "" while the loop accepts calls."""
         return self._closed
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start the coroutine on the loop. Cancelling the future cancels it.
+        """Start the coroutine on the loop. Cancelling the future cancels the coroutine.
 
         Raises:
-            EngineClosedError: The loop was closed or has ended, or the process was forked; the coroutine is closed too.
+            EngineClosedError: The loop was closed or has ended, or the process was forked. The coroutine is closed.
         """
         if self.inherited:
             coroutine.close()
@@ -105,12 +104,12 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Cancel what still runs, drain it within the deadline, stop the loop. May be called twice.
+        """Cancel all tasks, wait for them within the deadline and stop the loop. May be called twice.
 
-        Who waits for a coroutine that did not end in time gets CancelledError.
+        Futures of coroutines that did not end in time are cancelled.
 
         Raises:
-            EngineClosedError: The process was forked; nothing of the parent's loop is touched.
+            EngineClosedError: The process was forked. The loop of the parent is not affected.
         """
         self.check_process()
         with self._lock:
@@ -146,13 +145,13 @@ class LoopThread:
         try:
             while not self._stopping:
                 self._run_once()
-        except BaseException as error:  # noqa: BLE001  # nothing above would tell anyone
+        except BaseException as error:  # noqa: BLE001  # no caller above would report it
             cause = f"{type(error).__name__}: {describe(error)}"
         finally:
             self._end(cause)
 
     def _run_once(self) -> None:
-        """Run until someone stops the loop. What a task or callback raised has ended that one alone."""
+        """Run until the loop is stopped. An exception of a task or callback has ended only that one."""
         try:
             self._loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
@@ -179,13 +178,13 @@ class LoopThread:
             self._logger.log(logging.ERROR, "ended", "%s; every call fails from now on", self._closed)
             self._finish(_cancel_others(LAST_S))
             for future in lost:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended by now
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended
                     future.set_exception(EngineClosedError(self._closed))
         self._finish(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run one last thing; nothing that fails here matters to anyone."""
+        """Run a last coroutine and ignore its failure."""
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(work)
         work.close()
@@ -193,7 +192,7 @@ class LoopThread:
 
 async def _cancel_others(timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    # Again and again: what is cancelled may start others while it cleans up.
+    # Repeated, because a cancelled task may start others during its cleanup.
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others:
             task.cancel()

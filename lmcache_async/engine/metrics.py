@@ -1,23 +1,192 @@
-"""An engine's statistics and totals as families of metrics; `series.py` says what each one is.
+"""Statistics of an engine, and its metric series.
 
-Nothing here runs for a chunk or for a request: who wants to know asks, and pays for it.
+Nothing here runs per chunk or per request. A reader of the metrics pays for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from lmcache_async.engine.results import EngineStatistics
-from lmcache_async.engine.series import CIRCUIT_STATES, PREFIX, SERIES
+from lmcache_async.engine.tiers import layer_statistics
+from lmcache_async.memory.arena import Arena, ArenaStatistics
 from lmcache_async.memory.budget import BudgetStatistics
 from lmcache_async.observability.families import Family, Filling
-from lmcache_async.observability.totals import Durations, Totals
+from lmcache_async.observability.totals import BUCKETS_S, Durations, Totals
 from lmcache_async.tiers.base import TierStatistics
 from lmcache_async.tiers.layers.base import LayerStatistics
 from lmcache_async.tiers.layers.breaker import BreakerStatistics
 from lmcache_async.tiers.layers.limit import LimitStatistics
+from lmcache_async.tiers.layers.metrics import BUCKETS_S as CALL_BUCKETS_S
 from lmcache_async.tiers.layers.metrics import MetricsStatistics
 from lmcache_async.tiers.layers.retry import RetryStatistics
+from lmcache_async.tiers.stack import TierStack
+from lmcache_async.tiers.writer import WriterStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot of an engine.
+
+    Attributes:
+        arena: Statistics of host memory.
+        tiers: Statistics of each tier, by tier id.
+        writers: Statistics of the write queue of each slower tier, by tier id.
+        layers: Statistics of the layers around each tier, by tier id and layer id.
+        counts: Events since the engine was opened, by "<tier id>.<event>".
+        pinned_chunks: Chunks pinned by lookups.
+        running: Running stores and retrieves.
+        late_calls: Calls of tiers that have not ended although their callers gave up. They keep their leases
+            until they end.
+        in_arena: Ids of tiers that keep chunks in the arena, without a copy.
+    """
+
+    arena: ArenaStatistics
+    tiers: Mapping[str, TierStatistics]
+    writers: Mapping[str, WriterStatistics]
+    layers: Mapping[str, Mapping[str, LayerStatistics]]
+    counts: Mapping[str, int]
+    pinned_chunks: int
+    running: int
+    late_calls: int
+    in_arena: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, arena: Arena, stack: TierStack, *, pinned_chunks: int, running: int) -> EngineStatistics:
+        """Take a snapshot."""
+        return cls(
+            arena=arena.statistics(),
+            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
+            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
+            layers={stacked.id: layer_statistics(stacked.tier) for stacked in stack.tiers},
+            counts=dict(stack.counts),
+            pinned_chunks=pinned_chunks,
+            running=running,
+            late_calls=stack.late_calls,
+            in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
+        )
+
+
+PREFIX = "lmcache_async_"
+
+CIRCUIT_STATES = {"closed": 0, "half-open": 1, "open": 2}
+"""Values of `lmcache_async_breaker_state`."""
+
+
+def counter(name: str, text: str, *labels: str) -> Family:
+    return Family(f"{PREFIX}{name}_total", "counter", text, labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Family:
+    return Family(PREFIX + name, "gauge", text, labels)
+
+
+def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
+    return Family(PREFIX + name, "histogram", text, labels, (), buckets)
+
+
+RETRIEVES = (
+    counter(
+        "retrieves",
+        "Retrieves by the reason for their end; complete: all requested chunks were loaded.",
+        "ended_by",
+    ),
+    counter("retrieve_asked_tokens", "Tokens requested by retrieves."),
+    counter("retrieve_hit_tokens", "Tokens loaded by retrieves, by the tier they came from.", "tier"),
+    counter("retrieve_bytes", "Payload bytes copied to the device."),
+    histogram(
+        "retrieve_seconds", "Time from the request of a retrieve to the end of its last copy.", BUCKETS_S
+    ),
+)
+
+STORES = (
+    counter("stores", "Finished stores."),
+    counter("stored_chunks", "Chunks stored by at least one tier."),
+    counter("shared_chunks", "Of these, chunks in a tier that other processes read."),
+    counter("stored_tokens", "Tokens of the stored chunks."),
+    counter("present_chunks", "Chunks of stores that were present already."),
+    counter("dropped_chunks", "Chunks of stores that no tier stored, by cause.", "cause"),
+    counter("store_bytes", "Bytes of the records made by stores, including headers."),
+    histogram("store_seconds", "Time from the request of a store to the answer of the last tier.", BUCKETS_S),
+    histogram("store_copy_seconds", "Time from the request of a store to the last read of device memory.", BUCKETS_S),
+)  # fmt: skip
+
+ENGINE = (
+    gauge("running", "Running stores and retrieves."),
+    gauge("pinned_chunks", "Chunks in host memory pinned by lookups."),
+    gauge("late_calls", "Calls of tiers that exceeded their deadline and have not ended yet."),
+    gauge("arena_bytes", "Size of the arena in host memory."),
+    gauge("arena_leased_bytes", "Leased memory of the arena."),
+    gauge("arena_peak_leased_bytes", "Maximum of the leased memory of the arena."),
+    gauge("arena_lingering_bytes", "Memory without a lease that an array or a tensor still refers to."),
+    gauge("arena_pinned_bytes", "Pinned (page-locked) memory of the arena."),
+    gauge("arena_waiting", "Calls waiting for arena memory."),
+    counter("arena_timeouts", "Calls that did not get all requested arena memory within their deadline."),
+    counter("arena_reclaimed_slabs", "Slabs reclaimed from tiers that keep chunks in the arena."),
+)
+
+TIERS = (
+    gauge("tier_chunks", "Records in the tier; not reported for stores with other writers.", "tier"),
+    gauge("tier_bytes", "Bytes of these records that count against the capacity.", "tier"),
+    gauge("tier_max_bytes", "Capacity of the tier, if it is configured there.", "tier"),
+    counter("tier_evictions", "Records evicted by the tier.", "tier"),
+    counter("tier_hit_chunks", "Chunks read from the tier by retrieves and prefetches.", "tier"),
+    counter("tier_stored_chunks", "Chunks stored in the tier.", "tier"),
+    counter("tier_promoted_chunks", "Chunks copied into the tier from a slower one.", "tier"),
+    counter(
+        "tier_dropped_chunks", "Chunks of stores that the tier did not store, by cause.", "tier", "cause"
+    ),
+    counter("tier_errors", "Failures that were handled as misses, by cause.", "tier", "cause"),
+    counter(
+        "corrupt_records",
+        "Records that failed verification, by cause and by finder: the tier, or the verify stage of a load."
+        " Each was a miss.",
+        "tier",
+        "cause",
+        "found_by",
+    ),
+    gauge("queue_chunks", "Chunks in the write queue or being written.", "tier"),
+    gauge("queue_bytes", "Bytes in the write queue or being written.", "tier"),
+    gauge(
+        "queue_max_bytes",
+        "Maximum of the bytes in the write queue: store.max_pending_write_bytes, or less if writing that much takes longer than store.max_pending_write_s. Varies with the measured write rate.",
+        "tier",
+    ),
+    counter(
+        "queue_refused_chunks",
+        "Chunks refused because the write queue stayed full until their deadline.",
+        "tier",
+    ),
+)
+
+LAYERS = (
+    histogram("tier_call_seconds", "Duration of the tier's calls.", CALL_BUCKETS_S, "tier", "verb"),
+    gauge("tier_calls_in_flight", "Running calls of the tier.", "tier", "verb"),
+    counter("tier_calls_cancelled", "Calls of the tier that were cancelled, at a deadline or before.", "tier", "verb"),
+    counter("tier_call_chunks", "Chunks requested in the tier's calls.", "tier", "verb"),
+    counter("tier_call_found_chunks", "Of these, chunks that the tier had.", "tier", "verb"),
+    counter("tier_call_bytes", "Bytes read or written by the tier.", "tier", "verb"),
+    counter("tier_call_errors", "Failed calls and failed chunks of batches, by cause.", "tier", "verb", "cause"),
+    counter("retries", "Retries of failed calls.", "tier"),
+    counter("retry_recovered", "Chunks, or calls without single chunks, that succeeded in a retry.", "tier"),
+    counter("retry_exhausted", "Calls that failed with no attempt or no time left.", "tier"),
+    Family(
+        PREFIX + "breaker_state",
+        "gauge",
+        "0 closed: calls pass; 1 half open: a few probes pass; 2 open: no call passes. The worst state of all ranks.",
+        ("tier", "circuit"),
+        merge="max",
+    ),
+    counter("breaker_opened", "Openings of the circuit.", "tier", "circuit"),
+    counter("breaker_refused", "Calls refused by the circuit.", "tier", "circuit"),
+    gauge("limit_used", "Calls or bytes in flight that count against the limit.", "tier", "of"),
+    gauge("limit_max", "Maximum of the limit.", "tier", "of"),
+    gauge("limit_waiting", "Calls waiting for the limit.", "tier", "of"),
+    counter("limit_waited", "Calls that waited for the limit.", "tier", "of"),
+    counter("limit_refused", "Calls refused because the limit was not available within their deadline.", "tier", "of"),
+)  # fmt: skip
+
+SERIES = (*RETRIEVES, *STORES, *ENGINE, *TIERS, *LAYERS)
 
 _COUNTS = {
     "hits": "tier_hit_chunks",
@@ -26,11 +195,11 @@ _COUNTS = {
     "dropped": "tier_dropped_chunks",
     "errors": "tier_errors",
 }
-"""Families of the stack's counts; the last two by cause."""
+"""Series of the tier stack's counts. The last two have a cause."""
 
 
 class _Named(Filling):
-    """Fills by names without prefix and suffix."""
+    """Fill series by names without prefix and suffix."""
 
     def count(self, name: str, value: float, *labels: str) -> None:
         self.put(f"{PREFIX}{name}_total", value, *labels)
@@ -43,7 +212,7 @@ class _Named(Filling):
 
 
 def engine_families(statistics: EngineStatistics, totals: Totals) -> list[Family]:
-    """All series of an engine, as of these two; what has no sample yet is left out."""
+    """Return all series of an engine that have samples."""
     out = _Named(SERIES)
     _retrieves(out, totals)
     _stores(out, totals)
@@ -100,16 +269,16 @@ def _engine(out: _Named, statistics: EngineStatistics) -> None:
 
 
 def _tier(out: _Named, tier: str, told: TierStatistics) -> None:
-    if not told.common:  # every rank would tell it, and ranks are added up; the daemon tells it once
+    if not told.common:  # ranks are added up, so the daemon reports what all ranks share
         out.gauge("tier_chunks", told.chunks, tier)
         out.gauge("tier_bytes", told.bytes, tier)
         if told.max_bytes is not None:
             out.gauge("tier_max_bytes", told.max_bytes, tier)
         out.count("tier_evictions", told.evictions, tier)
-    out.count("retrieve_hit_tokens", 0, tier)  # a rate over a tier that never hit is 0, not nothing
+    out.count("retrieve_hit_tokens", 0, tier)  # so that the rate of a tier without hits is 0
     for name in ("tier_hit_chunks", "tier_stored_chunks", "tier_promoted_chunks"):
         out.count(name, 0, tier)
-    # An alert sees a count rise, and nothing where it begins at 1.
+    # An alert on an increase needs a first sample of 0.
     for name in ("tier_dropped_chunks", "tier_errors"):
         out.count(name, 0, tier, "TierUnavailableError")
     out.count("corrupt_records", 0, tier, "checksum", "verify")
@@ -120,7 +289,7 @@ def _tier(out: _Named, tier: str, told: TierStatistics) -> None:
 
 
 def _counts(out: _Named, counts: Mapping[str, int], tiers: Iterable[str]) -> None:
-    """The stack's counts, "<tier id>.<event>" or "<tier id>.<event>.<cause>"; an id may have dots too."""
+    """Add the stack's counts, "<tier id>.<event>" or "<tier id>.<event>.<cause>". Ids may contain dots."""
     ids = sorted(tiers, key=len, reverse=True)
     for name, count in counts.items():
         tier = next((tier for tier in ids if name.startswith(f"{tier}.")), None)
@@ -137,7 +306,7 @@ def _layers(out: _Named, tier: str, layers: Iterable[LayerStatistics]) -> None:
     timed = False
     for layer in layers:
         match layer:
-            case MetricsStatistics() if not timed:  # of several the outermost: what the engine saw
+            case MetricsStatistics() if not timed:  # the outermost one
                 timed = True
                 _calls(out, tier, layer)
             case RetryStatistics():

@@ -1,4 +1,4 @@
-"""What the endpoint shows of an engine, and the endpoint itself where one is configured."""
+"""The status page of an engine: its data source and its server."""
 
 from __future__ import annotations
 
@@ -6,61 +6,73 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
-from lmcache_async.engine.metrics import engine_families
+from lmcache_async.config import EngineConfig, HTTPConfig
+from lmcache_async.engine.metrics import EngineStatistics, engine_families
+from lmcache_async.hashing import Namespace
 from lmcache_async.observability.families import exposition
+from lmcache_async.observability.totals import Totals
+from lmcache_async.tiers.layers.base import LayerStatistics
 from lmcache_async.tiers.layers.breaker import BreakerStatistics
 from lmcache_async.tiers.layers.metrics import MetricsStatistics
 from lmcache_async.web.opening import status_server
 from lmcache_async.web.recent import RecentRequests
 from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version, rates, shares
 
-if TYPE_CHECKING:
-    from lmcache_async.engine.engine import CacheEngine
-    from lmcache_async.engine.results import EngineStatistics
-    from lmcache_async.tiers.layers.base import LayerStatistics
-
 _WINDOW = 10
-"""Samples that a share is of: so long requests go on that hit in one and were planned in another."""
+"""Samples over which a share is averaged, because a request may be planned in one and loaded in another."""
 _LOCAL = "vLLM itself"
 
 
 @contextlib.asynccontextmanager
 async def status_page(
-    engine: CacheEngine, recent: RecentRequests, *, replica: int = 0
+    source: EngineSource, config: HTTPConfig, namespace: Namespace, *, replica: int = 0
 ) -> AsyncIterator[str | None]:
-    """Serves for the block, if the engine's config says so; gives the address.
+    """Serve the status page during the block, if `config.listen` is set, and give its URL.
 
     Raises:
-        ConfigError: It cannot be served as configured.
+        ConfigError: The configured address or file cannot be used.
         MissingDependencyError: aiohttp is not installed.
     """
-    config, namespace = engine.config.http, engine.namespace
     if config.listen is None:
         yield None
         return
     number = replica * namespace.world_size + namespace.rank
-    async with status_server(EngineSource(engine, recent), config, rank=number) as server:
+    async with status_server(source, config, rank=number) as server:
         yield server.url
 
 
 class EngineSource:
-    """An engine, as page, `top` and Prometheus see it.
+    """Data of an engine for the status page, `lmcache-async top` and Prometheus.
 
     Args:
-        recent: An instrument of the engine's.
+        config: Configuration of the engine.
+        namespace: Namespace of the engine.
+        totals: The totals of the engine.
+        recent: The recent requests of the engine.
+        statistics: Takes a snapshot of the engine.
     """
 
-    def __init__(self, engine: CacheEngine, recent: RecentRequests) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        config: EngineConfig,
+        namespace: Namespace,
+        totals: Totals,
+        recent: RecentRequests,
+        statistics: Callable[[], EngineStatistics],
+    ) -> None:
+        self._chunk_size = config.chunk_size
+        self._tiers = [tier.id for tier in config.tiers]
+        self._namespace = namespace
+        self._totals = totals
         self._recent = recent
-        self._tiers = [tier.id for tier in engine.config.tiers]
+        self._statistics = statistics
         self._opened = time.time()
 
     def sample(self) -> Sample:
-        told, totals = self._engine.statistics(), self._engine.totals
+        told, totals = self._statistics(), self._totals
         counts: dict[str, float] = {
             "prompt": self._recent.prompt_tokens,
             "local": self._recent.local_tokens,
@@ -107,14 +119,13 @@ class EngineSource:
         return charts
 
     def status(self) -> dict[str, Any]:
-        engine, told = self._engine, self._engine.statistics()
-        namespace, totals = engine.namespace, engine.totals
+        told, namespace, totals = self._statistics(), self._namespace, self._totals
         return {
             "kind": "engine",
             "title": namespace.model,
             "facts": [
                 ["rank", f"{namespace.rank} of {namespace.world_size}"],
-                ["chunk", f"{engine.config.chunk_size} tokens"],
+                ["chunk", f"{self._chunk_size} tokens"],
                 ["host", socket.gethostname()],
                 ["process", str(os.getpid())],
                 ["lmcache-async", package_version()],
@@ -159,7 +170,7 @@ class EngineSource:
         }
 
     def metrics(self) -> bytes:
-        return exposition(engine_families(self._engine.statistics(), self._engine.totals))
+        return exposition(engine_families(self._statistics(), self._totals))
 
 
 def _tier(name: str, told: EngineStatistics) -> dict[str, Any]:
@@ -203,7 +214,7 @@ def _breaker(layers: Mapping[str, LayerStatistics]) -> dict[str, str] | None:
 
 
 def _calls(layers: Mapping[str, LayerStatistics]) -> dict[str, dict[str, Any]]:
-    """By verb, as the outermost layer that counts has it."""
+    """Calls by verb, from the outermost `metrics` layer."""
     for layer in layers.values():
         if isinstance(layer, MetricsStatistics):
             return {

@@ -1,6 +1,6 @@
-"""The synchronous facade: LMCache's names and argument names over the async engine.
+"""The synchronous cache engine, with the names and arguments of LMCache's engine.
 
-Each `LMCacheEngine` owns one event loop thread and waits for it; calls may come from any thread.
+Each `LMCacheEngine` runs an asynchronous engine on its own event loop thread.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack
 
 import torch
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.device.layout import Layers
+from lmcache_async.device.layout import KVLayout, Layers
 from lmcache_async.engine.arguments import (
     Mask,
     RequestArguments,
@@ -30,32 +31,79 @@ from lmcache_async.engine.arguments import (
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.metadata import LMCacheEngineMetadata, Memory, memory_of
-from lmcache_async.engine.metrics import engine_families
-from lmcache_async.engine.results import EngineStatistics
+from lmcache_async.engine.metrics import EngineStatistics, engine_families
 from lmcache_async.engine.tiers import TIER_CLOSE_S
 from lmcache_async.errors import ConfigError, EngineClosedError
-from lmcache_async.hashing import TokenIds
+from lmcache_async.hashing import Namespace, TokenIds
 from lmcache_async.observability.families import Family
 
 T = TypeVar("T")
+_Memory: TypeAlias = list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 logger = logging.getLogger("lmcache_async")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LMCacheEngineMetadata:
+    """Properties of the model that the KV cache depends on, with the names of LMCache's metadata.
+
+    Attributes:
+        model_name: Name of the model.
+        world_size: Number of ranks of the model.
+        worker_id: This rank.
+        weights: Fingerprint of the weights (`lmcache_async.hashing.weights_fingerprint`), or any text that
+            changes with them. Without it, a change of weights under the same model name is not detected.
+        kv_dtype: Element type of the KV cache; by default that of the tensors.
+        block_size: Tokens per block. Required if the shape of the tensors is ambiguous, as for pairs of
+            K and V of shape [blocks, block size, heads, head size].
+        kv_order: Order of the dimensions, one letter each, as in `KVLayout.from_token_slots` (`2BNHD`,
+            `BHNC`). Required if the shape is ambiguous even with `block_size`.
+    """
+
+    model_name: str = ""
+    world_size: int = 1
+    worker_id: int = 0
+    weights: str = ""
+    kv_dtype: torch.dtype | None = None
+    block_size: int | None = None
+    kv_order: str | None = None
+
+    def layout_of(self, kv_caches: Layers) -> KVLayout:
+        """Return the layout of the paged cache with token slots as rows.
+
+        Raises:
+            ValueError: The shapes are unknown, ambiguous, or differ from the metadata.
+        """
+        return KVLayout.from_token_slots(kv_caches, order=self.kv_order, block_size=self.block_size)
+
+    def namespace_of(self, layout: KVLayout, config: EngineConfig) -> Namespace:
+        return Namespace(
+            model=self.model_name,
+            weights=self.weights,
+            dtype=str(self.kv_dtype) if self.kv_dtype is not None else layout.dtype,
+            layout=layout.text,
+            world_size=self.world_size,
+            tp_rank=self.worker_id,
+            tp_size=self.world_size,
+            chunk_size=config.chunk_size,
+            algorithm=config.hash_algorithm,
+            hash_key=config.read_hash_key(),
+        )
+
+
 class LMCacheEngine:
-    """A cache engine for code without an event loop.
+    """A cache engine for code without an event loop. Thread-safe.
 
-    It opens with the first call that gives `kv_caches` (all later ones must give the same tensors, or
-    none); until then a lookup finds nothing.
+    The engine opens with the first call that has `kv_caches`. Before that, lookups find nothing. Later calls
+    must give the same tensors, or none.
 
-    A process that is forked from the engine's cannot use it: each call raises EngineClosedError there, and the
-    parent's engine is not touched. The child may open an engine of its own.
+    A forked child cannot use the engine of its parent: each call raises EngineClosedError there, and the
+    parent's engine is not affected. The child may open its own engine.
 
     Args:
-        config: As from `load_config`.
-        metadata: What the KV depends on.
-        kv_caches: The paged KV cache: a tensor, or a pair for K and V, for each layer; by name or in order.
+        config: Configuration, as from `load_config`.
+        metadata: Properties of the model that the KV cache depends on.
+        kv_caches: The paged KV cache: for each layer a tensor, or a pair of K and V; by name or in order.
     """
 
     def __init__(
@@ -71,7 +119,7 @@ class LMCacheEngine:
         self._exit = contextlib.AsyncExitStack()
         self._lock = threading.Lock()
         self._engine: CacheEngine | None = None
-        self._memory: Memory = []
+        self._memory: _Memory = []
         self._closed = False
         if kv_caches is not None:
             try:
@@ -81,7 +129,7 @@ class LMCacheEngine:
                 raise
 
     def store(self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]) -> None:
-        """Store the KV of `tokens`; returns when every tier has taken or refused it.
+        """Store the KV cache of `tokens`. Returns when every tier has stored or refused it.
 
         Args:
             tokens: Token ids of the whole prefix: a list, an array or a tensor.
@@ -91,8 +139,8 @@ class LMCacheEngine:
                 `cache_salt`, `lora`, `tags`, `request_configs`; see `RequestArguments`.
 
         Raises:
-            TypeError: There is another argument, or one is of another type.
-            ValueError: An argument has a value that fits neither the tokens nor the cache.
+            TypeError: An argument is unknown or has the wrong type.
+            ValueError: The value of an argument does not fit the tokens or the cache.
         """
         check_names("store", kwargs, "mask")
         engine = self._ready(paged_cache(kwargs))
@@ -112,11 +160,11 @@ class LMCacheEngine:
     def retrieve(
         self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]
     ) -> torch.Tensor:
-        """Load the longest prefix that is there into its slots; arguments as in `store`.
+        """Load the longest stored prefix into its slots; arguments and errors as in `store`.
 
         Returns:
-            Bool of shape (len(tokens),) on the CPU: True for the tokens loaded. It has the form F* T* F*, but
-            that tokens with a slot of -1 are False everywhere.
+            Bool of shape (len(tokens),) on the CPU: True for each loaded token. It has the form F* T* F*,
+            except that tokens with slot -1 are always False.
         """
         check_names("retrieve", kwargs, "mask")
         engine = self._ready(paged_cache(kwargs))
@@ -141,9 +189,13 @@ class LMCacheEngine:
         pin: bool = False,
         **kwargs: Unpack[RequestArguments],
     ) -> int:
-        """How many leading tokens are there. With `pin`, those in host memory stay until `lookup_unpin`.
+        """Return the number of leading tokens that are stored; arguments and errors as in `store`.
 
-        Args and errors: `tokens` and `**kwargs` as in `store`.
+        Args:
+            tokens: Token ids of the prompt.
+            lookup_id: Name of the lookup; required with `pin`.
+            pin: Whether to pin chunks in host memory until `lookup_unpin(lookup_id)`.
+            **kwargs: As in `store`.
         """
         check_names("lookup", kwargs, "lookup_id", "pin")
         namespace = request_namespace(kwargs)
@@ -151,18 +203,18 @@ class LMCacheEngine:
         if engine is None:
             return 0
         if pin and lookup_id is None:
-            raise ValueError("pin=True needs a lookup_id, by which lookup_unpin ends it")
+            raise ValueError("pin=True requires a lookup_id, to be given to lookup_unpin later")
         return self._wait(engine.lookup(tokens, namespace=namespace, lookup_id=lookup_id if pin else None))
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
-        """End the pins of these lookups; unknown ids are fine."""
+        """Release the pins of these lookups. Unknown ids are ignored."""
         engine = self._ready(None)
         for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
             if engine is not None:
                 self._loop.call_soon(engine.unpin, lookup_id)
 
     def prefetch(self, tokens: TokenIds, **kwargs: Unpack[RequestArguments]) -> int:
-        """Bring what slower tiers have of `tokens` into host memory; how many leading tokens are there.
+        """Load the longest stored prefix into host memory and return its number of tokens.
 
         Args and errors: as in `store`.
         """
@@ -172,32 +224,32 @@ class LMCacheEngine:
         return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=namespace))
 
     def clear(self, *, memory_only: bool = False) -> int:
-        """Forget every chunk of every tier, or of memory alone; how many there were."""
+        """Delete the chunks of all tiers, or of memory only; return their number."""
         engine = self._ready(None)
         return 0 if engine is None else self._wait(engine.clear(memory_only=memory_only))
 
     def statistics(self) -> EngineStatistics | None:
-        """A snapshot; None before the engine has opened."""
+        """A snapshot of the engine; None before it has opened."""
         engine = self._ready(None)
         return None if engine is None else self._wait(_call(engine.statistics))
 
     def metrics(self) -> list[Family]:
-        """All that there is to be measured; `exposition` makes Prometheus' text of it. Nothing before it has opened."""
+        """All metric series; empty before the engine has opened. `exposition` formats them for Prometheus."""
         engine = self._ready(None)
         if engine is None:
             return []
         return self._wait(_call(lambda: engine_families(engine.statistics(), engine.totals)))
 
     def close(self) -> None:
-        """Write what is queued, within the configured deadline, and free everything. Disk content stays.
+        """Write the queues, within the configured deadline, and free everything. Disk content stays.
 
         Raises:
-            EngineClosedError: The process was forked, and the engine is the parent's.
+            EngineClosedError: The engine belongs to the parent of this forked process.
         """
         if not self._closed:
             self._loop.check_process()
         elif self._loop.inherited:
-            return  # the lock may be held for ever here
+            return  # a thread of the parent may have held the lock at the fork
         with self._lock:
             if self._closed:
                 return
@@ -207,9 +259,9 @@ class LMCacheEngine:
             try:
                 self._loop.submit(self._exit.aclose()).result(timeout_s)
             except TimeoutError:
-                logger.warning("the engine's tiers did not close in time; they are left as they are")
+                logger.warning("the tiers of the engine did not close in time and are abandoned")
             except EngineClosedError as error:
-                logger.warning("the engine's tiers were not closed: %s", error)
+                logger.warning("the tiers of the engine were not closed: %s", error)
             finally:
                 self._engine = None
                 self._loop.close(min(queue_s, TIER_CLOSE_S))
@@ -219,10 +271,10 @@ class LMCacheEngine:
         return self._closed
 
     def attach(self, kv_caches: Layers) -> None:
-        """Open the engine over these tensors, if no call has done so yet.
+        """Open the engine with these tensors, if it is not open yet.
 
         Raises:
-            ValueError: It was opened over others.
+            ValueError: The engine was opened with other tensors.
         """
         self._ready(kv_caches)
 
@@ -233,12 +285,12 @@ class LMCacheEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A forked child that leaves the block has nothing to close, and the block's own error goes on.
+        # A forked child has nothing to close, and an error of the block must propagate.
         if not self._loop.inherited:
             self.close()
 
     def _check_process(self) -> None:
-        """Raises EngineClosedError: this process was forked from the one that opened the engine."""
+        """Raise EngineClosedError in a process that was forked after the engine was opened."""
         self._loop.check_process()
 
     def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
@@ -248,7 +300,7 @@ class LMCacheEngine:
                 raise EngineClosedError("the engine was closed")
             if kv_caches is not None and self._engine is None:
                 self._open(kv_caches)
-            elif kv_caches is not None and memory_of(kv_caches) != self._memory:
+            elif kv_caches is not None and _memory_of(kv_caches) != self._memory:
                 raise ValueError("kv_caches= are other tensors than those the engine was opened with")
             return self._engine
 
@@ -260,7 +312,7 @@ class LMCacheEngine:
             )
         )
         self._engine = self._wait(opened)
-        self._memory = memory_of(kv_caches)
+        self._memory = _memory_of(kv_caches)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._loop.submit(coroutine)
@@ -274,9 +326,9 @@ class LMCacheEngine:
 
 
 class LMCacheEngineBuilder:
-    """Engines of this process by instance id, as LMCache's users find them.
+    """Engines of this process by instance id, as in LMCache.
 
-    In a forked child the ids of the parent's open engines raise EngineClosedError; others can be used.
+    In a forked child, the ids of engines that the parent had open raise EngineClosedError.
     """
 
     _engines: ClassVar[dict[str, LMCacheEngine]] = {}
@@ -291,12 +343,12 @@ class LMCacheEngineBuilder:
         *,
         kv_caches: Layers | None = None,
     ) -> LMCacheEngine:
-        """The engine of that id; made if there is none, or if it was closed.
+        """Return the engine with this id; create it if there is none or it was closed.
 
         Raises:
-            ConfigError: There is one with another config or other metadata.
-            EngineClosedError: The process was forked, and the engine is the parent's.
-            ValueError: There is one over another cache.
+            ConfigError: The engine exists with another config or other metadata.
+            EngineClosedError: The engine belongs to the parent of this forked process.
+            ValueError: The engine was opened with other tensors.
         """
         with cls._lock:
             engine = cls._find(instance_id)
@@ -316,20 +368,24 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """The engine of that id, or None; None also once it was closed.
+        """Return the engine with this id; None if there is none or it was closed.
 
         Raises:
-            EngineClosedError: The process was forked, and the engine is the parent's.
+            EngineClosedError: The engine belongs to the parent of this forked process.
         """
         with cls._lock:
             return cls._find(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
-        """Close the engine and free everything; content on disk stays unless `clear`. Unknown ids are fine.
+        """Close the engine and free everything. Unknown ids are ignored.
+
+        Args:
+            instance_id: Id of the engine.
+            clear: Whether to delete the content of all tiers, also on disk.
 
         Raises:
-            EngineClosedError: The process was forked, and the engine is the parent's.
+            EngineClosedError: The engine belongs to the parent of this forked process.
         """
         with cls._lock:
             cls._find(instance_id)
@@ -355,9 +411,16 @@ class LMCacheEngineBuilder:
         cls._lock = threading.Lock()
 
 
-# Another thread of the parent may have held the lock at the fork; a child could never release it.
+# A thread of the parent may have held the lock at the fork; the child could never release it.
 os.register_at_fork(after_in_child=LMCacheEngineBuilder._renew_lock)
 
 
-async def _call(function: Any) -> Any:
+async def _call(function: Callable[[], T]) -> T:
     return function()
+
+
+def _memory_of(kv_caches: Layers) -> _Memory:
+    """Address and form of each tensor, to tell whether two caches are the same memory."""
+    layers = kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches
+    parts = [part for layer in layers for part in ([layer] if isinstance(layer, torch.Tensor) else layer)]
+    return [(part.data_ptr(), tuple(part.shape), part.stride(), part.dtype) for part in parts]

@@ -1,4 +1,4 @@
-"""The tiers of an engine from its config, each in its layers and behind its border."""
+"""Construction of the configured tiers with their layers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter
 
 USUAL_LAYERS = tuple(LayerSpec.model_validate(name) for name in ("metrics", "retry", "breaker", "deadline"))
-"""Around a tier whose config has no `layers`, outermost first; docs/decisions/0007 says why these."""
+"""Default layers, outermost first; see docs/decisions/0007."""
 USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
-"""The same for a tier in the arena."""
+"""Default layers of a tier in the arena."""
 
 TIER_CLOSE_S = 3.0
 """Longest wait for one tier's calls, and then for its closing, once nothing is queued to be written."""
@@ -37,12 +37,16 @@ def stacked_tiers(
     chunk_bytes: int = 0,
     replica: int = 0,
 ) -> list[StackedTier]:
-    """The configured tiers, not opened yet.
+    """Return the configured tiers, not opened.
 
     Args:
-        watcher: Who wants to know which tier keeps which chunk.
-        chunk_bytes: Bytes of the largest record; the queue before a slow tier takes one at least.
-        replica: The data-parallel replica; each has directories of its own.
+        registry: Installed plug-ins.
+        config: Configuration of the engine.
+        namespace: Namespace of the keys; contains the rank.
+        logger: Logger of the tiers.
+        watcher: Receives the chunk events of all tiers.
+        chunk_bytes: Bytes of the largest record. The write queue of a slow tier has room for at least one.
+        replica: Number of the data-parallel replica; each has its own directories.
 
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
@@ -78,7 +82,7 @@ def _stacked(
         layer = placed_layer(spec, index, layer)
         context = layer_context(spec, layer, logger, shared)
         tier = layered(registry, layer, tier, context, third_party=config.plugins.third_party)
-    if in_arena:  # it waits for nothing outside: no deadline, no queue; its border is around its layers too
+    if in_arena:  # never waits for I/O: no deadline, no queue; the border is outside of the layers
         return StackedTier(spec.id, BorderLayer(tier, name=spec.id, logger=logger))
     guarded = GuardLayer(
         tier,
@@ -111,10 +115,10 @@ def _tier(
 
 
 def _own_subdirectory(options: Mapping[str, Any], namespace: Namespace, replica: int) -> dict[str, str]:
-    """The option `subdirectory` of this process, where one process owns a directory.
+    """Return the option `subdirectory` that is unique to this process.
 
-    The first replica has the directories of an engine without replicas, and so keeps their records when
-    another replica is added.
+    The first replica has the directories of an engine without replicas, and so keeps its records when
+    replicas are added.
     """
     given = options.get("subdirectory")
     rank = f"rank-{namespace.rank}" if namespace.world_size > 1 else ""
@@ -125,11 +129,11 @@ def _own_subdirectory(options: Mapping[str, Any], namespace: Namespace, replica:
 
 
 def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[Tier]:
-    """The class of a configured tier.
+    """Return the class of a configured tier.
 
     Raises:
-        ConfigError: There is none of that name, or it is no tier.
-        MissingDependencyError: It needs a package.
+        ConfigError: No tier has this name, or the class is not a tier.
+        MissingDependencyError: A required package is not installed.
     """
     tier_class = registry.load(TIERS, spec.name, third_party=third_party)
     if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
@@ -138,12 +142,12 @@ def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[
 
 
 def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
-    """The layer of that index, with its place in the config."""
+    """Return the layer with its place in the configuration."""
     return layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
 
 
 def layer_context(spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, shared: Shared) -> LayerContext:
-    """Where the layer is."""
+    """Return the context for the constructor of a layer."""
     return LayerContext(
         tier=spec.id,
         layer=layer.id,
@@ -157,11 +161,11 @@ def layer_context(spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, share
 def layered(
     registry: Registry, spec: LayerSpec, inner: Tier, context: LayerContext, *, third_party: bool
 ) -> Tier:
-    """The layer of that name around a tier.
+    """Return the configured layer around the tier `inner`.
 
     Raises:
-        ConfigError: There is none of that name, it is no layer, or does not fit the tier.
-        MissingDependencyError: It needs a package.
+        ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
+        MissingDependencyError: A required package is not installed.
     """
     where = context.where
     layer_class = load_layer(registry, spec, where, third_party=third_party)
@@ -177,11 +181,11 @@ def layered(
 def load_layer(
     registry: Registry, spec: LayerSpec, where: str, *, third_party: bool
 ) -> type[ConfiguredLayer]:
-    """The class of a configured layer.
+    """Return the class of a configured layer.
 
     Raises:
-        ConfigError: There is none of that name, or it is no layer.
-        MissingDependencyError: It needs a package.
+        ConfigError: No layer has this name, or the class is not a layer.
+        MissingDependencyError: A required package is not installed.
     """
     layer_class = registry.load(LAYERS, spec.name, third_party=third_party)
     if not (isinstance(layer_class, type) and issubclass(layer_class, ConfiguredLayer)):
@@ -192,7 +196,7 @@ def load_layer(
 
 
 def layer_statistics(tier: Tier) -> dict[str, LayerStatistics]:
-    """What the layers around a tier tell, by their ids."""
+    """Return the statistics of the layers around a tier, by layer id."""
     told: dict[str, LayerStatistics] = {}
     while isinstance(tier, TierLayer):
         if isinstance(tier, ConfiguredLayer) and (statistics := tier.layer_statistics()) is not None:

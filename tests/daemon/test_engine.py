@@ -86,7 +86,9 @@ async def test_what_a_pool_holds_is_told_by_each_rank_and_counted_by_none(daemon
         await engine.store(TOKENS, torch.arange(len(TOKENS)))
         assert await engine.flush(timeout_s=30)
         families = engine_families(engine.statistics(), engine.totals)
-        page = EngineSource(engine, RecentRequests()).status()
+        page = EngineSource(
+            engine.config, engine.namespace, engine.totals, RecentRequests(), engine.statistics
+        ).status()
     tiers = {
         family.name.removeprefix("lmcache_async_"): {s.labels for s in family.samples} for family in families
     }

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_async.device.copier import CopyJob, open_copier
+from lmcache_async.device import open_copier
+from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import CudaCopier
 from lmcache_async.device.layout import KVLayout

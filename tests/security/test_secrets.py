@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.config.secrets import EncryptionConfig, read_secrets
-from lmcache_async.engine.metadata import LMCacheEngineMetadata
+from lmcache_async.engine.sync import LMCacheEngineMetadata
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.testing.rig import Rig

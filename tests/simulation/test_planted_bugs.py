@@ -3,7 +3,7 @@
 import pytest
 
 from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.engine.pins import Pins
+from lmcache_async.engine.lookup import Pins
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Scope

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.device import cpu
+from lmcache_async.device import cpu, open_copier
 from lmcache_async.device import rows as row_copies
-from lmcache_async.device.copier import CopyJob, open_copier, wait_all
+from lmcache_async.device.copier import CopyJob, wait_all
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError

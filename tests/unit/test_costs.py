@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lmcache_async.engine.costs import STALE_S, LoadCosts
+from lmcache_async.engine.lookup import STALE_S, LoadCosts
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns

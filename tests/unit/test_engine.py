@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_async.device.copier import open_copier
+from lmcache_async.device import open_copier
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from lmcache_async.engine.metrics import engine_families
-from lmcache_async.engine.series import SERIES
+from lmcache_async.engine.metrics import SERIES, engine_families
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.observability.families import exposition
 from lmcache_async.observability.totals import BUCKETS_S, Totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmcache_async.engine.results import FirstPresent
+from lmcache_async.engine.lookup import FirstPresent
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.testing.rig import Rig
 from tests.support.tiers import Made

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.engine import pins as pins_module
-from lmcache_async.engine.pins import Pins
+from lmcache_async.engine import lookup as lookup_module
+from lmcache_async.engine.lookup import Pins
 from lmcache_async.memory.arena import Arena
 
 
@@ -59,7 +59,7 @@ class FakeLoop:
 @pytest.fixture
 def loop(monkeypatch):
     loop = FakeLoop()
-    monkeypatch.setattr(pins_module.asyncio, "get_running_loop", lambda: loop)
+    monkeypatch.setattr(lookup_module.asyncio, "get_running_loop", lambda: loop)
     return loop
 
 
@@ -175,7 +175,7 @@ async def test_a_released_pin_leaves_no_timer_that_ends_a_later_pin_of_the_same_
 def test_the_bound_and_the_leases_agree_with_a_model(max_buffers, actions):
     arena, loop, model = new_arena(), FakeLoop(), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pins_module.asyncio, "get_running_loop", lambda: loop)
+        patch.setattr(lookup_module.asyncio, "get_running_loop", lambda: loop)
         pins = Pins(max_buffers=max_buffers, ttl_s=30)
         for action, lookup_id, number in actions:
             if action == "hold":

@@ -17,9 +17,8 @@ from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.memory import SharedMemory
 from lmcache_async.daemon.server import Daemon
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.builder import build, default_logger
+from lmcache_async.engine.builder import build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
-from lmcache_async.engine.secrets import check_hash_key
 from lmcache_async.engine.tiers import load_layer, load_tier
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
 from lmcache_async.hashing.digest import digest_function

@@ -165,7 +165,7 @@ WAITS = (
     ),
     Mutation(
         "a retrieve goes on behind a hole",
-        "lmcache_async/engine/runners.py",
+        "lmcache_async/engine/builder.py",
         "ends=lambda report: bool(report.cause),",
         "ends=lambda report: False,",
         TEST_ENGINE,

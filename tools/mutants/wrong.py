@@ -122,7 +122,7 @@ RECORDS = (
     ),
     Mutation(
         "the request's namespace is not in its keys",
-        "lmcache_async/engine/tokens.py",
+        "lmcache_async/engine/engine.py",
         "return namespace.root(own.root(), own.algorithm, own.hash_key)",
         "return own.root()",
         ("tests/unit/test_engine.py::test_namespaces_never_share_a_chunk",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from lmcache_async.engine.series import PREFIX
+from lmcache_async.engine.metrics import PREFIX
 from lmcache_async.integration.vllm.stats import PARTS, all_series, families_of
 from lmcache_async.observability.logging import LimitedLogger
 

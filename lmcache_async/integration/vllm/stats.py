@@ -47,7 +47,7 @@ def families_of(part: Sequence[Any], table: Mapping[str, Family]) -> Iterator[Fa
 
 def all_series() -> dict[str, Family]:
     """Everything that travels, by name. Imported here and not above: the scheduler needs no engine."""
-    from lmcache_async.engine.series import SERIES
+    from lmcache_async.engine.metrics import SERIES
     from lmcache_async.integration.vllm.accounts import SCHEDULER_SERIES
 
     return {family.name: family for family in (*SERIES, *SCHEDULER_SERIES)}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
+from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.results import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import link
 from lmcache_async.integration.vllm.chains import RequestChain

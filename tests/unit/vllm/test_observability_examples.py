@@ -23,8 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from lmcache_async.daemon.metrics import SERIES as DAEMON_SERIES
 from lmcache_async.daemon.metrics import daemon_families
 from lmcache_async.daemon.pool import Pool
-from lmcache_async.engine.metrics import engine_families
-from lmcache_async.engine.series import SERIES
+from lmcache_async.engine.metrics import SERIES, engine_families
 from lmcache_async.integration.vllm.accounts import SCHEDULER_SERIES
 from lmcache_async.integration.vllm.prom import _unregister
 from lmcache_async.observability.families import exposition
