@@ -13,7 +13,7 @@ from lmcache_async.cli.effective import Value, daemon_values, engine_values
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
 from lmcache_async.cli.schema import daemon_schema, engine_schema
 from lmcache_async.config import read_config, survey_config
-from lmcache_async.config.explain import placed_lines
+from lmcache_async.config.validation import placed_lines
 from lmcache_async.daemon.config import survey_daemon_config
 from lmcache_async.engine.check import all_problems
 from lmcache_async.errors import LMCacheAsyncError

@@ -11,8 +11,15 @@ from pydantic import BaseModel
 
 from lmcache_async.cli.options import shown
 from lmcache_async.config import LayerSpec, LoadedConfig, TierSpec, validate_options
-from lmcache_async.config.explain import KeyPath, Origin, is_secret, spell_path, without_secrets, without_user
 from lmcache_async.config.sources import read_file
+from lmcache_async.config.validation import (
+    KeyPath,
+    Origin,
+    is_secret,
+    spell_path,
+    without_secrets,
+    without_user,
+)
 from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, load_layer, load_tier
 from lmcache_async.registry import Registry

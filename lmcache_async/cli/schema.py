@@ -11,8 +11,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from lmcache_async.cli.catalog import KINDS, options_type
 from lmcache_async.cli.options import helps_of
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec
+from lmcache_async.config.model import PluginSpec
 from lmcache_async.config.secrets import SECRET_PATHS
-from lmcache_async.config.specs import PluginSpec
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 

@@ -9,7 +9,7 @@ import typer
 
 from lmcache_async.cli.catalog import KINDS, Entry, catalog
 from lmcache_async.cli.output import JSONFlag, print_json, refuse
-from lmcache_async.config.explain import hint, nearest
+from lmcache_async.config.validation import hint, nearest
 from lmcache_async.registry import Registry
 
 

@@ -1,19 +1,20 @@
-"""Typed, frozen configuration: what there is to set, and `load_config` that reads it."""
+"""Typed, immutable configuration, and `load_config` that reads it."""
 
-from lmcache_async.config.explain import validate_options
-from lmcache_async.config.http import HTTPConfig
 from lmcache_async.config.load import LoadedConfig, load_config, read_config, survey_config
 from lmcache_async.config.model import (
     DEFAULT_RETRIEVE_STAGES,
     DEFAULT_STORE_STAGES,
     ArenaConfig,
     EngineConfig,
+    HTTPConfig,
+    LayerSpec,
     PluginsConfig,
     RetrieveConfig,
     StoreConfig,
+    TierSpec,
+    VLLMConfig,
 )
-from lmcache_async.config.sizes import format_size, parse_size
-from lmcache_async.config.specs import LayerSpec, TierSpec
+from lmcache_async.config.validation import validate_options
 from lmcache_async.config.values import (
     Count,
     Flag,
@@ -25,8 +26,9 @@ from lmcache_async.config.values import (
     Seconds,
     Size,
     Wait,
+    format_size,
+    parse_size,
 )
-from lmcache_async.config.vllm import VLLMConfig
 
 __all__ = [
     "DEFAULT_RETRIEVE_STAGES",

@@ -1,7 +1,7 @@
-"""LMCache's own settings, so that its users can keep their file and their variables.
+"""LMCache's settings, read from its file and its variables.
 
-What has a meaning here becomes a setting of ours. What has none is named with the reason, unless it
-only turns off what is not there. What LMCache does not know either is an error.
+Settings with an equivalent here are converted. Settings without one are reported with the reason, unless their
+value matches the behaviour here. Settings that LMCache does not have are errors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.config.explain import KeyPath, Origin, hint, nearest, show
-from lmcache_async.config.lmcache_keys import (
-    ALIASES,
-    CONNECTOR_KEYS,
-    DEFAULTS,
-    REMOTE_TIERS,
-    RENAMED,
-    WHY_NOT,
-    WHY_NOT_PREFIXES,
-    WHY_NOT_VARIABLES,
-)
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
+from lmcache_async.config.validation import KeyPath, Origin, hint, nearest, show
 from lmcache_async.config.values import (
     parse_count,
     parse_flag,
@@ -42,8 +32,184 @@ _OFF = frozenset({"", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{
 
 
 @dataclass(frozen=True, slots=True)
+class Supported:
+    """A setting of LMCache with an equivalent here.
+
+    Attributes:
+        key: Our key.
+        convert: Converts the value; None for settings that make up the tiers, see `_tiers`.
+    """
+
+    key: str
+    convert: Callable[[object], Any] | None
+
+
+def _gibibytes(value: object) -> int:
+    """Parse a number of LMCache's GB, which are GiB."""
+    try:
+        gibibytes = parse_number(value)
+    except ValueError:
+        gibibytes = 0.0
+    if int(gibibytes * 1024**3) < 1:
+        raise ValueError("expected a number of GiB above 0")
+    return int(gibibytes * 1024**3)
+
+
+def _milliseconds(value: object) -> float:
+    try:
+        return parse_seconds(value) / 1000
+    except ValueError:
+        raise ValueError("expected a number of milliseconds above 0") from None
+
+
+SUPPORTED = {
+    "chunk_size": Supported("chunk_size", parse_count),
+    "max_local_cpu_size": Supported("arena.max_bytes", _gibibytes),
+    "local_cpu_use_hugepages": Supported("arena.huge_pages", parse_flag),
+    "save_decode_cache": Supported("store.generated_tokens", parse_flag),
+    "save_unfull_chunk": Supported("store.partial_chunks", parse_flag),
+    "discard_partial_chunks": Supported("store.partial_chunks", lambda value: not parse_flag(value)),
+    "blocking_timeout_secs": Supported("retrieve.timeout_s", parse_seconds),
+    "lookup_timeout_ms": Supported("vllm.lookup_timeout_s", _milliseconds),
+    "pin_timeout_sec": Supported("vllm.lookup_pin_ttl_s", parse_seconds),
+    "local_cpu": Supported("tiers", None),
+    "local_disk": Supported("tiers", None),
+    "max_local_disk_size": Supported("tiers", None),
+    "remote_url": Supported("tiers", None),
+}
+"""Settings of LMCache with an equivalent here."""
+
+ALIASES = {
+    "enable_xpyd": "enable_pd",
+    "nixl_peer_host": "pd_peer_host",
+    "nixl_peer_init_port": "pd_peer_init_port",
+    "nixl_peer_alloc_port": "pd_peer_alloc_port",
+    "nixl_proxy_host": "pd_proxy_host",
+    "nixl_proxy_port": "pd_proxy_port",
+    "nixl_role": "pd_role",
+    "controller_url": "controller_pull_url",
+    "lmcache_worker_port": "lmcache_worker_ports",
+    "plugin_locations": "runtime_plugin_locations",
+    "external_backends": "storage_plugins",
+    "peer_init_ports": "p2p_init_ports",
+    "peer_lookup_ports": "p2p_lookup_ports",
+    "blend_recompute_ratio": "blend_recompute_ratios",
+}
+"""Older names of settings that LMCache still accepts, and the names of today."""
+
+REMOTE_TIERS = {
+    "redis": "valkey",
+    "rediss": "valkey",
+    "unix": "valkey",
+    "redis-sentinel": "valkey",
+    "valkey": "valkey",
+    "s3": "s3",
+    "mooncakestore": "mooncake",
+}
+"""Tier for the scheme of a `remote_url`, unless a tier with the name of the scheme is installed."""
+
+CONNECTOR_KEYS = frozenset({"discard_partial_chunks", "lmcache_rpc_port", "skip_last_n_tokens", "use_native"})
+"""Settings of LMCache's connector in kv_connector_extra_config without the prefix `lmcache.`."""
+
+DEFAULTS = {
+    "remote_serde": "naive",
+    "pre_caching_hash_algorithm": "builtin",
+    "cache_policy": "lru",
+    "py_enable_gc": "true",
+    "transfer_channel": "",
+    "track_usage": "false",
+    "use_experimental": "true",
+}
+"""Values of unsupported settings that match the behaviour here. For other settings: off, 0, none or empty."""
+
+_DISAGGREGATED = "prefill and decode meet in a tier that both reach, see kv_role in docs/disaggregated.md"
+_P2P = "records of other hosts are shared by the tier valkey, mooncake or s3, name one under tiers; see docs/tiers/"
+_CONTROLLER = "this version has no controller"
+_BLENDING = "this version reuses prefixes only, it does not blend"
+_GDS = "this version has no GPUDirect storage tier"
+_LAZY = "the arena's memory is mapped at once and touched in the background, see arena.prefault"
+_API = "status and metrics are at http.listen, see docs/status.md; no call there changes anything"
+_STATISTICS = "chunks are always counted, see the engine's statistics"
+_HIDDEN = "this version stores KV only, no hidden states"
+_PLUGINS = "plug-ins are found by their entry points, name them under tiers"
+_LOOKUP = "the lookup is the engine's own, each rank answers for its shard"
+_PROCESS = "a pool beside the engines is the tier host with lmcache-async serve; see docs/tiers/host.md"
+_LAYERS = "the layers of a chunk are moved together, in batches of store.batch_bytes"
+_REMOTE_CONFIG = "the config is read from a file, the environment and kv_connector_extra_config only"
+_TELEMETRY = "no usage data is collected"
+
+_UNSUPPORTED = {
+    "records are stored as they are; name an encoding stage in store.stages": "remote_serde",
+    "keys are made by hash_algorithm, they do not depend on PYTHONHASHSEED": "pre_caching_hash_algorithm",
+    "each tier evicts by its own policy": "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha",
+    "the arena is as large as arena.max_bytes says": "reserve_local_cpu_size",
+    "disk tiers take one path each; name several under tiers": "local_disk_path_sharding",
+    "layer-wise loads are on where they help, see vllm.layerwise_load": "use_layerwise",
+    _LAYERS: "use_gpu_connector_v3 experimental_sampled_layerwise_lookup",
+    _BLENDING: "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens"
+    " blend_special_str",
+    "chunks are looked for in the order of tiers and stored in all of them": "retrieve_locations store_location",
+    _P2P: "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports distributed_url transfer_channel",
+    _CONTROLLER: "enable_controller lmcache_instance_id controller_pull_url controller_reply_url"
+    " lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time",
+    _DISAGGREGATED: "enable_pd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port"
+    " pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_allocation_timeout_sec"
+    " pd_shutdown_timeout_sec pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode"
+    " pd_skip_proxy_notification pd_bidirectional enable_nixl nixl_backends nixl_buffer_size nixl_buffer_device"
+    " nixl_enable_gc nixl_receiver_host nixl_receiver_port nixl_peer_port",
+    _GDS: "gds_path gds_path_sharding gds_buffer_size use_gds gds_backend cufile_buffer_size weka_path pfs_path",
+    "this version has no tier on CXL memory": "maru_path maru_pool_size",
+    "stores and loads are always asynchronous": "enable_async_loading",
+    "memory is placed by the kernel's policy": "numa_mode",
+    "Python's garbage collector is left alone": "py_enable_gc",
+    "every request is cached, whatever its priority": "priority_limit",
+    "every hit is loaded as far as loading is faster than computing": "min_retrieve_tokens hit_miss_ratio",
+    "pins end by themselves, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
+    "errors of a tier are always a miss or a counted drop": "error_handling",
+    "KV events come with vLLM's own, see --kv-events-config in docs/metrics.md": "enable_kv_events",
+    _API: "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
+    " internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports",
+    _PLUGINS: "runtime_plugin_locations storage_plugins remote_storage_plugins",
+    _LOOKUP: "external_lookup_client lookup_url lookup_server_worker_ids enable_scheduler_bypass_lookup"
+    " audit_actual_remote_url",
+    _LAZY: "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio"
+    " lazy_memory_step_ratio lazy_memory_safe_size",
+    _STATISTICS: "enable_chunk_statistics chunk_statistics_auto_start_statistics"
+    " chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks"
+    " chunk_statistics_strategy",
+    _REMOTE_CONFIG: "remote_config_url app_id",
+    _HIDDEN: "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
+    _PROCESS: "mp_host mp_port",
+    "write it as local_cpu or local_disk": "local_device max_local_cache_size pipelined_backend",
+    # Settings of the connector, in kv_connector_extra_config.
+    "the sockets are in vllm.socket_dir": "lmcache_rpc_port",
+    "all tokens of a request are cached": "skip_last_n_tokens",
+    "there is one connector only": "use_native",
+}
+
+_UNSUPPORTED_VARIABLES = {
+    "levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging": "log_level log_format",
+    _TELEMETRY: "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint",
+    "there is one engine only": "use_experimental use_upstream_mp device_backend",
+    "kv_role kv_consumer stores nothing; single requests by kv_transfer_params skip_save": "force_skip_save",
+    "this version has no such tracing": "debug access_log enable_profiling enable_layer_timing"
+    " debug_ipc_lifecycle debug_object_group_sizes",
+    _PROCESS: "server_url coordinator_url",
+}
+
+WHY_NOT = {key: why for why, keys in _UNSUPPORTED.items() for key in keys.split()}
+"""Settings without an equivalent here, and the reason."""
+
+WHY_NOT_VARIABLES = {key: why for why, keys in _UNSUPPORTED_VARIABLES.items() for key in keys.split()}
+"""Settings that LMCache reads from variables only, without an equivalent here, and the reason."""
+
+WHY_NOT_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDDEN}
+"""Prefixes of settings without an equivalent here, and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """One of LMCache's settings as it was found, under the name that LMCache gives it today."""
+    """A setting of LMCache with its name of today."""
 
     key: str
     value: Any
@@ -62,8 +228,8 @@ class Found:
 
 
 def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
-    """Whether a config file is LMCache's: most of its keys are LMCache's and not ours."""
-    ours = sum(key in EngineConfig.model_fields and key not in RENAMED for key in content)
+    """Whether a file is LMCache's: it has more keys that are LMCache's only than keys that are ours only."""
+    ours = sum(key in EngineConfig.model_fields and key not in SUPPORTED for key in content)
     theirs = sum(key not in EngineConfig.model_fields and _is_known(_modern(key)) for key in content)
     return theirs > ours
 
@@ -73,7 +239,7 @@ def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> 
 
 
 def found_in_variables(env: Mapping[str, str]) -> list[Found]:
-    """The `LMCACHE_*` variables that are not ours; an empty variable is one that is not set."""
+    """Return the settings of the `LMCACHE_*` variables without those of ours. Empty variables are ignored."""
     found: list[Found] = []
     for name in sorted(env):
         key = name.removeprefix(VARIABLE_PREFIX).lower()
@@ -88,7 +254,7 @@ def found_in_variables(env: Mapping[str, str]) -> list[Found]:
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """kv_connector_extra_config as ours and LMCache's, the latter without the prefix `lmcache.`."""
+    """Split kv_connector_extra_config into our settings and LMCache's, the latter without `lmcache.`."""
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in ((str(key), value) for key, value in extra.items()):
@@ -104,12 +270,12 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 def translate(
     found: Iterable[Found], tier_names: Callable[[], Collection[str]], problems: list[str]
 ) -> tuple[list[Setting], list[str]]:
-    """Settings of ours, and a note for each of LMCache's settings that has no effect.
+    """Convert LMCache's settings to ours, and return a note for each setting without effect.
 
     Args:
-        found: LMCache's settings; of two for one key that of the higher rank counts.
-        tier_names: Gives the names of the installed tiers; asked only for a `remote_url`.
-        problems: Gets what is wrong: a setting that is unknown to LMCache too, or a value.
+        found: LMCache's settings; of two with the same key, the one with the higher precedence counts.
+        tier_names: Gives the names of the installed tiers; called only for a `remote_url`.
+        problems: Receives a message for each unknown setting and each wrong value.
     """
     chosen = {item.key: item for item in sorted(found, key=lambda item: item.rank)}
     settings: list[Setting] = []
@@ -128,58 +294,30 @@ def translate(
 
 
 def _translated(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> list[Setting]:
-    """The setting that it is by itself; the tiers are made of several."""
-    if item.key in _PLAIN:
+    """Convert one setting. Settings of tiers are converted together, by `_tiers`."""
+    supported = SUPPORTED.get(item.key)
+    if supported is not None:
+        if supported.convert is None:
+            return []
         if unless_none(item.value) is not None and not _is_staging_only(item, chosen, notes):
-            value = item.parsed(_PLAIN[item.key])
-            path = tuple(RENAMED[item.key].split("."))
+            value = item.parsed(supported.convert)
+            path = tuple(supported.key.split("."))
             line = item.origin.lines.get((item.key,))
             lines: dict[KeyPath, int] = {} if line is None else {path: line}
             origin = Origin(item.origin.name, lines, item.origin.variable_prefix)
             return [Setting(path, value, origin, item.rank)]
     elif item.key == "extra_config":
         options = item.parsed(parse_mapping) if unless_none(item.value) is not None else {}
-        notes += [f"{item.where}: extra_config.{key}: it is for LMCache's own backends" for key in options]
-    elif item.key not in RENAMED:
+        notes += [f"{item.where}: extra_config.{key}: an option of LMCache's backends" for key in options]
+    else:
         notes += _notes_of(item)
     return []
-
-
-def _gibibytes(value: object) -> int:
-    """LMCache's `GB` are 1024 ** 3 bytes."""
-    try:
-        gibibytes = parse_number(value)
-    except ValueError:
-        gibibytes = 0.0
-    if int(gibibytes * 1024**3) < 1:
-        raise ValueError("expected a number of GiB above 0")
-    return int(gibibytes * 1024**3)
-
-
-def _milliseconds(value: object) -> float:
-    try:
-        return parse_seconds(value) / 1000
-    except ValueError:
-        raise ValueError("expected a number of milliseconds above 0") from None
-
-
-_PLAIN: Mapping[str, Callable[[object], Any]] = {
-    "chunk_size": parse_count,
-    "max_local_cpu_size": _gibibytes,
-    "local_cpu_use_hugepages": parse_flag,
-    "save_decode_cache": parse_flag,
-    "save_unfull_chunk": parse_flag,
-    "discard_partial_chunks": lambda value: not parse_flag(value),
-    "blocking_timeout_secs": parse_seconds,
-    "lookup_timeout_ms": _milliseconds,
-    "pin_timeout_sec": parse_seconds,
-}
 
 
 def _tiers(
     chosen: Mapping[str, Found], tier_names: Callable[[], Collection[str]], notes: list[str]
 ) -> list[Setting]:
-    """The one setting of `tiers` that LMCache's cpu, disk and remote come to; none where none is set."""
+    """Convert LMCache's cpu, disk and remote to one setting of `tiers`; none if none of them is set."""
     used = [chosen[key] for key in ("local_cpu", "local_disk", "remote_url") if key in chosen]
     size = chosen.get("max_local_disk_size")
     tiers: list[Any] = ["cpu"] if _has_cpu(chosen) else []
@@ -219,7 +357,7 @@ def _has_cpu(chosen: Mapping[str, Found]) -> bool:
 
 
 def _is_staging_only(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> bool:
-    """Whether it is `max_local_cpu_size: 0` beside `local_cpu: false`; we still need an arena to pass through."""
+    """Whether it is `max_local_cpu_size: 0` with `local_cpu: false`; the other tiers still need an arena."""
     if item.key != "max_local_cpu_size" or _has_cpu(chosen) or not _asks_nothing(item):
         return False
     notes.append(
@@ -260,7 +398,7 @@ def _url_scheme(value: object) -> str:
 def _notes_of(item: Found) -> list[str]:
     why = _why_not(item.key, variable=bool(item.origin.variable_prefix))
     if why is None:
-        choice = nearest(item.key, [*RENAMED, *WHY_NOT, *ALIASES])
+        choice = nearest(item.key, [*SUPPORTED, *WHY_NOT, *ALIASES])
         raise ConfigError(
             f"{item.where}: LMCache has no setting {item.key}{hint(choice and item.origin.spell(choice))}"
         )
@@ -273,7 +411,7 @@ def _why_not(key: str, *, variable: bool) -> str | None:
 
 
 def _is_known(key: str) -> bool:
-    return key in RENAMED or key == "extra_config" or _why_not(key, variable=False) is not None
+    return key in SUPPORTED or key == "extra_config" or _why_not(key, variable=False) is not None
 
 
 def _asks_nothing(item: Found) -> bool:
@@ -286,12 +424,12 @@ def _modern(key: str) -> str:
 
 
 def _renamed(origin: Origin, key: str) -> Origin:
-    """The origin with the line of an older key under today's name."""
+    """The origin with the line of an older name under the name of today."""
     if key == _modern(key) or (key,) not in origin.lines:
         return origin
     return Origin(origin.name, {(_modern(key),): origin.lines[key,]})
 
 
 def _unquoted(text: str) -> str:
-    """LMCache takes quotes around a variable's whole value off."""
+    """Remove quotes around the whole value of a variable, as LMCache does."""
     return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text

@@ -1,4 +1,4 @@
-"""One typed config out of a mapping, the environment and a file, in this order of precedence."""
+"""Load the configuration from a mapping, environment variables and a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.config.explain import KeyPath, Origin, explain, known_keys, validate_all
 from lmcache_async.config.lmcache import (
+    SUPPORTED,
     VARIABLE_PREFIX,
     found_in_mapping,
     found_in_variables,
@@ -18,18 +18,19 @@ from lmcache_async.config.lmcache import (
     split_extra,
     translate,
 )
-from lmcache_async.config.model import EngineConfig
+from lmcache_async.config.model import EngineConfig, TierSpec
 from lmcache_async.config.sources import (
     CONFIG_FILE,
     PREFIX,
     Rank,
     Setting,
+    mapping_settings,
+    merge,
     read_file,
-    read_variables,
     refuse_secrets,
-    settings_of,
+    variable_settings,
 )
-from lmcache_async.config.specs import TierSpec
+from lmcache_async.config.validation import KeyPath, Origin, explain, known_keys, validate_all
 from lmcache_async.config.values import parse_list
 from lmcache_async.errors import ConfigError
 
@@ -41,36 +42,39 @@ logger = logging.getLogger(__name__)
 EXTRA = "kv_connector_extra_config"
 LMCACHE_FILE = VARIABLE_PREFIX + CONFIG_FILE
 _DEFAULTS = Origin("defaults")
-_STAND_INS: Mapping[KeyPath, object] = {
-    ("hash_algorithm",): "sha256"
-}  # where it is wrong: an algorithm that a hash key is right with
+# In place of a wrong algorithm: one that is valid with a hash key.
+_STAND_INS: Mapping[KeyPath, object] = {("hash_algorithm",): "sha256"}
 _NOTHING = EngineConfig().model_copy(update={"tiers": ()})
 
 
 def load_config(
     path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> EngineConfig:
-    """The config from, first wins: `extra`, LMCACHE_ASYNC_* variables, LMCache's own LMCACHE_*, the file, defaults.
+    """Load the configuration.
+
+    Precedence, highest first: `extra`, `LMCACHE_ASYNC_*` variables, LMCache's `LMCACHE_*` variables, the file,
+    defaults.
 
     Args:
-        path: The YAML file; else `extra["config_file"]`, LMCACHE_ASYNC_CONFIG_FILE or LMCACHE_CONFIG_FILE name it.
-        env: The environment; None is the process's own.
+        path: The YAML file. By default the file named by `extra["config_file"]`, LMCACHE_ASYNC_CONFIG_FILE or
+            LMCACHE_CONFIG_FILE, in this order.
+        env: The environment; by default that of the process.
         extra: vLLM's kv_connector_extra_config: nested, or with dotted keys such as `arena.max_bytes`.
 
     Raises:
-        ConfigError: Keys or values are wrong; a line for each.
+        ConfigError: Keys or values are wrong; one line for each mistake.
     """
     return read_config(path, env, extra).announced()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A config that knows where it came from.
+    """A configuration with the origins of its values.
 
     Attributes:
-        config: The config; where there are problems, what is right of it.
-        origins: Of each key that was given; the rest are defaults.
-        notes: A line for each of LMCache's settings that has no effect.
+        config: The configuration; if there are problems, with the valid values only.
+        origins: Origin of each key that is set. The other keys have their defaults.
+        notes: A line for each setting of LMCache that has no effect.
         problems: A line for each mistake.
     """
 
@@ -80,13 +84,13 @@ class LoadedConfig:
     problems: tuple[str, ...] = ()
 
     def announced(self) -> EngineConfig:
-        """The config, after a warning about settings without effect."""
+        """Log a warning about settings without effect, and return the configuration."""
         if self.notes:
-            logger.warning("Of LMCache's settings these have no effect:\n  %s", "\n  ".join(self.notes))
+            logger.warning("these settings of LMCache have no effect:\n  %s", "\n  ".join(self.notes))
         return self.config
 
     def source_of(self, path: KeyPath) -> str | None:
-        """Where the value came from, with the line in a file; None for a default."""
+        """Return the place where the value was set; None for a default."""
         for length in range(len(path), 0, -1):
             if origin := self.origins.get(path[:length]):
                 return origin.at(path)
@@ -96,10 +100,10 @@ class LoadedConfig:
 def read_config(
     path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """As `load_config`, with the places that values came from, and silently.
+    """Load the configuration with its origins, without logging; arguments as in `load_config`.
 
     Raises:
-        ConfigError: Keys or values are wrong; a line for each.
+        ConfigError: Keys or values are wrong; one line for each mistake.
     """
     loaded = survey_config(path, env, extra)
     if loaded.problems:
@@ -110,9 +114,9 @@ def read_config(
 def survey_config(
     path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """As `read_config`, but mistakes are in the result, so that the caller can look for more of them.
+    """Load the configuration with its origins and its mistakes; arguments as in `load_config`.
 
-    The config then has the values and tiers that are right, and nothing at all of a file that cannot be read.
+    The configuration has the valid values and tiers. It is empty if the file cannot be read.
     """
     env = os.environ if env is None else env
     ours, theirs = split_extra(extra or {})
@@ -123,37 +127,28 @@ def survey_config(
         content, origin = ({}, _DEFAULTS) if file is None else read_file(file, problems, named_by)
     except ConfigError as error:
         return LoadedConfig(_NOTHING, {}, problems=(str(error),))
-    is_lmcaches = named_by == LMCACHE_FILE
+    is_lmcache = named_by == LMCACHE_FILE
     found = found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA) + found_in_variables(env)
-    if is_lmcaches or looks_like_lmcache(content):
+    if is_lmcache or looks_like_lmcache(content):
         found += found_in_mapping(content, origin, Rank.FILE)
     else:
-        settings += settings_of(content, origin, Rank.FILE, problems)
+        settings += mapping_settings(content, origin, Rank.FILE, problems)
     translated, notes = translate(found, _tier_names, problems)
     notes += _replaced_tiers(settings, translated)
-    settings += translated + read_variables(env, problems)
-    settings += settings_of(ours, Origin(EXTRA), Rank.EXTRA, problems)
+    settings += translated + variable_settings(env, problems)
+    settings += mapping_settings(ours, Origin(EXTRA), Rank.EXTRA, problems)
     config, origins = _build(refuse_secrets(settings, problems), problems)
     if lmcache_file := env.get(LMCACHE_FILE, "").strip():
-        notes += [] if is_lmcaches else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]
+        notes += [] if is_lmcache else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]
     return LoadedConfig(config, origins, tuple(notes), tuple(problems))
 
 
 def _build(settings: Iterable[Setting], problems: list[str]) -> tuple[EngineConfig, Mapping[KeyPath, Origin]]:
-    """The config from settings; for one key the highest rank wins, of equal ones the later.
-
-    Of what is wrong it has nothing, and the lines about it are added to `problems`.
-    """
-    content: dict[str, Any] = {}
-    origins: dict[KeyPath, Origin] = {}
-    for setting in sorted(settings, key=lambda setting: setting.rank):
-        section = content
-        for part in setting.path[:-1]:
-            section = section.setdefault(part, {})
-        section[setting.path[-1]] = setting.value
-        origins[setting.path] = setting.origin
+    """Build the configuration of the valid settings, and add a message for each mistake to `problems`."""
+    content, origins = merge(settings)
     config, errors = validate_all(EngineConfig, content, _STAND_INS)
-    problems += explain(errors, known_keys(EngineConfig), origins, _DEFAULTS)
+    advice = {key: f"it is LMCache's, here it is {supported.key}" for key, supported in SUPPORTED.items()}
+    problems += explain(errors, known_keys(EngineConfig), origins, _DEFAULTS, advice)
     origin = origins.get(("tiers",), _DEFAULTS)
     if not errors and config is not None:
         tiers: list[TierSpec | None] = list(config.tiers)
@@ -168,7 +163,7 @@ def _build(settings: Iterable[Setting], problems: list[str]) -> tuple[EngineConf
 
 
 def _usable_tiers(value: object) -> list[TierSpec | None]:
-    """What is right of each tier of a list with mistakes; None in the place of one that cannot be made."""
+    """The tiers of a list with mistakes, each with its valid values; None for an invalid one."""
     try:
         items = parse_list(value)
     except ValueError:
@@ -177,7 +172,7 @@ def _usable_tiers(value: object) -> list[TierSpec | None]:
 
 
 def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, str]:
-    """The file to read, and who names it."""
+    """The file to read, and the option or variable that names it."""
     if path is not None:
         return path, ""
     if from_extra is not None:
@@ -191,7 +186,7 @@ def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) 
 
 
 def _replaced_tiers(own: Iterable[Setting], translated: Iterable[Setting]) -> list[str]:
-    """A note where LMCache's settings take the place of the tiers that our file names."""
+    """A note if settings of LMCache replace the tiers of our file."""
     tiers = ("tiers",)
     theirs = next((setting for setting in translated if setting.path == tiers), None)
     return [

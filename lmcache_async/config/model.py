@@ -1,14 +1,15 @@
-"""What can be configured: frozen typed records, each field with its meaning and unit."""
+"""The configuration of an engine: frozen models with a description and a unit of each field."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from lmcache_async.config.explain import disagree
-from lmcache_async.config.http import HTTPConfig
 from lmcache_async.config.secrets import (
     EncryptionConfig,
     SecretFile,
@@ -16,20 +17,27 @@ from lmcache_async.config.secrets import (
     check_one_source,
     read_secrets,
 )
-from lmcache_async.config.sizes import format_size
-from lmcache_async.config.specs import Section, TierSpec
-from lmcache_async.config.tracing import TracingConfig
+from lmcache_async.config.validation import Origin, disagree
 from lmcache_async.config.values import (
     Count,
+    Endpoint,
     Flag,
+    Fraction,
+    Name,
     Names,
+    OptionalRate,
     OptionalSize,
     Seconds,
     Size,
     Wait,
+    expand_home,
+    format_size,
+    is_loopback,
     parse_list,
+    parse_listen,
+    parse_mapping,
+    unless_none,
 )
-from lmcache_async.config.vllm import VLLMConfig
 from lmcache_async.errors import ConfigError
 from lmcache_async.types import MAX_CHUNK_SIZE
 
@@ -40,6 +48,131 @@ GIB = 1 << 30
 
 DEFAULT_STORE_STAGES = ("hash", "lookup", "allocate", "device_to_host", "seal", "write")
 DEFAULT_RETRIEVE_STAGES = ("hash", "plan", "fetch", "verify", "host_to_device")
+
+
+class Section(BaseModel):
+    """A frozen section of the configuration. Unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PluginSpec(Section):
+    """A plug-in by the name of its entry point. Keys that are not fields are options of the plug-in.
+
+    Options are not in the repr, because there may be a password among them.
+    """
+
+    kind: ClassVar[str] = "plug-in"
+
+    name: Name = Field(description="Name of the entry point.")
+    id: Name = Field(default="", description="What it is called in reports; unique. Its name if not given.")
+    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
+        default_factory=dict, repr=False, description="Its own options, checked against its config type."
+    )
+
+    _origin: Origin | None = PrivateAttr(default=None)
+
+    @property
+    def origin(self) -> Origin:
+        """The place of the plug-in in the configuration, with the lines of its options."""
+        return self._origin or Origin(f"{self.kind} {self.id}")
+
+    @property
+    def where(self) -> str:
+        """The place of the plug-in, as text for messages."""
+        return self.origin.at(())
+
+    def placed(self, origin: Origin) -> Self:
+        """Return a copy with another origin."""
+        spec = self.model_copy()
+        spec._origin = origin
+        return spec
+
+    def __eq__(self, other: object) -> bool:
+        """Compare name and options, but not the origin."""
+        return isinstance(other, type(self)) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # the options are a dict
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name_or_flat(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = {"name": value}
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(  # noqa: TRY004 - pydantic reads ValueError
+                f"expected a {cls.kind}'s name, or a mapping with `name` and the {cls.kind}'s options"
+            )
+        fields = {key: item for key, item in value.items() if key in cls.model_fields}
+        rest = {str(key): item for key, item in value.items() if key not in cls.model_fields}
+        if isinstance(name := fields.get("name"), str):
+            fields.setdefault("id", name)
+        if rest:
+            options = parse_mapping(fields.get("options", {}))
+            if twice := sorted(options.keys() & rest.keys()):
+                raise disagree("it is given twice, beside `options` and inside it", twice[0])
+            fields["options"] = options | rest
+        return fields
+
+
+class LayerSpec(PluginSpec):
+    """A layer around a tier."""
+
+    kind: ClassVar[str] = "layer"
+
+    name: Name = Field(description="Name of the layer's entry point, such as retry or breaker.")
+    id: Name = Field(
+        default="",
+        description="What this layer is called in reports; unique in its tier. Its name if not given.",
+    )
+    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
+        default_factory=dict,
+        repr=False,
+        description="The layer's own options, checked against its config type.",
+    )
+
+
+def _parse_layers(value: object) -> list[Any] | None:
+    value = unless_none(value)
+    return None if value is None else parse_list(value)
+
+
+class TierSpec(PluginSpec):
+    """A tier by the name of its entry point. Keys that are not fields are options of the tier."""
+
+    kind: ClassVar[str] = "tier"
+
+    name: Name = Field(description="Name of the tier's entry point, such as cpu or disk.")
+    id: Name = Field(
+        default="", description="What this tier is called in reports; unique. Its name if not given."
+    )
+    timeout_s: Seconds = Field(default=30.0, description="Longest time of one call to the tier, in seconds.")
+    open_timeout_s: Seconds = Field(
+        default=60.0, description="Longest time to open the tier at start-up, in seconds."
+    )
+    layers: Annotated[tuple[LayerSpec, ...] | None, BeforeValidator(_parse_layers)] = Field(
+        default=None,
+        description="Layers around the tier, outermost first; none means the usual ones, an empty list no layer.",
+    )
+    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
+        default_factory=dict,
+        repr=False,
+        description="The tier's own options, checked against its config type.",
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        seen: dict[str, int] = {}
+        for index, layer in enumerate(self.layers or ()):
+            if (first := seen.setdefault(layer.id, index)) != index:
+                raise disagree(
+                    f"layers[{first}] and layers[{index}] both have the id {layer.id!r};"
+                    " give one of them another `id`",
+                    f"layers.{index}.id",
+                )
+        return self
 
 
 def _parse_tiers(value: object) -> list[Any]:
@@ -66,7 +199,7 @@ def _check_batch(batch_bytes: int, max_in_flight_bytes: int) -> None:
 
 
 class ArenaConfig(Section):
-    """The host memory that all records in memory and in flight live in."""
+    """Host memory for records in memory and in flight."""
 
     max_bytes: Size = Field(
         default=4 * GIB,
@@ -80,7 +213,7 @@ class ArenaConfig(Section):
 
 
 class GPUConfig(Section):
-    """Copies out of device memory and into it, where the cache lies on a GPU."""
+    """Copies between a GPU and host memory."""
 
     staging_bytes: Size = Field(
         default=64 * MIB,
@@ -176,8 +309,154 @@ class PluginsConfig(Section):
     )
 
 
+class TracingConfig(Section):
+    """OpenTelemetry spans of stores and retrieves; see docs/metrics.md."""
+
+    enabled: Flag = Field(
+        default=False,
+        description="Give OpenTelemetry a span of each store and retrieve; needs the extra otel.",
+    )
+
+
+def _parse_optional_listen(value: object) -> Endpoint | None:
+    if isinstance(value, Endpoint):
+        return value
+    value = unless_none(value)
+    return None if value is None else parse_listen(value)
+
+
+def _parse_optional_file(value: object) -> Path | None:
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError("expected the path of a file")
+    return None if value is None else expand_home(value)
+
+
+OptionalFile = Annotated[
+    Path | None, BeforeValidator(_parse_optional_file, json_schema_input_type=str | None)
+]
+
+
+class HTTPConfig(Section):
+    """The read-only server of the status page, its data as JSON, and Prometheus metrics."""
+
+    listen: Annotated[
+        Endpoint | None, BeforeValidator(_parse_optional_listen, json_schema_input_type=str | None)
+    ] = Field(
+        default=None,
+        description="Where status page and metrics are served, as host:port, the rank added to the port; none"
+        " serves nothing, port 0 takes a free one.",
+    )
+    token_file: OptionalFile = Field(
+        default=None,
+        description="File of the tokens that a reader must say, one a line, closed to others; needed on anything"
+        " but the loopback.",
+    )
+    tls_cert_file: OptionalFile = Field(
+        default=None, description="Certificate as PEM, to serve HTTPS; none serves HTTP."
+    )
+    tls_key_file: OptionalFile = Field(default=None, description="Its key, unless that is in the same file.")
+    max_connections: Count = Field(
+        default=32, description="Connections at the same time; one more is refused."
+    )
+    timeout_s: Seconds = Field(
+        default=10.0, description="Longest time of one connection, which has one request, in seconds."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.listen is not None and self.token_file is None and not is_loopback(self.listen.host):
+            raise disagree(
+                f"{self.listen} can be reached from elsewhere, and nobody would have to say a token:"
+                " set token_file, or listen at 127.0.0.1",
+                "listen",
+                "token_file",
+            )
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise disagree("tls_key_file requires tls_cert_file", "tls_key_file", "tls_cert_file")
+        return self
+
+    def make_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context; None without a certificate.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
+        if self.tls_cert_file is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
+        except (OSError, ssl.SSLError) as error:
+            names = f"http.tls_cert_file: {self.tls_cert_file}, http.tls_key_file: {self.tls_key_file}"
+            raise ConfigError(f"{names}: they cannot be used: {error}") from error
+        return context
+
+
+def _parse_directory(value: object) -> Path | None:
+    value = unless_none(value)
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError("expected the path of a directory")
+    return None if value is None else Path(value)
+
+
+class VLLMConfig(Section):
+    """Settings of the vLLM connector."""
+
+    lookup_timeout_s: Seconds = Field(
+        default=0.5,
+        description="How long a request waits for its lookup before it counts as a miss, in seconds.",
+    )
+    lookup_pin_ttl_s: Seconds = Field(
+        default=30.0,
+        description="How long chunks found by a lookup stay pinned if no retrieve follows, in seconds.",
+    )
+    max_pinned_fraction: Fraction = Field(
+        default=0.25,
+        description="Largest part of the arena that lookups may pin, and of vLLM's blocks that stores may hold"
+        " until they are copied; above 0 and at most 1.",
+    )
+    layerwise_load: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether hits in host memory are loaded within the step that uses them, each layer awaited when"
+        " the model comes to it; auto does it where the model runs on a CPU.",
+    )
+    layerwise_max_tokens: Count = Field(
+        default=16384,
+        description="Longest hit that is loaded so, since the rest of the batch waits too; longer ones are loaded"
+        " before the request joins a batch.",
+    )
+    load_policy: Literal["auto", "always"] = Field(
+        default="auto",
+        description="Whether a hit is loaded only as far as that is sooner than computing it, by what loads and steps"
+        " have taken so far, or always.",
+    )
+    prefill_tokens_per_s: OptionalRate = Field(
+        default=None,
+        description="How fast the model computes prompts, in tokens a second, for load_policy; none means measured.",
+    )
+    wait_for_producer_s: Wait = Field(
+        default=2.0,
+        description="How long a request waits for what another vLLM has said that it is storing of it, in seconds;"
+        " 0 loads what is there at once.",
+    )
+    producer_loads: Flag = Field(
+        default=True, description="Whether a vLLM with kv_role kv_producer loads hits, as kv_both does."
+    )
+    consumer_stores: Flag = Field(
+        default=False, description="Whether a vLLM with kv_role kv_consumer stores what it computes."
+    )
+    socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
+        default=None,
+        description="Directory of the sockets between scheduler and workers; none means a private temporary one.",
+    )
+    reset_cache: Literal["all", "memory"] = Field(
+        default="all", description="What vLLM's reset of its prefix cache clears: every tier, or memory only."
+    )
+
+
 class EngineConfig(Section):
-    """The whole configuration of one cache engine. `load_config` makes it; the defaults alone are a working one."""
+    """Configuration of a cache engine, made by `load_config`. The defaults are a working configuration."""
 
     chunk_size: Annotated[Count, Field(le=MAX_CHUNK_SIZE)] = Field(
         default=256, description="Tokens in one chunk."
@@ -229,15 +508,15 @@ class EngineConfig(Section):
 
     @property
     def max_pending_write_bytes(self) -> int:
-        """Bytes that slower tiers may have left to write: as configured, or half of the arena."""
+        """Maximum bytes in the write queue of a slower tier; half of the arena by default."""
         configured = self.store.max_pending_write_bytes
         return max(1, self.arena.max_bytes // 2) if configured is None else configured
 
     def read_hash_key(self) -> bytes:
-        """The secret of the keyed hash; b"" where there is none.
+        """Return the secret of the keyed hash; b"" if there is none.
 
         Raises:
-            ConfigError: The file cannot be used, or holds something else than one key.
+            ConfigError: The file cannot be used, or does not contain exactly one key.
         """
         keys = read_secrets(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
         if len(keys) > 1:

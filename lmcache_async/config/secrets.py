@@ -1,4 +1,4 @@
-"""Secret keys: from a file or a variable, never from a config file, never in a message, a repr or a dump."""
+"""Secret keys from files or variables. They are never in a configuration file, a message, a repr or a dump."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from lmcache_async.config.explain import disagree
 from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import unless_none
 from lmcache_async.errors import ConfigError
 
 SECRET_BYTES = 32
 SECRET_PATHS = {("hash_key",): "hash_key_file", ("encryption", "keys"): "encryption.key_file"}
-"""Where the config holds a secret itself, and which key names a file instead."""
+"""Keys whose value is a secret, and the key that names a file instead."""
 
 _FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
 
@@ -43,7 +43,7 @@ SecretFile = Annotated[Path | None, BeforeValidator(_parse_file)]
 
 
 class EncryptionConfig(BaseModel):
-    """Encryption of what leaves the process's memory for a tier."""
+    """Encryption of records in tiers outside of the process's memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,10 +61,10 @@ class EncryptionConfig(BaseModel):
         return self.key_file is not None or self.keys is not None
 
     def read_keys(self) -> tuple[bytes, ...]:
-        """The keys, the one to encrypt with first; none where encryption is off.
+        """Return the keys, the one for encryption first; none if encryption is disabled.
 
         Raises:
-            ConfigError: The file cannot be read or is open to others, or holds something else than keys.
+            ConfigError: The file cannot be read, is readable by others, or contains anything but keys.
         """
         return read_secrets(self.keys, self.key_file, "encryption.keys", "encryption.key_file")
 
@@ -84,10 +84,10 @@ def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, 
 def read_secrets(
     text: SecretStr | None, file: Path | None, text_name: str, file_name: str
 ) -> tuple[bytes, ...]:
-    """The keys of the text or of the file, in order; none where neither is given.
+    """Return the keys of the text or of the file, in order; none if neither is given.
 
     Raises:
-        ConfigError: The file cannot be used, or what there is are no keys. No message shows a key.
+        ConfigError: The file cannot be used, or a key is malformed. No message contains a key.
     """
     if text is not None:
         return _parse_keys(text.get_secret_value(), text_name)

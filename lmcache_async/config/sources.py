@@ -1,39 +1,48 @@
-"""From a YAML file, a mapping or environment variables to settings that know where they came from."""
+"""Sources of settings: the YAML file, mappings and environment variables, merged by precedence."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
-from lmcache_async.config.explain import KeyPath, Origin, known_keys, show, spell_path, unknown_key
-from lmcache_async.config.files import read_bounded
-from lmcache_async.config.lmcache_keys import RENAMED
+from lmcache_async.config.files import MAX_YAML_BYTES, YAMLTextError, read_bounded, read_yaml
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.secrets import SECRET_PATHS
+from lmcache_async.config.validation import KeyPath, Origin, show, spell_path
 from lmcache_async.config.values import parse_mapping, unless_none
-from lmcache_async.config.yaml_text import MAX_BYTES, YAMLTextError, read_yaml
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+
+    from pydantic.fields import FieldInfo
 
 PREFIX = "LMCACHE_ASYNC_"
 CONFIG_FILE = "CONFIG_FILE"
 TOKEN = "TOKEN"
-"""Of the status page, for `lmcache-async top`: no setting of an engine."""
+"""Token of the status page for `lmcache-async top`; not a setting of an engine."""
+_MAX_LINE_DEPTH = 6  # of keys such as tiers[0].layers[0].options.get.drop
 _SERVICE_LINKS = re.compile(
     r"(?:_|^)(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_\w+)?)$"
 )
 
 
 class Rank(IntEnum):
-    """Who wins: the highest."""
+    """Precedence of a source; the highest wins."""
 
     FILE = 0
     LMCACHE = 1
@@ -43,75 +52,114 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value for one key, not yet checked."""
+    """The value of one key, not validated."""
 
-    path: tuple[str, ...]
+    path: KeyPath
     value: Any
     origin: Origin
     rank: Rank
 
 
-def settings_of(content: Mapping[Any, Any], origin: Origin, rank: Rank, problems: list[str]) -> list[Setting]:
-    """The settings of a nested mapping; dotted keys are keys of a section.
+def mapping_settings(
+    content: Mapping[Any, Any], origin: Origin, rank: Rank, problems: list[str]
+) -> list[Setting]:
+    """Return the settings of a nested mapping, in which dotted keys are keys of sections.
 
-    A key that is unknown or given twice is a problem, and the others count all the same.
+    Args:
+        content: The mapping.
+        origin: Its origin.
+        rank: Its precedence.
+        problems: Receives a message for each key that is set twice or cannot be used.
     """
-    settings: dict[tuple[str, ...], Setting] = {}
-    for setting in _walk(EngineConfig, (), content, origin, rank, problems):
-        if setting.path in settings:
-            problems.append(f"{origin.at(setting.path)}: {spell_path(setting.path)} is given twice")
-        settings[setting.path] = setting
+    settings: dict[KeyPath, Setting] = {}
+    for path, value in _leaves(EngineConfig, (), content, lambda _: origin, problems):
+        if path in settings:
+            problems.append(f"{origin.at(path)}: {spell_path(path)} is given twice")
+        settings[path] = Setting(path, value, origin, rank)
     return list(settings.values())
 
 
-def read_variables(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
-    """The settings of the `LMCACHE_ASYNC_*` variables; an empty variable is one that is not set."""
-    settings: list[Setting] = []
-    for name in sorted(env):
-        key = name.removeprefix(PREFIX)
-        if key in {name, CONFIG_FILE, TOKEN} or not env[name].strip() or is_service_link(key, env[name]):
-            continue
-        content = {key.lower().replace("__", "."): env[name]}
-        settings += settings_of(content, Origin(name, variable_prefix=PREFIX), Rank.VARIABLE, problems)
-    return settings
+def variable_settings(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
+    """Return the settings of the `LMCACHE_ASYNC_*` variables. Empty variables are ignored."""
+    names = {
+        name.lower(): name
+        for name, value in sorted(env.items())
+        if name.startswith(PREFIX)
+        and name not in {PREFIX + CONFIG_FILE, PREFIX + TOKEN}
+        and value.strip()
+        and not is_service_link(name.removeprefix(PREFIX), value)
+    }
+
+    def origin_of(path: KeyPath) -> Origin:
+        """The variable of the key, or of the section around it."""
+        parts = [str(part).replace(".", "__").lower() for part in path]
+        for length in range(len(parts), 0, -1):
+            if name := names.get(PREFIX.lower() + "__".join(parts[:length])):
+                return Origin(name, variable_prefix=PREFIX)
+        return Origin("environment", variable_prefix=PREFIX)
+
+    content = _Variables({name: env[names[name]] for name in names})()
+    return [
+        Setting(path, value, origin_of(path), Rank.VARIABLE)
+        for path, value in _leaves(EngineConfig, (), content, origin_of, problems)
+    ]
 
 
 def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> list[Setting]:
-    """Those that may stay: a secret comes from a file of its own or from a variable, which others cannot read."""
+    """Return the settings without secrets that are not in a variable, where others may read them."""
     kept: list[Setting] = []
     for setting in settings:
-        file = SECRET_PATHS.get(setting.path)
+        file = SECRET_PATHS.get(tuple(map(str, setting.path)))
         given = unless_none(setting.value) is not None
         if file is None or not given or setting.rank is Rank.VARIABLE:
             kept.append(setting)
         else:
             key = spell_path(setting.path)
             problems.append(
-                f"{setting.origin.at(setting.path)}: {key} is a secret, which has no place there: name its file with"
+                f"{setting.origin.at(setting.path)}: {key} is a secret and not allowed there: name its file with"
                 f" {file}, or set {PREFIX}{key.upper().replace('.', '__')}"
             )
     return kept
 
 
+def merge(settings: Iterable[Setting]) -> tuple[dict[str, Any], dict[KeyPath, Origin]]:
+    """Merge settings by precedence; of equal precedence the later one wins.
+
+    Returns:
+        The nested content, and the origin of each key.
+    """
+    layers: dict[Rank, dict[str, Any]] = {rank: {} for rank in Rank}
+    origins: dict[KeyPath, Origin] = {}
+    for setting in sorted(settings, key=lambda setting: setting.rank):
+        section = layers[setting.rank]
+        for part in setting.path[:-1]:
+            section = section.setdefault(str(part), {})
+        section[str(setting.path[-1])] = setting.value
+        origins[setting.path] = setting.origin
+    sources = [InitSettingsSource(_Merged, {"content": layers[rank]}) for rank in sorted(Rank, reverse=True)]
+    content: dict[str, Any] = _Merged(sources=sources).content
+    return content, origins
+
+
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes made the variable for a service whose name looks like our prefix."""
+    """Whether Kubernetes set the variable for a service whose name begins like our prefix."""
     return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
 
 
 def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict[str, Any], Origin]:
-    """The YAML file's top mapping, and its origin with the line of each key.
+    """Read a YAML file; return its content and its origin with the line of each key.
 
     Args:
         path: The file.
-        problems: Gets a line for each key that is given twice; the last one counts.
-        named_by: The option or variable that names the file.
+        problems: Receives a message for each key that is set twice; the last one counts.
+        named_by: The option or variable that names the file, for messages.
 
     Raises:
-        ConfigError: It cannot be read, is not YAML or no mapping.
+        ConfigError: The file cannot be read, or is not a YAML mapping.
     """
     by = f"{named_by}: " if named_by else ""
     try:
-        text = read_bounded(path, MAX_BYTES)[0].decode("utf-8")
+        text = read_bounded(path, MAX_YAML_BYTES)[0].decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{by}the config file {path} cannot be read: {why}") from None
@@ -125,78 +173,128 @@ def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {show(content)}")
     lines: dict[KeyPath, int] = {}
-    if isinstance(node, yaml.MappingNode):
+    if node is not None:
         _number_lines(path, node, (), lines, problems)
     return {str(key): value for key, value in content.items()}, Origin(str(path), lines)
 
 
-def _walk(
+class _Merged(BaseSettings):
+    """Merges the content of the given `sources`, highest precedence first, without validation."""
+
+    content: Any = {}
+
+    def __init__(self, *, sources: Iterable[PydanticBaseSettingsSource]) -> None:
+        super().__init__(sources=tuple(sources))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        assert isinstance(init_settings, InitSettingsSource)
+        sources: tuple[PydanticBaseSettingsSource, ...] = init_settings.init_kwargs["sources"]
+        return sources
+
+
+class _VariableNames(EngineConfig, BaseSettings):
+    """The keys of the configuration with the names of their variables."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", defer_build=True)
+
+
+class _Variables(EnvSettingsSource):
+    """Nested content of variables.
+
+    Unlike in the base class, texts of lists are not decoded here, and variables of unknown keys are kept,
+    so that validation reports them.
+
+    Args:
+        variables: Variables by their names in lower case.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__(_VariableNames)
+        self.env_vars = variables
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if _section_of(field) is not None:
+            try:
+                return parse_mapping(value)
+            except ValueError:
+                pass  # reported by `_leaves`
+        return value
+
+    def __call__(self) -> dict[str, Any]:
+        content = super().__call__()
+        for name, value in self.env_vars.items():
+            key, *rest = name.removeprefix(PREFIX.lower()).split("__")
+            field = EngineConfig.model_fields.get(key)
+            if field is None or (rest and _section_of(field) is None):
+                content[".".join((key, *rest))] = value
+        return content
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _leaves(
     model: type[BaseModel],
-    above: tuple[str, ...],
+    above: KeyPath,
     content: Mapping[Any, Any],
-    origin: Origin,
-    rank: Rank,
+    origin_of: Callable[[KeyPath], Origin],
     problems: list[str],
-) -> Iterator[Setting]:
+) -> Iterator[tuple[KeyPath, Any]]:
+    """The path and the value of each key. Unknown keys are among them."""
     for raw_key, value in content.items():
         key, _, rest = str(raw_key).partition(".")
         path = (*above, key)
-        if key not in model.model_fields:
+        field = model.model_fields.get(key)
+        section = _section_of(field) if field is not None else None
+        if field is None:
+            yield (*above, str(raw_key)), value
+        elif section is None and rest:
             problems.append(
-                f"{origin.at(path)}: there is no key {spell_path(path)};"
-                f" it is LMCache's, here it is {RENAMED[key]}"
-                if path[0] in RENAMED
-                else unknown_key(origin, path, known_keys(EngineConfig))
+                f"{origin_of(path).at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
+                " it is given as a whole"
             )
-            continue
-        section = model.model_fields[key].annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            if rest:
-                problems.append(
-                    f"{origin.at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
-                    " it is given as a whole"
-                )
-                continue
-            yield Setting(path, value, origin, rank)
+        elif section is None:
+            yield path, value
         elif rest:
-            yield from _walk(section, path, {rest: value}, origin, rank, problems)
-        elif value is not None:  # a section with nothing under it
-            inner = _section(path, value, origin, problems)
-            yield from _walk(section, path, inner, origin, rank, problems)
-
-
-def _section(path: tuple[str, ...], value: object, origin: Origin, problems: list[str]) -> Mapping[str, Any]:
-    try:
-        return parse_mapping(value)
-    except ValueError as error:
-        problems.append(f"{origin.at(path)}: {spell_path(path)} is {show(value, spell_path(path))}: {error}")
-        return {}
+            yield from _leaves(section, path, {rest: value}, origin_of, problems)
+        elif value is not None:  # an empty section of a file
+            try:
+                inner = parse_mapping(value)
+            except ValueError as error:
+                name = spell_path(path)
+                problems.append(f"{origin_of(path).at(path)}: {name} is {show(value, name)}: {error}")
+            else:
+                yield from _leaves(section, path, inner, origin_of, problems)
 
 
 def _number_lines(
-    file: Path, node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int], problems: list[str]
-) -> None:
-    """Fill in the line of each key; a key that is there twice is a problem, YAML's reader keeps the last."""
-    for key_node, value_node in node.value:
-        key = str(key_node.value)
-        path = (*above, key)
-        line = key_node.start_mark.line + 1
-        if path in lines and key != "<<":
-            problems.append(
-                f"{file}, line {line}: {spell_path(path)} is given twice, first on line {lines[path]}"
-            )
-        lines[path] = line
-        _number_value(file, value_node, path, lines, problems)
-
-
-def _number_value(
     file: Path, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[str]
 ) -> None:
-    if len(path) > 6:  # deeper than any key of ours, such as tiers[0].layers[0].options.get.drop
+    """Record the line of each key, and report keys that are set twice, of which YAML keeps the last."""
+    if len(path) > _MAX_LINE_DEPTH:
         return
     if isinstance(node, yaml.MappingNode):
-        _number_lines(file, node, path, lines, problems)
+        for key_node, value_node in node.value:
+            inner = (*path, str(key_node.value))
+            line = key_node.start_mark.line + 1
+            if inner in lines and inner[-1] != "<<":
+                problems.append(
+                    f"{file}, line {line}: {spell_path(inner)} is given twice, first on line {lines[inner]}"
+                )
+            lines[inner] = line
+            _number_lines(file, value_node, inner, lines, problems)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[*path, index] = item.start_mark.line + 1
-            _number_value(file, item, (*path, index), lines, problems)
+            _number_lines(file, item, (*path, index), lines, problems)

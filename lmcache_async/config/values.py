@@ -1,26 +1,29 @@
-"""The typed leaves of the config: strict about meaning, human about spelling.
+"""Types of configuration values: flags, counts, sizes, times, names, lists, endpoints.
 
-Each parser takes what YAML, JSON or an environment variable gives and raises ValueError that says
-what is expected. The annotated types under them are for pydantic fields, a tier's own config too.
+Each parser accepts values of YAML, JSON and environment variables. It raises a ValueError that says what is
+expected. The annotated types at the end are for fields of pydantic models, including those of tiers.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmcache_async.config.sizes import parse_size
-from lmcache_async.config.yaml_text import YAMLTextError, read_yaml
+from lmcache_async.config.files import YAMLTextError, read_yaml
 
 MAX_COUNT = 10**18 - 1
 MAX_SECONDS = 1e9
-"""Some 31 years. A thread cannot wait for more than about ten times as long."""
+"""About 31 years. The maximum wait of a thread is about ten times longer."""
 
 MAX_RATE = 1e12
 
@@ -28,9 +31,42 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
+UNITS = {
+    "b": 1,
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
+    **{
+        unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti"), start=1)
+    },  # Kubernetes' spelling
+}
+MAX_BYTES = 2**62  # sums stay below 64 bits
+
+_EXPECTED_SIZE = "expected a size in bytes, such as 8GiB, 500MB or 1048576"
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address of a server.
+
+    Attributes:
+        host: Name or IP address; "" for a Unix socket.
+        port: Port; 0 for a Unix socket.
+        path: Path of the Unix socket; "" for TCP.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 def parse_flag(value: object) -> bool:
-    """A boolean: true, yes, on, 1 or false, no, off, 0 in any case; nothing else."""
+    """Parse true, yes, on, 1 or false, no, off, 0, in any case."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | str):
@@ -43,7 +79,7 @@ def parse_flag(value: object) -> bool:
 
 
 def parse_count(value: object) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     count = _whole_or_none(value)
     if count is None or count < 1:
         raise ValueError("expected a whole number of at least 1")
@@ -51,7 +87,7 @@ def parse_count(value: object) -> int:
 
 
 def parse_seed(value: object) -> int:
-    """What a random generator starts from: a whole number, 0 or more."""
+    """Parse the seed of a random generator: a whole number of at least 0."""
     seed = _whole_or_none(value)
     if seed is None or seed < 0:
         raise ValueError("expected a whole number of at least 0")
@@ -59,7 +95,7 @@ def parse_seed(value: object) -> int:
 
 
 def parse_number(value: object) -> float:
-    """A finite number; booleans are none."""
+    """Parse a finite number; booleans are refused."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -68,13 +104,13 @@ def parse_number(value: object) -> float:
     try:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    except OverflowError:  # an integer above all floats
+    except OverflowError:  # an integer larger than any float
         pass
     raise ValueError("expected a number")
 
 
 def parse_rate(value: object) -> float:
-    """Something a second, above 0."""
+    """Parse a rate per second, above 0."""
     rate = _number_or_nan(value)
     if not 0 < rate <= MAX_RATE:
         raise ValueError(f"expected a number above 0 and at most {MAX_RATE:.0f}")
@@ -82,7 +118,7 @@ def parse_rate(value: object) -> float:
 
 
 def parse_seconds(value: object) -> float:
-    """A time in seconds, above 0."""
+    """Parse a time in seconds, above 0."""
     seconds = _number_or_nan(value)
     if not seconds > 0:
         raise ValueError("expected a number of seconds above 0")
@@ -90,7 +126,7 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_wait(value: object) -> float:
-    """A time in seconds, where 0 is "do not wait"."""
+    """Parse a time in seconds, 0 or more; 0 means no wait."""
     seconds = _number_or_nan(value)
     if not seconds >= 0:
         raise ValueError("expected a number of seconds, 0 or more")
@@ -112,7 +148,7 @@ def parse_probability(value: object) -> float:
 
 
 def parse_list(value: object) -> list[Any]:
-    """A list, also as text: JSON (`["a", "b"]`) or names between commas (`a, b`)."""
+    """Parse a list, or its text as JSON (`["a", "b"]`) or separated by commas (`a, b`)."""
     if isinstance(value, str):
         value = _read_flow(value, "[") if value.lstrip().startswith("[") else value.split(",")
         if isinstance(value, list):
@@ -123,7 +159,7 @@ def parse_list(value: object) -> list[Any]:
 
 
 def parse_mapping(value: object) -> dict[str, Any]:
-    """A mapping, also as JSON text."""
+    """Parse a mapping, or its text as JSON."""
     if isinstance(value, str):
         value = _read_flow(value, "{")
     if not isinstance(value, Mapping):
@@ -132,14 +168,14 @@ def parse_mapping(value: object) -> dict[str, Any]:
 
 
 def parse_name(value: object) -> str:
-    """A name of letters, digits, `_`, `.` and `-`."""
+    """Parse a name of letters, digits, `_`, `.` and `-`."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError("expected a name of letters, digits, '_', '.' and '-'")
     return value
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """At least one name."""
+    """Parse a list of at least one name."""
     names = tuple(parse_name(item) for item in parse_list(value))
     if not names:
         raise ValueError("expected at least one name")
@@ -147,7 +183,7 @@ def parse_names(value: object) -> tuple[str, ...]:
 
 
 def check_socket(path: Path) -> Path:
-    """A path that a Unix socket can have, as far as one sees from the path."""
+    """Refuse a path that cannot be the path of a Unix socket."""
     try:
         usable = bool(path.name) and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -157,18 +193,94 @@ def check_socket(path: Path) -> Path:
     return path
 
 
+def parse_size(value: object) -> int:
+    """Parse a size such as `8GiB`, `500MB`, `0.5 GiB` or 1048576 to whole bytes, at least 1.
+
+    `KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` and `Ki Mi Gi Ti` powers of 1024, in any case. A number
+    without a unit is in bytes. A fraction of a byte is dropped.
+
+    Raises:
+        ValueError: The value is not a size. The message says what is expected.
+    """
+    if isinstance(value, float) and value.is_integer():  # YAML's 1.0e9
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(_EXPECTED_SIZE)  # noqa: TRY004 - pydantic reads ValueError
+    match = _SIZE.fullmatch(str(value).strip().lower())
+    if match is None:
+        raise ValueError(_EXPECTED_SIZE)
+    number, unit = match.groups()
+    if unit in {"k", "m", "g", "t"}:
+        raise ValueError(f"expected {unit.upper()}iB (1024) or {unit.upper()}B (1000) as the unit")
+    if (unit or "b") not in UNITS or (not unit and "." in number):
+        raise ValueError(_EXPECTED_SIZE)
+    # Decimal's 28 digits are exact up to MAX_BYTES.
+    size = int(Decimal(number) * UNITS[unit or "b"])
+    if not 1 <= size <= MAX_BYTES:
+        raise ValueError(f"expected a size between 1 byte and {format_size(MAX_BYTES)}")
+    return size
+
+
+def format_size(nbytes: int) -> str:
+    """Format a size in the largest binary unit with a whole number. `parse_size` is the inverse."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes and nbytes % 1024**power == 0:
+            return f"{nbytes // 1024**power} {unit}"
+    return f"{nbytes} B"
+
+
+def parse_endpoint(text: str, port: int | None = None) -> Endpoint:
+    """Parse `name:port` or `[address]:port`.
+
+    Args:
+        text: The address.
+        port: Default port; None if the text must have one.
+
+    Raises:
+        ValueError: The text has another form, or no port.
+    """
+    try:
+        parts = urlsplit(f"x://{text.strip()}")
+        host, given = parts.hostname, port if parts.port is None else parts.port
+    except ValueError:
+        host, given = None, None
+    if not host or given is None or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
+        what = "name:port or [address]:port" if port is None else "name, name:port or [address]:port"
+        raise ValueError(f"expected {what}")
+    return Endpoint(host, given)
+
+
+def parse_listen(value: object) -> Endpoint:
+    """Parse the `host:port` to listen on.
+
+    Raises:
+        ValueError: The value has another form.
+    """
+    if not isinstance(value, str):
+        raise ValueError("expected host:port, such as 127.0.0.1:7420")  # noqa: TRY004 - pydantic reads ValueError
+    return parse_endpoint(value)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def unless_none(value: object) -> object:
-    """Texts that mean "not set" become None."""
+    """Return None for texts that mean "not set", else the value."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
 def expand_home(text: str | Path) -> Path:
-    """The path, with what its `~` stands for. Messages do not show it: it may be a secret, meant for another key."""
+    """Expand `~` in a path. Messages do not contain the path, which may be a misplaced secret."""
     if "\0" in str(text):
         raise ValueError("expected a path without null characters")
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # which pydantic lets through
+    except RuntimeError:  # pydantic would not handle it
         raise ValueError("expected a path; there is no home for its ~ on this machine") from None
 
 
@@ -198,7 +310,7 @@ def _number_or_nan(value: object) -> float:
 
 
 def _read_flow(text: str, opening: str) -> object:
-    """JSON, or YAML's flow form of it; None where it is neither."""
+    """Parse JSON or the flow style of YAML; None if the text is neither."""
     if not text.lstrip().startswith(opening):
         return None
     try:
@@ -207,7 +319,7 @@ def _read_flow(text: str, opening: str) -> object:
         return None
 
 
-# What may be written, for JSON schemas: the parsers above take more spellings, none of another meaning.
+# Input types for JSON schemas. The parsers above accept some more spellings.
 FlagText = Literal["true", "yes", "on", "1", "false", "no", "off", "0"]
 NoneText = Literal["", "none", "null"]
 NumberText = Annotated[str, Field(pattern=r"^\s*[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?\s*$")]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from lmcache_async.config.explain import KeyPath, Origin, disagree, explain, known_keys, validate_all
-from lmcache_async.config.http import HTTPConfig
-from lmcache_async.config.sizes import MAX_BYTES, parse_size
+from lmcache_async.config.model import HTTPConfig
 from lmcache_async.config.sources import read_file
+from lmcache_async.config.validation import KeyPath, Origin, disagree, explain, known_keys, validate_all
 from lmcache_async.config.values import (
+    MAX_BYTES,
     Count,
     CountInput,
     Flag,
@@ -23,6 +23,7 @@ from lmcache_async.config.values import (
     Size,
     SizeInput,
     SocketPath,
+    parse_size,
 )
 from lmcache_async.daemon.allocator import SEGMENT_BYTES
 from lmcache_async.daemon.pool import Quota

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_async.config.explain import nearest
+from lmcache_async.config.validation import nearest
 from lmcache_async.device.layout import Layers
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.types import BlockIds

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config, validate_options
-from lmcache_async.config.explain import LEFT_OUT, KeyPath, placed_lines
+from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import layer_context, layered, load_layer, load_tier, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
-from lmcache_async.config.explain import Origin
+from lmcache_async.config.validation import Origin
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.observability.logging import LimitedLogger

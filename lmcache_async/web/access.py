@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from lmcache_async.config.endpoint import is_loopback
 from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS = 16

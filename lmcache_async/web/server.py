@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
 
-from lmcache_async.config.endpoint import is_loopback
+from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.web.access import Tokens

@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from lmcache_async.config.sizes import parse_size
-from lmcache_async.config.values import Count, Name, Size, SizeInput, unless_none
+from lmcache_async.config.values import Count, Name, Size, SizeInput, parse_size, unless_none
 from lmcache_async.tiers.base import TierConfig
 
 

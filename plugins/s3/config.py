@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lmcache_async.config.explain import disagree
 from lmcache_async.config.secrets import SecretFile, SecretText, check_one_source
+from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import Count, Flag, Seconds, Size, unless_none
 from lmcache_async.tiers.base import TierConfig
 

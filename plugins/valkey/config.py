@@ -12,14 +12,15 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from lmcache_async.config.endpoint import Endpoint, parse_endpoint
-from lmcache_async.config.explain import disagree
 from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import (
     Count,
+    Endpoint,
     Flag,
     Seconds,
     expand_home,
+    parse_endpoint,
     parse_flag,
     parse_seconds,
     unless_none,

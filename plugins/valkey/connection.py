@@ -23,7 +23,7 @@ from lmcache_async.plugins.valkey.protocol import (
 )
 
 if TYPE_CHECKING:
-    from lmcache_async.config.endpoint import Endpoint
+    from lmcache_async.config.values import Endpoint
     from lmcache_async.plugins.valkey.config import Credentials
 
 SLICE_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from lmcache_async.errors import TierClosedError, TierError, TierUnavailableErro
 from lmcache_async.plugins.valkey.connection import Connection, deadline
 
 if TYPE_CHECKING:
-    from lmcache_async.config.endpoint import Endpoint
+    from lmcache_async.config.values import Endpoint
     from lmcache_async.plugins.valkey.connection import Dialer
     from lmcache_async.plugins.valkey.protocol import Reply
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from lmcache_async.config.endpoint import Endpoint
+from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_credentials
 from lmcache_async.plugins.valkey.connection import Dialer, RefusedCredentialsError, deadline, refusal

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.config.explain import known_keys
-from lmcache_async.config.lmcache_keys import RENAMED
+from lmcache_async.config.lmcache import SUPPORTED
+from lmcache_async.config.validation import known_keys
 from lmcache_async.errors import ConfigError
 from tests.fuzz.effort import effort, keep_at_it
 
 KEYS = known_keys(EngineConfig)
 VARIABLES = ["LMCACHE_ASYNC_" + key.upper().replace(".", "__") for key in KEYS]
-VARIABLES += ["LMCACHE_" + key.upper() for key in RENAMED] + [
+VARIABLES += ["LMCACHE_" + key.upper() for key in SUPPORTED] + [
     "LMCACHE_ASYNC_CONFIG_FILE",
     "LMCACHE_CONFIG_FILE",
 ]
@@ -36,7 +36,7 @@ values = st.recursive(
 )
 names = (
     st.sampled_from(KEYS)
-    | st.sampled_from(sorted(RENAMED))
+    | st.sampled_from(sorted(SUPPORTED))
     | st.sampled_from([key.split(".")[-1] for key in KEYS])
 )
 mappings = st.dictionaries(names | texts, values, max_size=5)

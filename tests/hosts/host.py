@@ -18,7 +18,6 @@ from typing import Any
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
 from tests.hosts import tun
-from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.support.valkey_servers import Server
 
 CHUNK, CHUNKS = 8, 5

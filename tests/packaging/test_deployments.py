@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from lmcache_async.config import load_config
-from lmcache_async.config.sizes import parse_size
+from lmcache_async.config.values import parse_size
 from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.integration.vllm.plugin import NAME
 from lmcache_async.observability.logging import LimitedLogger

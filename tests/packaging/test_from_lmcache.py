@@ -11,10 +11,10 @@ import pytest
 
 from lmcache_async.cache_engine import LMCacheEngine
 from lmcache_async.config import load_config
-from lmcache_async.config.lmcache_keys import (
+from lmcache_async.config.lmcache import (
     ALIASES,
     REMOTE_TIERS,
-    RENAMED,
+    SUPPORTED,
     WHY_NOT,
     WHY_NOT_PREFIXES,
     WHY_NOT_VARIABLES,
@@ -40,7 +40,7 @@ def told() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "expected",
     [
-        {key: f"`{ours}`" for key, ours in RENAMED.items()},
+        {key: f"`{ours.key}`" for key, ours in SUPPORTED.items()},
         {key: f"`{tier}`" for key, tier in REMOTE_TIERS.items()},
         {key: f"`{today}`" for key, today in ALIASES.items()},
         WHY_NOT,

@@ -148,7 +148,7 @@ def test_a_secret_in_a_config_file_or_in_vllms_arguments_is_refused(tmp_path, ke
         (f"{OTHER.hex()} short", 0o600, "key 2 has 5 characters"),
         (f"{KEY.hex()}\n{KEY.hex()}", 0o600, "the same key is there twice"),
         ("00" * 32, 0o600, "is no secret"),
-        (KEY.hex(), 0o644, "has mode 0644, so everybody may read it: chmod 600"),
+        (KEY.hex(), 0o644, "has mode 0644, so all users may read it: chmod 600"),
         ("k" * 70_000, 0o600, "more than 65536 bytes"),
     ],
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.config import load_config
-from lmcache_async.config.explain import known_keys
 from lmcache_async.config.model import EngineConfig
+from lmcache_async.config.validation import known_keys
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.config import load_config
-from lmcache_async.config.endpoint import Endpoint
-from lmcache_async.config.explain import validate_options
+from lmcache_async.config.validation import validate_options
+from lmcache_async.config.values import Endpoint
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger

@@ -109,8 +109,8 @@ def test_a_wrong_variable(name, value, text):
         ("a: [" + "1," * 20_000 + "]", "{file}, line 1: it has more than 20000 values"),
         ("a: \x01", "{file}: not YAML: special characters are not allowed"),
         ("arena: 2026-13-01", "{file}: a value cannot be read: month must be in 1..12"),
-        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 200 + "]", "{file}, line 2: it unfolds to more than 20000 values"),
-        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 50 + "]\nc: [*b, *b]", "{file}, line 3: it unfolds to more than 20000 values"),
+        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 200 + "]", "{file}, line 2: it expands to more than 20000 values"),
+        ("a: &a [" + "1," * 200 + "]\nb: &b [" + "*a," * 50 + "]\nc: [*b, *b]", "{file}, line 3: it expands to more than 20000 values"),
         ("a: !!python/object/apply:os.system [x]", "{file}, line 1: not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
         ("chunk_size: x\nstore: {batch_bytes: y}", "{file}, line 1: chunk_size is 'x': expected a whole number of at least 1\n{file}, line 2: store.batch_bytes is 'y': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
     ],
@@ -132,7 +132,7 @@ def test_a_file_larger_than_any_config_is_not_read(tmp_path):
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "kv.yaml")
 
-    assert "it is no regular file" in message(path=tmp_path / "kv.yaml")
+    assert "it is not a regular file" in message(path=tmp_path / "kv.yaml")
 
 
 def test_aliases_and_merges_of_usual_size_work(tmp_path):

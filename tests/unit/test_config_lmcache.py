@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.config.explain import known_keys
-from lmcache_async.config.lmcache_keys import (
+from lmcache_async.config.lmcache import (
     ALIASES,
     CONNECTOR_KEYS,
     DEFAULTS,
-    RENAMED,
+    SUPPORTED,
     WHY_NOT,
     WHY_NOT_VARIABLES,
 )
+from lmcache_async.config.validation import known_keys
 from lmcache_async.errors import ConfigError
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def test_a_disk_without_cpu_leaves_the_arena_for_staging(load):
     assert config.arena == EngineConfig().arena
     assert warnings == [
         (
-            "Of LMCache's settings these have no effect:\n  LMCACHE_MAX_LOCAL_CPU_SIZE: max_local_cpu_size:"
+            "these settings of LMCache have no effect:\n  LMCACHE_MAX_LOCAL_CPU_SIZE: max_local_cpu_size:"
             " the other tiers pass through the arena, see arena.max_bytes"
         )
     ]
@@ -147,7 +147,7 @@ def test_extra_config_takes_lmcaches_keys_with_lmcaches_prefix(load):
     assert (config.chunk_size, config.store.partial_chunks) == (2, False)
     assert warnings == [
         (
-            "Of LMCache's settings these have no effect:\n  kv_connector_extra_config: mp.host:"
+            "these settings of LMCache have no effect:\n  kv_connector_extra_config: mp.host:"
             " a pool beside the engines is the tier host with lmcache-async serve; see docs/tiers/host.md"
         )
     ]
@@ -189,12 +189,12 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
     assert config == EngineConfig()
     assert warnings == [
         (
-            "Of LMCache's settings these have no effect:"
+            "these settings of LMCache have no effect:"
             f"\n  {file}, line 1: enable_p2p: records of other hosts are shared by the tier valkey, mooncake or s3,"
             " name one under tiers; see docs/tiers/"
             f"\n  {file}, line 2: controller_pull_url: this version has no controller"
-            f"\n  {file}, line 3: extra_config.a: it is for LMCache's own backends"
-            f"\n  {file}, line 3: extra_config.b: it is for LMCache's own backends"
+            f"\n  {file}, line 3: extra_config.a: an option of LMCache's backends"
+            f"\n  {file}, line 3: extra_config.b: an option of LMCache's backends"
             "\n  LMCACHE_EC_LOCAL_CPU: ec_local_cpu: this version stores KV only, no hidden states"
             "\n  LMCACHE_LMCACHE_INSTANCE_ID: lmcache_instance_id: this version has no controller"
             "\n  LMCACHE_LOG_LEVEL: log_level: levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging"
@@ -291,15 +291,15 @@ def test_a_wrong_setting_of_lmcache(load, variables, text):
 
 @pytest.mark.parametrize("key", LMCACHE_KEYS)
 def test_every_key_of_lmcache_is_mapped_or_has_a_reason(key):
-    assert (ALIASES.get(key, key) in RENAMED) != (ALIASES.get(key, key) in {*WHY_NOT, "extra_config"})
+    assert (ALIASES.get(key, key) in SUPPORTED) != (ALIASES.get(key, key) in {*WHY_NOT, "extra_config"})
 
 
 def test_what_the_tables_say_is_there():
-    assert set(RENAMED.values()) <= set(known_keys(EngineConfig))
+    assert {ours.key for ours in SUPPORTED.values()} <= set(known_keys(EngineConfig))
     assert set(DEFAULTS) <= {*WHY_NOT, *WHY_NOT_VARIABLES}
-    assert {*WHY_NOT, *RENAMED} >= CONNECTOR_KEYS
-    assert not set(RENAMED) & set(WHY_NOT)
-    assert not set(ALIASES) & {*RENAMED, *WHY_NOT}
+    assert {*WHY_NOT, *SUPPORTED} >= CONNECTOR_KEYS
+    assert not set(SUPPORTED) & set(WHY_NOT)
+    assert not set(ALIASES) & {*SUPPORTED, *WHY_NOT}
 
 
 @given(st.sampled_from(sorted(WHY_NOT)), st.sampled_from(["7", "x", "[1]"]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.config import format_size, parse_size
-from lmcache_async.config.sizes import MAX_BYTES
+from lmcache_async.config.values import MAX_BYTES
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "Gi": 2**30}

@@ -75,7 +75,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/unit/test_tracing.py",
         'MissingDependencyError, match=r"tracing',
     ),
-    "lmcache_async/config/http.py: ConfigError(f'{names}: they cannot be used: {error}')": (
+    "lmcache_async/config/model.py: ConfigError(f'{names}: they cannot be used: {error}')": (
         "tests/web/test_server.py",
         "they cannot be used",
     ),

@@ -16,7 +16,7 @@ ERRORS = frozenset({"ConfigError", "MissingDependencyError", "UnknownPluginError
 VALIDATORS = (
     "lmcache_async/config",
     "lmcache_async/daemon/config.py",
-    "lmcache_async/config/endpoint.py",
+    "lmcache_async/config/values.py",
     "lmcache_async/tiers/layers/limit.py",
     "plugins",
 )

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from lmcache_async.cli.catalog import KINDS, options_type
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
-from lmcache_async.config.explain import EXPECTED
+from lmcache_async.config.validation import EXPECTED
 from lmcache_async.daemon.config import DaemonConfig, TenantOptions
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import LAYERS, TIERS, Registry

@@ -53,7 +53,7 @@ SECTIONS: list[tuple[str, list[str]]] = [
         "encryption: {keys: abc}",
         [
             (
-                "@0: encryption.keys is a secret, which has no place there: name its file with encryption.key_file,"
+                "@0: encryption.keys is a secret and not allowed there: name its file with encryption.key_file,"
                 " or set LMCACHE_ASYNC_ENCRYPTION__KEYS"
             )
         ],
@@ -227,7 +227,7 @@ def test_another_mistake_hides_none_of_a_daemon(tmp_path, text):
     assert sorted(set(found) - set(alone)) == [
         f"{file}, line 1: max_bytes is 'much': {SIZE}",
         f"{file}, line 3: there is no key max_clientz; did you mean max_clients?",
-        f"{file}, line 4: http.tls_key_file: a key is of use with a certificate: set tls_cert_file",
+        f"{file}, line 4: http.tls_key_file: tls_key_file requires tls_cert_file",
     ]
 
 

@@ -27,7 +27,7 @@ WEB = (
     ),
     Mutation(
         "web: beyond the loopback nobody has to say a token",
-        "lmcache_async/config/http.py",
+        "lmcache_async/config/model.py",
         "and self.token_file is None and not",
         "and False and not",
         TEST_SERVER,

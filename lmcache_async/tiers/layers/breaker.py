@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from pydantic import model_validator
 
-from lmcache_async.config.explain import disagree
+from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import Count, Fraction, Seconds
 from lmcache_async.errors import (
     ChunkCorruptError,

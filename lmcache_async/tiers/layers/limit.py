@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, model_validator
 
-from lmcache_async.config.explain import disagree
+from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import NameText, OptionalSize, parse_count, parse_name, unless_none
 from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena

@@ -1,4 +1,4 @@
-"""From what is wrong to a message that says where, which key, which value, what is expected, what is near."""
+"""Validation that finds every mistake, with messages that name place, key, value and the nearest right name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 LEFT_OUT = "_left_out_"
-"""Name of what stands for a tier or a layer that cannot be made, where the others of its list are looked at."""
+"""Name of the placeholder for an invalid tier or layer while the others of its list are validated."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -28,7 +28,7 @@ _SECRET = re.compile(
     r"|^encryption(\.keys)?$",
     re.IGNORECASE,
 )
-_MAX_PASSES = 100  # each finds another kind of mistake; no file of a person needs as many
+_MAX_PASSES = 100  # each pass finds another kind of mistake
 _NAMES_A_SECRET = re.compile(r"_(file|variable)$")
 
 
@@ -56,18 +56,18 @@ EXPECTED = {
     "string_unicode": "text",
     "tuple_type": "a list",
 }
-"""What a value should have been, by pydantic's name of the error; of others its own words are told."""
+"""The expected value, by the type of pydantic's error. Other errors keep pydantic's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from.
+    """The source of a value.
 
     Attributes:
-        name: The file's path, the variable's name or `kv_connector_extra_config`.
-        lines: In a file, the line of each key.
-        variable_prefix: For a variable, the prefix of its kind, so that a hint is spelled as a variable too.
-        part: The part of the config that paths begin at, such as `tiers[1] (disk)`; "" for the whole.
+        name: Path of the file, name of the variable or `kv_connector_extra_config`.
+        lines: Line of each key in a file.
+        variable_prefix: Prefix of the variable, so that hints are spelled as variables; "" for other sources.
+        part: The part of the configuration to which paths are relative, such as `tiers[1] (disk)`; "" for all.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Origin:
     part: str = ""
 
     def at(self, path: KeyPath) -> str:
-        """The place of a key, with the line of the innermost part of its path that has one."""
+        """Return the place of a key: source, line of the innermost part with a line, and `part`."""
         return f"{self.place(path)}: {self.part}" if self.part else self.place(path)
 
     def place(self, path: KeyPath) -> str:
-        """The same without the name of the part."""
+        """Return the place of a key without `part`."""
         line = self._nearest_line(path)
         return self.name if line is None else f"{self.name}, line {line}"
 
     def line(self, path: KeyPath) -> int | None:
-        """The line of exactly this key; None where it is not in a file, or not in this one."""
+        """Return the line of this key; None if the source has no such line."""
         return self.lines.get(path) or self.lines.get((".".join(str(key) for key in path),))
 
     def _nearest_line(self, path: KeyPath) -> int | None:
         return next((line for length in range(len(path), -1, -1) if (line := self.line(path[:length]))), None)
 
     def within(self, path: KeyPath, part: str) -> Origin:
-        """The same source, with paths that begin at `path`; keys under `options` are also keys of `path` itself."""
+        """Return the origin with paths relative to `path`. Keys under `options` are also keys of `path` itself."""
         lines = {key[len(path) :]: line for key, line in self.lines.items() if key[: len(path)] == path}
         if (line := self._nearest_line(path)) is not None:
             lines.setdefault((), line)
@@ -107,7 +107,7 @@ class Origin:
 
 
 def spell_path(path: KeyPath) -> str:
-    """`("tiers", 1, "path")` as `tiers[1].path`; what cannot be printed is escaped."""
+    """Format `("tiers", 1, "path")` as `tiers[1].path`. Unprintable characters are escaped."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -115,11 +115,14 @@ def spell_path(path: KeyPath) -> str:
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:
-    """Every key of the model in dotted form, sections' keys too."""
+    """Return all keys of the model in dotted form, including those of sections."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(name)
-        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):  # also one that may be none
+        for kind in (
+            info.annotation,
+            *getattr(info.annotation, "__args__", ()),
+        ):  # including optional sections
             if isinstance(kind, type) and issubclass(kind, BaseModel) and not _is_mapping(info.annotation):
                 keys += [f"{name}.{key}" for key in known_keys(kind)]
     return keys
@@ -130,7 +133,7 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
-    """The choice that `text` was most likely meant to be; None where none is near."""
+    """Return the choice most similar to `text`; None if no choice is similar."""
     choices = list(choices)
     folded = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(text.lower(), folded, n=1, cutoff=0.6)
@@ -146,14 +149,18 @@ def hint(choice: str | None) -> str:
 
 
 def is_secret(key: str) -> bool:
-    """Whether what the key holds is for nobody's eyes; the name of a file or a variable that holds it is not."""
+    """Whether the value of the key is secret. The name of a file or a variable with a secret is not."""
     return bool(_SECRET.search(key)) and not _NAMES_A_SECRET.search(key)
 
 
 def without_secrets(value: object, name: str = "") -> object:
-    """The value with `***` in place of whatever a name in it says is secret; `name` is its own.
+    """Return the value with secrets replaced by `***`.
 
-    None, true, false and what is empty tell nothing and stay.
+    None, booleans and empty values are kept.
+
+    Args:
+        value: The value; in mappings and models, the names of keys tell which values are secret.
+        name: Name of the value itself.
     """
     if is_secret(name) and not (value is None or isinstance(value, bool) or value in ("", [], (), {})):
         return "***"
@@ -167,12 +174,12 @@ def without_secrets(value: object, name: str = "") -> object:
 
 
 def without_user(text: str) -> str:
-    """The text without users and passwords in URLs."""
+    """Remove users and passwords from URLs in the text."""
     return re.sub(r"//[^/@\s'\"]+@", "//***@", text)
 
 
 def show(value: object, key: str = "") -> str:
-    """The value for a message: short, and without what must stay secret."""
+    """Format a value for a message, short and without secrets."""
     if _SECRET.search(key):
         return "'***'"
     text = without_user(repr(without_secrets(value)))
@@ -180,12 +187,12 @@ def show(value: object, key: str = "") -> str:
 
 
 def disagree(message: str, *keys: str) -> PydanticCustomError:
-    """An error for values that are right alone and wrong together.
+    """Return an error for values that are valid alone and invalid together.
 
     Args:
-        message: What is wrong, and what to do.
-        keys: Every key that takes part, with dots, from the model's own level on. The message is placed at the
-            first one that was given. Where one of them is wrong by itself, only that is reported.
+        message: The contradiction, and what to do.
+        keys: All keys that take part, in dotted form, relative to the model. The message is placed at the first
+            one that is set. If one of them is invalid by itself, only that mistake is reported.
     """
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 
@@ -193,20 +200,20 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
 def validate_all(
     model: type[ModelT], content: Any, stand_ins: Mapping[KeyPath, Any] | None = None
 ) -> tuple[ModelT | None, list[ErrorDetails]]:
-    """Validate, and find every mistake.
+    """Validate the content and find every mistake.
 
-    pydantic compares values with each other only where each of them is right. Therefore what is wrong is left out
-    and the rest is validated again, until nothing is wrong. A later mistake counts only where it cannot be due to
-    what was left out.
+    pydantic runs validators of several values only if each value is valid. Therefore invalid values are removed
+    and the rest is validated again, until no mistake is left. A later mistake is ignored if it may result from a
+    removal.
 
     Args:
-        model: The type.
-        content: The content; it is not changed.
-        stand_ins: Values for required keys, used where the content has none that is right.
+        model: The model.
+        content: The content; not modified.
+        stand_ins: Values for required keys, used if the content has no valid one.
 
     Returns:
-        The model made of what is right, and the mistakes in the order in which they were found. The model is None
-        where nothing can be made without what is wrong or missing.
+        The model made of the valid values, and the mistakes in the order in which they were found. The model is
+        None if it cannot be made without the invalid or missing values.
     """
     stand_ins = stand_ins or {}
     errors: list[ErrorDetails] = []
@@ -232,9 +239,18 @@ def explain(
     keys: Sequence[str],
     origins: Mapping[KeyPath, Origin],
     default: Origin,
+    advice: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """A line for each of pydantic's errors; `keys` are those there are."""
-    return [_explain_one(one, keys, origins, default) for one in errors]
+    """Return a message for each of pydantic's errors.
+
+    Args:
+        errors: The errors.
+        keys: All known keys, in dotted form.
+        origins: Origin of each key.
+        default: Origin of the other keys.
+        advice: Advice for unknown keys, by their first part; by default the nearest known key.
+    """
+    return [_explain_one(one, keys, origins, default, advice or {}) for one in errors]
 
 
 def validate_options(
@@ -244,16 +260,16 @@ def validate_options(
     *,
     beside: Sequence[str] = ("id", "timeout_s", "layers"),
 ) -> ModelT:
-    """A tier's or a layer's options as its config type.
+    """Validate the options of a tier or a layer.
 
     Args:
-        config_type: The type.
-        options: What the config gives.
-        where: Where it gives it; an Origin has the line of each option.
-        beside: Keys that stand beside the options, one of which may have been meant.
+        config_type: Type of the options.
+        options: The configured options.
+        where: Their place; an Origin has the line of each option.
+        beside: Keys of the plug-in besides its options, for the nearest right name.
 
     Raises:
-        ConfigError: As for the config itself, with `where` as the place.
+        ConfigError: An option is unknown, invalid or missing; one line for each.
     """
     found, errors = validate_all(config_type, dict(options))
     if found is None or errors:
@@ -263,7 +279,7 @@ def validate_options(
 
 
 def placed_lines(lines: Iterable[str], source_of: Callable[[KeyPath], str | None]) -> Iterator[str]:
-    """Each line that begins with a key, with the place where that key was given in front of it."""
+    """Prefix each line that begins with a key with the place where the key was set."""
     for line in lines:
         key = re.match(r"[a-z_]+(\.[a-z_]+)*(?=\W)", line)
         source = source_of(tuple(key[0].split("."))) if key else None
@@ -271,14 +287,18 @@ def placed_lines(lines: Iterable[str], source_of: Callable[[KeyPath], str | None
 
 
 def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
-    """What to say of a key that is none of `choices` (dotted keys)."""
+    """Return the message for a key that is not one of `choices` (in dotted form)."""
     key = spell_path(path)
     choice = nearest(key, choices)
     return f"{origin.at(path)}: there is no key {key}{hint(choice and origin.spell(choice))}"
 
 
 def _explain_one(
-    details: ErrorDetails, keys: Sequence[str], origins: Mapping[KeyPath, Origin], default: Origin
+    details: ErrorDetails,
+    keys: Sequence[str],
+    origins: Mapping[KeyPath, Origin],
+    default: Origin,
+    advice: Mapping[str, str],
 ) -> str:
     path, context = tuple(details["loc"]), details.get("ctx", {})
     if details["type"] == "disagree":
@@ -288,6 +308,8 @@ def _explain_one(
         return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
     origin = _origin(path, origins) or default
     if details["type"] in {"extra_forbidden", "invalid_key"}:
+        if (found := advice.get(str(path[0]).partition(".")[0])) is not None:
+            return f"{origin.at(path)}: there is no key {spell_path(path)}; {found}"
         return unknown_key(origin, path, keys)
     key = spell_path(path)
     if details["type"] == "missing":
@@ -301,7 +323,7 @@ def _explain_one(
 
 
 def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """What should have been there, in the words of our own validators."""
+    """The expected value, in the words of our own parsers."""
     if (form := EXPECTED.get(kind)) is not None:
         return f"expected {form.format(**context)}"
     return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
@@ -315,7 +337,7 @@ def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
 
 
 def _paths(details: ErrorDetails) -> list[KeyPath]:
-    """The keys that an error is about."""
+    """The keys that take part in an error."""
     path = tuple(details["loc"])
     if details["type"] != "disagree":
         return [path]
@@ -326,7 +348,7 @@ def _paths(details: ErrorDetails) -> list[KeyPath]:
 
 
 def _meant(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
-    """The key that an unknown key was probably meant to be; None where there is none, or it is another error."""
+    """The known key nearest to an unknown one; None for other errors."""
     if details["type"] != "extra_forbidden":
         return None
     choice = nearest(spell_path(tuple(details["loc"])), known_keys(model))
@@ -334,14 +356,14 @@ def _meant(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
 
 
 def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
-    """Whether something at, above or below the path was left out."""
+    """Whether the path, a key above or a key below it was removed."""
     return any(path[: len(other)] == other or other[: len(path)] == path for other in left_out)
 
 
 def _place(
     details: ErrorDetails, content: Any, left_out: set[KeyPath], stand_ins: Mapping[KeyPath, Any]
 ) -> KeyPath:
-    """What to leave out because of an error: a value that it is about, or what is around it if that had no effect."""
+    """The key to remove because of an error: one that takes part, or the section around it if that had no effect."""
     paths = _paths(details)
     there = [path for path in paths if path in stand_ins or _reachable(content, path) == path]
     for path in there:
@@ -354,7 +376,7 @@ def _place(
 
 
 def _reachable(content: Any, path: KeyPath) -> KeyPath:
-    """The longest part of the path, from its begin, that the content has."""
+    """The longest beginning of the path that exists in the content."""
     for length, part in enumerate(path):
         holder = _holder(content, part)
         if holder is None:
@@ -365,12 +387,12 @@ def _reachable(content: Any, path: KeyPath) -> KeyPath:
 
 
 def _is_id(path: KeyPath) -> bool:
-    """Whether it is the id of an element of a list, which has one also where none is given."""
+    """Whether the path is the id of a list element; elements have ids also if none is set."""
     return len(path) > 1 and path[-1] == "id" and isinstance(path[-2], int)
 
 
 def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], above: KeyPath = ()) -> Any:
-    """A copy of the content that lacks what is at the path, or has something right there."""
+    """A copy of the content without the value at the path, or with a valid one there."""
     part, rest = path[0], path[1:]
     if _is_id((*above, *path)) and not rest:
         item = {"name": content} if isinstance(content, str) else dict(content)
@@ -381,7 +403,7 @@ def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], abov
         changed[part] = _without(changed[part], rest, stand_ins, (*above, part))
     elif (*above, part) in stand_ins:
         changed[part] = stand_ins[*above, part]
-    elif isinstance(part, int):  # the places of the others must not change
+    elif isinstance(part, int):  # keep the indices of the others
         changed[part] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{part}"}
     else:
         del changed[part]
@@ -389,7 +411,7 @@ def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], abov
 
 
 def _holder(content: Any, part: str | int) -> Any:
-    """The mapping or list that has the key or index, also of JSON text; None where there is none."""
+    """The mapping or list (or parsed JSON text) that has the key or index; None if it has none."""
     if isinstance(content, str):
         try:
             content = parse_list(content) if isinstance(part, int) else parse_mapping(content)
