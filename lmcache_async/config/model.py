@@ -64,10 +64,14 @@ class PluginSpec(Section):
 
     kind: ClassVar[str] = "plug-in"
 
-    name: Name = Field(description="Name of the entry point.")
-    id: Name = Field(default="", description="What it is called in reports; unique. Its name if not given.")
+    name: Name = Field(
+        description="Name of the entry point, such as cpu or disk for a tier, retry or breaker for a layer."
+    )
+    id: Name = Field(
+        default="", description="Unique name in reports; by default the name of the entry point."
+    )
     options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict, repr=False, description="Its own options, checked against its config type."
+        default_factory=dict, repr=False, description="Options of the plug-in, validated by its config type."
     )
 
     _origin: Origin | None = PrivateAttr(default=None)
@@ -122,17 +126,6 @@ class LayerSpec(PluginSpec):
 
     kind: ClassVar[str] = "layer"
 
-    name: Name = Field(description="Name of the layer's entry point, such as retry or breaker.")
-    id: Name = Field(
-        default="",
-        description="What this layer is called in reports; unique in its tier. Its name if not given.",
-    )
-    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict,
-        repr=False,
-        description="The layer's own options, checked against its config type.",
-    )
-
 
 def _parse_layers(value: object) -> list[Any] | None:
     value = unless_none(value)
@@ -144,22 +137,13 @@ class TierSpec(PluginSpec):
 
     kind: ClassVar[str] = "tier"
 
-    name: Name = Field(description="Name of the tier's entry point, such as cpu or disk.")
-    id: Name = Field(
-        default="", description="What this tier is called in reports; unique. Its name if not given."
-    )
     timeout_s: Seconds = Field(default=30.0, description="Longest time of one call to the tier, in seconds.")
     open_timeout_s: Seconds = Field(
         default=60.0, description="Longest time to open the tier at start-up, in seconds."
     )
     layers: Annotated[tuple[LayerSpec, ...] | None, BeforeValidator(_parse_layers)] = Field(
         default=None,
-        description="Layers around the tier, outermost first; none means the usual ones, an empty list no layer.",
-    )
-    options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
-        default_factory=dict,
-        repr=False,
-        description="The tier's own options, checked against its config type.",
+        description="Layers around the tier, outermost first; none for the default layers, an empty list for no layer.",
     )
 
     @model_validator(mode="after")
@@ -208,7 +192,7 @@ class ArenaConfig(Section):
     huge_pages: Flag = Field(default=True, description="Ask the kernel for huge pages for the arena.")
     prefault: Flag = Field(
         default=True,
-        description="Touch the arena's pages in the background at start, so that no store pays for it.",
+        description="Map the pages of the arena in the background at start, so that no store has to.",
     )
 
 
@@ -217,51 +201,54 @@ class GPUConfig(Section):
 
     staging_bytes: Size = Field(
         default=64 * MIB,
-        description="Device memory for copies, in bytes, for stores and as much again for loads.",
+        description="Device memory for copies, in bytes, for stores and loads each.",
     )
     store_priority: Literal["low", "high"] = Field(
         default="low",
-        description="Whether the kernels of stores run before those of the model that wait beside them.",
+        description="Priority of the CUDA streams of stores; high runs their kernels before waiting ones of the model.",
     )
     load_priority: Literal["low", "high"] = Field(
-        default="low", description="The same of loads; lmcache-async bench gpu measures both."
+        default="low",
+        description="Priority of the CUDA streams of loads; lmcache-async bench gpu measures both.",
     )
 
 
 class StoreConfig(Section):
-    """From device memory into the tiers."""
+    """Stores, from device memory to the tiers."""
 
     stages: Names = Field(
         default=DEFAULT_STORE_STAGES,
-        description="Entry-point names of the stages of the store chain, in order.",
+        description="Names of the stages of the store chain, in order.",
     )
     batch_bytes: Size = Field(
         default=32 * MIB,
-        description="Bytes that one batch carries through the chain; at most a quarter of the arena is used.",
+        description="Bytes of one batch; at most a quarter of the arena is used.",
     )
     max_in_flight_bytes: Size = Field(
         default=256 * MIB, description="Bytes of all batches in the chain at one time; more wait."
     )
     allocate_timeout_s: Wait = Field(
         default=0.2,
-        description="How long a batch of a store waits for arena memory, and for room in a slower tier's queue, before"
-        " it is dropped, in seconds; a prompt larger than the arena waits for that room up to timeout_s.",
+        description="Longest wait of a batch for arena memory and for room in the queue of a slower tier before it is"
+        " dropped, in seconds; a prompt larger than the arena waits for the queue up to timeout_s.",
     )
     max_pending_write_bytes: OptionalSize = Field(
         default=None,
-        description="Bytes that slower tiers may have left to write; none means half of the arena.",
+        description="Maximum bytes in the write queue of a slower tier; none for half of the arena.",
     )
     max_pending_write_s: Seconds = Field(
         default=20.0,
-        description="Longest time that a slower tier may need for what it has left to write, by the rate of its"
-        " writes so far, in seconds; below vLLM's --shutdown-timeout, or a restart loses what is left.",
+        description="Maximum length of the write queue of a slower tier, in seconds at its measured write rate. Must be"
+        " below vLLM's --shutdown-timeout, or a restart loses queued writes.",
     )
     timeout_s: Seconds = Field(
         default=30.0,
-        description="Longest time until the chunks of one store are with the tiers or dropped, in seconds.",
+        description="Longest time until all chunks of a store are stored or dropped, in seconds.",
     )
-    partial_chunks: Flag = Field(default=True, description="Store the unfinished last chunk of a prompt too.")
-    generated_tokens: Flag = Field(default=True, description="Store the KV of generated tokens too.")
+    partial_chunks: Flag = Field(
+        default=True, description="Also store the incomplete last chunk of a prompt."
+    )
+    generated_tokens: Flag = Field(default=True, description="Also store the KV cache of generated tokens.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -270,26 +257,27 @@ class StoreConfig(Section):
 
 
 class RetrieveConfig(Section):
-    """From the tiers into device memory."""
+    """Retrieves, from the tiers to device memory."""
 
     stages: Names = Field(
         default=DEFAULT_RETRIEVE_STAGES,
-        description="Entry-point names of the stages of the retrieve chain, in order.",
+        description="Names of the stages of the retrieve chain, in order.",
     )
-    batch_bytes: Size = Field(default=32 * MIB, description="Bytes that one batch carries through the chain.")
+    batch_bytes: Size = Field(default=32 * MIB, description="Bytes of one batch.")
     max_in_flight_bytes: Size = Field(
         default=256 * MIB, description="Bytes of all batches in the chain at one time; more wait."
     )
     timeout_s: Seconds = Field(
         default=10.0,
-        description="Longest time of one retrieve, in seconds; what is not there by then is a miss.",
+        description="Longest time of a retrieve, in seconds; chunks that are not loaded by then are misses.",
     )
     verify: Flag = Field(
         default=True,
-        description="Check the checksums of records; off only to show what the check is for, or to time it.",
+        description="Verify the checksums of records; disable it only to measure its cost.",
     )
     verify_arena: Flag = Field(
-        default=False, description="Check the checksum also of records that never left this process's memory."
+        default=False,
+        description="Also verify the checksums of records that never left the process's memory.",
     )
     promote: Flag = Field(
         default=True, description="Copy chunks found in a slower tier into the faster ones."
@@ -302,10 +290,10 @@ class RetrieveConfig(Section):
 
 
 class PluginsConfig(Section):
-    """Where tiers and stages may come from."""
+    """Allowed sources of tiers and stages."""
 
     third_party: Flag = Field(
-        default=True, description="Use entry points of other distributions than lmcache-async too."
+        default=True, description="Also use entry points of other distributions than lmcache-async."
     )
 
 
@@ -314,7 +302,7 @@ class TracingConfig(Section):
 
     enabled: Flag = Field(
         default=False,
-        description="Give OpenTelemetry a span of each store and retrieve; needs the extra otel.",
+        description="Create OpenTelemetry spans of stores and retrieves; requires the extra otel.",
     )
 
 
@@ -344,30 +332,32 @@ class HTTPConfig(Section):
         Endpoint | None, BeforeValidator(_parse_optional_listen, json_schema_input_type=str | None)
     ] = Field(
         default=None,
-        description="Where status page and metrics are served, as host:port, the rank added to the port; none"
-        " serves nothing, port 0 takes a free one.",
+        description="Address of the status page and the metrics, as host:port. The rank is added to the port; port 0"
+        " takes a free one; none disables the server.",
     )
     token_file: OptionalFile = Field(
         default=None,
-        description="File of the tokens that a reader must say, one a line, closed to others; needed on anything"
-        " but the loopback.",
+        description="File of the accepted access tokens, one per line, not readable by others; required unless the"
+        " address is a loopback.",
     )
     tls_cert_file: OptionalFile = Field(
-        default=None, description="Certificate as PEM, to serve HTTPS; none serves HTTP."
+        default=None, description="PEM file of the certificate for HTTPS; none for HTTP."
     )
-    tls_key_file: OptionalFile = Field(default=None, description="Its key, unless that is in the same file.")
+    tls_key_file: OptionalFile = Field(
+        default=None, description="PEM file of the key, if it is not in tls_cert_file."
+    )
     max_connections: Count = Field(
-        default=32, description="Connections at the same time; one more is refused."
+        default=32, description="Maximum number of connections; further ones are refused."
     )
     timeout_s: Seconds = Field(
-        default=10.0, description="Longest time of one connection, which has one request, in seconds."
+        default=10.0, description="Longest time of one connection with its single request, in seconds."
     )
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.listen is not None and self.token_file is None and not is_loopback(self.listen.host):
             raise disagree(
-                f"{self.listen} can be reached from elsewhere, and nobody would have to say a token:"
+                f"{self.listen} is reachable from other machines without a token:"
                 " set token_file, or listen at 127.0.0.1",
                 "listen",
                 "token_file",
@@ -405,53 +395,53 @@ class VLLMConfig(Section):
 
     lookup_timeout_s: Seconds = Field(
         default=0.5,
-        description="How long a request waits for its lookup before it counts as a miss, in seconds.",
+        description="Longest wait of a request for its lookup before it counts as a miss, in seconds.",
     )
     lookup_pin_ttl_s: Seconds = Field(
         default=30.0,
-        description="How long chunks found by a lookup stay pinned if no retrieve follows, in seconds.",
+        description="Time for which chunks found by a lookup stay pinned without a retrieve, in seconds.",
     )
     max_pinned_fraction: Fraction = Field(
         default=0.25,
-        description="Largest part of the arena that lookups may pin, and of vLLM's blocks that stores may hold"
-        " until they are copied; above 0 and at most 1.",
+        description="Largest fraction of the arena that lookups may pin, and of vLLM's blocks that stores may hold until"
+        " they are copied; above 0 and at most 1.",
     )
     layerwise_load: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether hits in host memory are loaded within the step that uses them, each layer awaited when"
-        " the model comes to it; auto does it where the model runs on a CPU.",
+        description="Whether hits in host memory are loaded during the step that uses them, layer by layer; auto does so"
+        " if the model runs on a CPU.",
     )
     layerwise_max_tokens: Count = Field(
         default=16384,
-        description="Longest hit that is loaded so, since the rest of the batch waits too; longer ones are loaded"
-        " before the request joins a batch.",
+        description="Longest hit that is loaded layer by layer, because the whole batch waits for it; longer ones are"
+        " loaded before the request joins a batch.",
     )
     load_policy: Literal["auto", "always"] = Field(
         default="auto",
-        description="Whether a hit is loaded only as far as that is sooner than computing it, by what loads and steps"
-        " have taken so far, or always.",
+        description="auto loads the part of a hit that is loaded faster than computed, by measured times; always loads all.",
     )
     prefill_tokens_per_s: OptionalRate = Field(
         default=None,
-        description="How fast the model computes prompts, in tokens a second, for load_policy; none means measured.",
+        description="Prefill speed in tokens per second for load_policy; none for measured.",
     )
     wait_for_producer_s: Wait = Field(
         default=2.0,
-        description="How long a request waits for what another vLLM has said that it is storing of it, in seconds;"
-        " 0 loads what is there at once.",
+        description="Longest wait of a request for chunks that another vLLM has announced to store, in seconds; 0 for no"
+        " wait.",
     )
     producer_loads: Flag = Field(
-        default=True, description="Whether a vLLM with kv_role kv_producer loads hits, as kv_both does."
+        default=True, description="Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."
     )
     consumer_stores: Flag = Field(
-        default=False, description="Whether a vLLM with kv_role kv_consumer stores what it computes."
+        default=False, description="Whether a vLLM with kv_role kv_consumer stores computed chunks."
     )
     socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
         default=None,
-        description="Directory of the sockets between scheduler and workers; none means a private temporary one.",
+        description="Directory of the sockets between scheduler and workers; none for a private temporary one.",
     )
     reset_cache: Literal["all", "memory"] = Field(
-        default="all", description="What vLLM's reset of its prefix cache clears: every tier, or memory only."
+        default="all",
+        description="Tiers that are cleared when vLLM resets its prefix cache: all, or memory only.",
     )
 
 
@@ -459,51 +449,51 @@ class EngineConfig(Section):
     """Configuration of a cache engine, made by `load_config`. The defaults are a working configuration."""
 
     chunk_size: Annotated[Count, Field(le=MAX_CHUNK_SIZE)] = Field(
-        default=256, description="Tokens in one chunk."
+        default=256, description="Tokens per chunk."
     )
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = Field(
-        default="xxh3_128", description="Hash of the chunk keys; blake3 or sha256 where tenants are hostile."
+        default="xxh3_128", description="Hash of the chunk keys; blake3 or sha256 if tenants may be hostile."
     )
     hash_key_file: SecretFile = Field(
         default=None,
-        description="File of a secret of 32 bytes, in hex or base64, that keys the hash (blake3 or sha256).",
+        description="File of a secret of 32 bytes, in hex or base64, as the key of the hash (blake3 or sha256).",
     )
     hash_key: SecretText = Field(
-        default=None, description="That secret itself; as the variable LMCACHE_ASYNC_HASH_KEY only."
+        default=None, description="The secret itself; only as the variable LMCACHE_ASYNC_HASH_KEY."
     )
     weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = Field(
         default="sampled",
-        description="How the model's weights are told apart: sampled, full (reads every byte) or text:<your own>.",
+        description="Fingerprint of the model's weights: sampled, full (reads every byte) or text:<your own>.",
     )
     copy_threads: Annotated[Count, Field(le=MAX_THREADS)] = Field(
         default=2, description="Threads for copies and checksums in each worker process."
     )
     shutdown_timeout_s: Wait = Field(
         default=25.0,
-        description="How long closing waits for pending writes before it drops them, in seconds; at least"
-        " store.max_pending_write_s, or a slow tier loses some, and below vLLM's --shutdown-timeout.",
+        description="Longest wait for queued writes when the engine closes, in seconds; the rest is dropped. At least"
+        " store.max_pending_write_s, and less than vLLM's --shutdown-timeout.",
     )
     arena: ArenaConfig = Field(default_factory=ArenaConfig, description="Host memory.")
-    gpu: GPUConfig = Field(default_factory=GPUConfig, description="Copies out of a GPU and into it.")
+    gpu: GPUConfig = Field(default_factory=GPUConfig, description="Copies between a GPU and host memory.")
     tiers: Annotated[tuple[TierSpec, ...], BeforeValidator(_parse_tiers)] = Field(
         default_factory=lambda: (TierSpec.model_validate("cpu"),), description="The tiers, fastest first."
     )
-    store: StoreConfig = Field(default_factory=StoreConfig, description="From device memory into the tiers.")
+    store: StoreConfig = Field(
+        default_factory=StoreConfig, description="Stores, from device memory to the tiers."
+    )
     retrieve: RetrieveConfig = Field(
-        default_factory=RetrieveConfig, description="From the tiers into device memory."
+        default_factory=RetrieveConfig, description="Retrieves, from the tiers to device memory."
     )
     encryption: EncryptionConfig = Field(
-        default_factory=EncryptionConfig, description="Encryption of what leaves the process's memory."
+        default_factory=EncryptionConfig, description="Encryption of records outside of the process's memory."
     )
-    tracing: TracingConfig = Field(
-        default_factory=TracingConfig, description="Spans of stores and retrieves, for OpenTelemetry."
-    )
+    tracing: TracingConfig = Field(default_factory=TracingConfig, description="OpenTelemetry spans.")
     http: HTTPConfig = Field(
-        default_factory=HTTPConfig, description="The status page and metrics; not served by default."
+        default_factory=HTTPConfig, description="The status page and metrics; disabled by default."
     )
-    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="What only the vLLM connector uses.")
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="Settings of the vLLM connector.")
     plugins: PluginsConfig = Field(
-        default_factory=PluginsConfig, description="Where tiers and stages may come from."
+        default_factory=PluginsConfig, description="Allowed sources of tiers and stages."
     )
 
     @property

@@ -49,11 +49,11 @@ class EncryptionConfig(BaseModel):
 
     key_file: SecretFile = Field(
         default=None,
-        description="File of the keys, one a line, 32 bytes each in hex or base64: the first encrypts, all decrypt.",
+        description="File of the keys, one per line, 32 bytes each in hex or base64. The first encrypts, all decrypt.",
     )
     keys: SecretText = Field(
         default=None,
-        description="The keys themselves, between spaces or commas; as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS only.",
+        description="The keys themselves, separated by spaces or commas; only as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS.",
     )
 
     @property

@@ -78,8 +78,8 @@ NOT_IN_A_SCHEMA = re.compile(
     "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
     "|expected (the path of a socket|a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
     "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
-    "|reserved|with a name|nobody would|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
-    "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|of use with a certificate|a size between"
+    "|reserved|with a name|nobody would|without a token|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
+    "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|requires tls_cert_file|a size between"
     "|no home for its ~|null characters"
 )
 """What no schema of a file tells: how values go together, what is in files, the inside of a URL, a few bounds."""

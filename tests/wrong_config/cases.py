@@ -27,7 +27,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('arena: {max_bytes: 1 parsec}', ["{file}, line 1: arena.max_bytes is '1 parsec': expected a size in bytes, such as 8GiB, 500MB or 1048576"]),
     ('http: {token_file: 3}', ["{file}, line 1: http.token_file is '***': expected the path of a file"]),
     ('http: {tls_key_file: /k}', ['{file}, line 1: http.tls_key_file: tls_key_file requires tls_cert_file']),
-    ('http: {listen: 0.0.0.0:9420}', ['{file}, line 1: http.listen: 0.0.0.0:9420 can be reached from elsewhere, and nobody would have to say a token: set token_file, or listen at 127.0.0.1']),
+    ('http: {listen: 0.0.0.0:9420}', ['{file}, line 1: http.listen: 0.0.0.0:9420 is reachable from other machines without a token: set token_file, or listen at 127.0.0.1']),
     ('http: {listen: here}', ["{file}, line 1: http.listen is 'here': expected name:port or [address]:port"]),
     ('http: {token_file: ~nosuchuser/x}', ["{file}, line 1: http.token_file is '***': expected a path; there is no home for its ~ on this machine"]),
     ('http: {listen: 127.0.0.1:0, token_file: {dir}/none}', ['{file}, line 1: http.token_file: {dir}/none cannot be read: No such file or directory']),

@@ -62,7 +62,7 @@ SECTIONS: list[tuple[str, list[str]]] = [
         "http:\n  listen: 0.0.0.0:80\n  timeout_s: 0\n  tls_cert_file: /none/cert",
         [
             (
-                "@1: http.listen: 0.0.0.0:80 can be reached from elsewhere, and nobody would have to say a token:"
+                "@1: http.listen: 0.0.0.0:80 is reachable from other machines without a token:"
                 " set token_file, or listen at 127.0.0.1"
             ),
             "@2: http.timeout_s is 0: expected a number of seconds above 0",
