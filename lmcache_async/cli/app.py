@@ -63,13 +63,9 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "lmcache_async.cli.gc:gc_command",
         "Remove what is not wanted any more: by namespace, age and room; and always what nobody can read.",
     ),
-    "export": CommandSpec(
-        "lmcache_async.cli.export:export_command",
-        "Write records into an archive, each proven on its way, what was used last first.",
-    ),
-    "import": CommandSpec(
-        "lmcache_async.cli.import_:import_command",
-        "Save the records of an archive that are not there yet, each after its proof.",
+    "copy": CommandSpec(
+        "lmcache_async.cli.copy:copy_command",
+        "Copy records from one directory or tier to another, each verified on the way.",
     ),
     "warm": CommandSpec(
         "lmcache_async.cli.warm:warm_command",

@@ -27,6 +27,7 @@ from rich.progress import (
 from lmcache_async.cli.output import say
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
+from lmcache_async.records.copy import CopyCounts
 from lmcache_async.records.flight import Meter
 from lmcache_async.records.namespaces import Selection
 from lmcache_async.records.opening import MAX_RECORD_BYTES, TargetSpec
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 RIGHT, WRONG, REFUSED, IN_USE, STOPPED = 0, 1, 2, 3, 130
 """Exit codes: all is well; something is wrong with records; it cannot be done; another process has it; ctrl-C."""
+
+LISTED = 20
+"""Records that are listed with their cause, without `--json`."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -164,6 +168,36 @@ def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
         end(REFUSED, str(error))
     except OSError as error:  # of a state file or an archive that is not to be opened
         end(REFUSED, str(error))
+
+
+def place_spec(
+    text: str, config: Path | None, rank: int | None, in_flight: int, max_record_bytes: str
+) -> TargetSpec:
+    """A directory or a tier, in one argument.
+
+    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
+    """
+    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
+    path, tier = (None, text) if is_tier else (Path(text), None)
+    return spec_of(path, config, tier, rank, in_flight, max_record_bytes)
+
+
+def say_not_copied(counts: CopyCounts) -> None:
+    if counts.encrypted:
+        say(f"encrypted: {number(counts.encrypted, 'record')}; loading them needs the same keys")
+    if counts.passed_over:
+        say(f"of other namespaces: {counts.passed_over}")
+    if counts.gone:
+        say(f"deleted from the source meanwhile: {counts.gone}")
+    if counts.skipped:
+        cause = "a destination is full" if counts.refused["full"] else "--max-bytes is reached"
+        say(f"not copied because {cause}: {number(counts.skipped, 'record')}")
+    if counts.refused:
+        say(f"refused: {counted(dict(counts.refused))}")
+    for refused in counts.listed[:LISTED]:
+        say(f"{refused['key']}: {refused['cause']}: {refused['message']}")
+    if len(counts.listed) > LISTED:
+        say(f"... --json lists {len(counts.listed)} of them")
 
 
 def end(code: int, message: str) -> NoReturn:

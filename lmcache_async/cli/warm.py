@@ -96,7 +96,7 @@ def warm_command(
 
     done = shared.run(work)
     shared.say_json(done.as_dict()) if as_json else _print(done)
-    raise typer.Exit(shared.WRONG if done.refused else shared.RIGHT)
+    raise typer.Exit(shared.WRONG if done.counts.refused else shared.RIGHT)
 
 
 def _one_of(prompts: Path | None, trace: Path | None) -> Path:
@@ -159,13 +159,10 @@ def _print(done: Warming) -> None:
         f" {done.source} has prefixes of {shared.number(done.found_tokens, 'token')}"
     )
     say(
-        f"copied: {shared.counted(told['copied'])} ({shared.human(done.bytes)});"
+        f"copied: {shared.counted(told['copied'])} ({shared.human(done.counts.bytes)});"
         f" there already: {shared.counted(told['there'])}"
     )
-    if done.skipped:
-        say(f"not copied because of --max-bytes: {shared.number(done.skipped, 'record')}")
-    if done.refused:
-        say(f"refused: {shared.counted(told['refused'])}")
+    shared.say_not_copied(done.counts)
 
 
 def _print_asked(asked: Asked) -> None:

@@ -54,7 +54,7 @@ class DirectoryTarget(Target):
         self._rest = rest
         self._change = change
         self._max_bytes = max_bytes
-        self._sizes: dict[ChunkKey, int] = {}
+        self._sizes: dict[ChunkKey, int] | None = None
         self._used_bytes = 0
         self._slab_bytes = max_record_bytes
         self._arena: Arena | None = None
@@ -103,6 +103,9 @@ class DirectoryTarget(Target):
         return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
 
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        if self._sizes is None:
+            await self.list()
+        assert self._sizes is not None
         return [key in self._sizes for key in keys]
 
     async def begin_saves(self) -> None:
@@ -111,6 +114,7 @@ class DirectoryTarget(Target):
         await self.list()
 
     async def save(self, key: ChunkKey, record: Buffer, stamp: int) -> None:
+        assert self._sizes is not None, "`begin_saves` comes first"
         view = record.padded_view
         more_bytes = len(view) - self._sizes.get(key, 0)  # than what it takes the place of
         if self._max_bytes is not None and self._used_bytes + more_bytes > self._max_bytes:

@@ -133,7 +133,9 @@ def _named(spec: TargetSpec, config: EngineConfig | None) -> TierSpec:
         if tier.id == spec.tier:
             return tier
     ids = ", ".join(tier.id for tier in config.tiers)
-    raise ConfigError(f"{spec.config} has no tier {spec.tier}; it has {ids}")
+    raise ConfigError(
+        f"{spec.config} has no tier {spec.tier}; it has {ids}; a directory is written with a slash, such as ./{spec.tier}"
+    )
 
 
 def _target(
@@ -142,7 +144,7 @@ def _target(
     third_party = config.plugins.third_party if config is not None else True
     tier_class = _class_of(registry, named, third_party=third_party)
     options: Mapping[str, Any] = named.options
-    if spec.rank is not None:
+    if spec.rank is not None and "subdirectory" in tier_class.config_type.model_fields:
         options = {**options, "subdirectory": f"rank-{spec.rank}"}
     validated = validate_options(tier_class.config_type, options, named.origin)
     if (rest := at_rest_of(tier_class, validated)) is not None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lmcache_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.errors import ConfigError
 from lmcache_async.memory.encryption import RecordCipher
-from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.records.chains import Chain, chain_of, namespaces_of
+from lmcache_async.records.copy import VERIFY_THREADS, Copier, CopyCounts
 from lmcache_async.records.flight import Meter, each, in_order
 from lmcache_async.records.namespaces import EVERYTHING, Selection
 from lmcache_async.records.prompts import Encode, Prompt
@@ -34,10 +33,7 @@ class Warming:
         prompts: Different prompts that were asked for.
         tokens: Their tokens.
         found_tokens: Of these, how many the source has as a prefix; of several namespaces, in the best of them.
-        copied: Records by the target that they are new in.
         there: Records that a target had already, by target.
-        refused: Records that did not get there, by cause.
-        skipped: Records that were left for `max_bytes`.
     """
 
     source: str
@@ -45,11 +41,8 @@ class Warming:
     prompts: int = 0
     tokens: int = 0
     found_tokens: int = 0
-    copied: Counter[str] = field(default_factory=Counter)
     there: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    skipped: int = 0
+    counts: CopyCounts = field(default_factory=CopyCounts)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,11 +51,9 @@ class Warming:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "found_tokens": self.found_tokens,
-            "copied": dict(self.copied),
+            "copied": dict(self.counts.copied),
             "there": dict(self.there),
-            "bytes": self.bytes,
-            "refused": dict(sorted(self.refused.items())),
-            "skipped": self.skipped,
+            **self.counts.as_dict(),
         }
 
 
@@ -118,12 +109,26 @@ async def warm(
     wanted = _wanted(chains, kept, prompts, options, report)
     meter.begin("records", records=len(wanted))
     with contextlib.ExitStack() as undo:
-        workers = WorkerPool(2, thread_name_prefix="lmcache-prove")
+        workers = WorkerPool(VERIFY_THREADS, thread_name_prefix="lmcache-verify")
         undo.callback(workers.shutdown)
         for target in targets:
             await target.begin_saves()
-        copy = functools.partial(_copy, source, targets, options, workers, report)
-        async with contextlib.aclosing(in_order(each(wanted), copy, in_flight=source.in_flight)) as results:
+        copier = Copier(source, workers, report.counts, max_bytes=options.max_bytes)
+
+        async def work(one: _Wanted) -> int:
+            lacking = []
+            for target in targets:
+                if (await target.has([one.kept.key]))[0]:
+                    report.there[target.name] += 1
+                else:
+                    lacking.append(target)
+            if not lacking:
+                return 0
+            return await copier.copy(
+                one.kept, lacking, functools.partial(_prove, one=one, cipher=options.cipher)
+            )
+
+        async with contextlib.aclosing(in_order(each(wanted), work, in_flight=source.in_flight)) as results:
             async for nbytes in results:
                 meter.advance(1, nbytes)
         for target in targets:
@@ -178,82 +183,11 @@ def _tokens(prompt: Prompt, encode: Encode | None) -> Tokens:
     return np.asarray(encode(prompt.text), dtype=np.int32)
 
 
-async def _copy(
-    source: Target,
-    targets: Sequence[Target],
-    options: WarmOptions,
-    workers: Executor,
-    report: Warming,
-    one: _Wanted,
-) -> int:
-    """Into each target that lacks it; the bytes of the record where it was copied."""
-    lacking = []
-    for target in targets:
-        if (await target.has([one.kept.key]))[0]:
-            report.there[target.name] += 1
-        else:
-            lacking.append(target)
-    if not lacking:
-        return 0
-    if report.skipped:  # what comes behind the limit may continue what was left out
-        report.skipped += 1
-        return 0
-    try:
-        buffer = await source.load(one.kept)
-    except TierUnavailableError:
-        raise
-    except TierError:
-        report.refused["error"] += 1
-        return 0
-    if buffer is None:
-        report.refused["gone"] += 1
-        return 0
-    with buffer:
-        checked = await in_thread(workers, functools.partial(_prove, one, buffer.view, options.cipher))
-        if checked.cause or checked.looked is None:
-            report.refused[checked.cause or "gone"] += 1
-            return 0
-        with _trimmed(buffer, checked.looked.record_bytes) as record:
-            if options.max_bytes is not None and report.bytes + record.nbytes > options.max_bytes:
-                report.skipped += 1
-                return 0
-            report.bytes += record.nbytes
-            for target in lacking:
-                await _save(target, one, record, report)
-            return record.nbytes
-
-
-async def _save(target: Target, one: _Wanted, record: Buffer, report: Warming) -> None:
-    memory = await target.allocate(record.nbytes)
-    if memory is None:
-        report.refused["too_long"] += 1
-        return
-    with memory:
-        memory.view[:] = record.view  # a tier reads from memory that it knows
-        try:
-            await target.save(one.kept.key, memory, one.kept.stamp)
-        except TierUnavailableError:
-            raise
-        except TierFullError:
-            report.refused["full"] += 1
-        except TierError:
-            report.refused["error"] += 1
-        else:
-            report.copied[target.name] += 1
-
-
-def _prove(one: _Wanted, record: memoryview, cipher: RecordCipher | None) -> Checked:
+def _prove(kept: Kept, pieces: Iterator[memoryview], *, one: _Wanted, cipher: RecordCipher | None) -> Checked:
     """The record, if it is right and, as far as it is not secret, of exactly these tokens."""
-    checked = check(one.kept, iter([record]), selection=EVERYTHING, cipher=cipher)
+    checked = check(kept, pieces, selection=EVERYTHING, cipher=cipher)
     header = checked.header
     if checked.cause or header is None:
         return checked
     same = header.namespace == one.namespace and np.array_equal(header.tokens, one.chunk.tokens)
     return checked if same else Checked(checked.looked, cause="tokens", message="it is of other tokens")
-
-
-def _trimmed(buffer: Buffer, nbytes: int) -> Buffer:
-    """A lease of its own, without what pads the record."""
-    record = buffer.retain()
-    record.resize(nbytes)
-    return record

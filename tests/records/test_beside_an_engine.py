@@ -62,8 +62,10 @@ def test_it_is_read_beside_the_owner_who_is_named(held, command):
     assert found["held_by_process"] == str(os.getpid())
 
 
-def test_it_is_exported_beside_the_owner(held, tmp_path):
-    assert told("export", held.root, tmp_path / "a.lmcar")["records"] == 5
+def test_it_is_copied_beside_the_owner(held, tmp_path):
+    done = told("copy", held.root, tmp_path / "there")
+
+    assert (done["records"], done["held_by_process"]) == (5, str(os.getpid()))
 
 
 @pytest.mark.parametrize("command", ["verify --remove", "verify --quarantine", "gc", "gc --max-bytes 1B"])
@@ -78,13 +80,14 @@ def test_it_is_changed_by_its_owner_alone(held, command):
     assert content(held.root) == before
 
 
-def test_nothing_is_imported_into_it(held, tmp_path):
-    told("export", held.root, tmp_path / "a.lmcar")
+def test_nothing_is_copied_into_it(held, tmp_path):
+    told("copy", held.root, tmp_path / "there")
 
-    refused = invoke("import", tmp_path / "a.lmcar", held.root)
+    refused = invoke("copy", tmp_path / "there", held.root)
 
     assert refused.exit_code == 3
     assert f"in use by process {os.getpid()}" in refused.stderr
+    assert told("copy", tmp_path / "there", held.root, "--dry-run")["there"] == 5
 
 
 def test_an_owner_that_has_ended_is_none(tmp_path):

@@ -227,7 +227,7 @@ NO_ENGINE_MAKES = [
 def test_namespaces_that_no_engine_makes_stop_no_command(root, tmp_path):
     planted = [plant(root, text, number=number) for number, text in enumerate(NO_ENGINE_MAKES)]
     records = 8 + len(planted)
-    there, archive = tmp_path / "there", tmp_path / "a.lmcar"
+    there = tmp_path / "there"
     config, prompts = tmp_path / "config.yaml", tmp_path / "prompts.jsonl"
     tiers = [
         {"name": "disk", "id": id, "path": str(path), "max_bytes": "1GiB"}
@@ -240,8 +240,7 @@ def test_namespaces_that_no_engine_makes_stop_no_command(root, tmp_path):
     assert invoke("inspect", root).exit_code == 0
     assert [invoke("inspect", root, path.name).exit_code for path in planted] == [0] * len(planted)
     assert told("verify", root)["records"] == records
-    assert told("export", root, archive)["records"] == records
-    assert told("import", archive, there)["records"] == records
+    assert told("copy", root, there)["records"] == records
     assert told("inspect", there, "--namespace", "model=model-a")["records"] == 5
     assert told("warm", "--config", config, "--prompts", prompts)["copied"] == {str(tmp_path / "warm"): 7}
     assert told("gc", root, "--namespace", "model=model-a")["freed_records"] == 5

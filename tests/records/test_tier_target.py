@@ -8,16 +8,13 @@ import logging
 
 import pytest
 
-from lmcache_async.errors import ConfigError, LMCacheAsyncError, TierError, TierUnavailableError
+from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.records.archive import ArchiveHead
-from lmcache_async.records.exporting import export
 from lmcache_async.records.flight import Meter, each, in_order
 from lmcache_async.records.inspecting import inspect
 from lmcache_async.records.namespaces import EVERYTHING
 from lmcache_async.records.tier import TierTarget
 from lmcache_async.records.verifying import Remedy, VerifyOptions, verify
-from lmcache_async.records.writer import StreamWriter
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.base import Capabilities
@@ -116,12 +113,6 @@ async def test_a_record_longer_than_there_is_memory_for_names_the_option():
 
     assert report.errors == 1
     assert "--max-record-bytes" in report.told[0]["message"]
-
-
-async def test_an_export_whose_reader_has_gone_says_so():
-    async with target_of(DictTier(records=records_of(2))) as target:
-        with pytest.raises(LMCacheAsyncError, match="the archive cannot be written"):
-            await export(target, StreamWriter(-1, ArchiveHead(0, 0, b"", bytes(16)).about), Meter())
 
 
 async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():

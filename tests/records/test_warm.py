@@ -103,13 +103,12 @@ def test_one_namespace(config, root, tmp_path):
 
 
 def test_the_pool_of_a_host_is_warmed_from_a_valkey_server(root, tmp_path, server):
-    told("export", root, tmp_path / "a.lmcar")
     with socket_path() as path, ThreadedDaemon(path):
         host = {"name": "host", "socket": str(path), "prefault": False}
         tiers = [host, valkey(server)]
         config = tmp_path / "config.yaml"
         config.write_text(json.dumps({"tiers": tiers}))
-        told("import", tmp_path / "a.lmcar", "--config", config, "--tier", "valkey")
+        told("copy", root, "valkey", "--config", config)
 
         done = told("warm", "--config", config, "--prompts", prompts_of(tmp_path, TOKENS))
 

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
-TEST_ARCHIVE = ("tests/records/test_archive.py",)
+TEST_COPY = ("tests/records/test_copy.py",)
 TEST_VERIFY = ("tests/records/test_verify.py",)
 
 MOVED = (
     Mutation(
-        "a record of an archive is let in without its proof",
-        "lmcache_async/records/saving.py",
-        "if not checked.taken or checked.cause:",
-        "if not checked.taken:",
-        TEST_ARCHIVE,
+        "a damaged record is copied",
+        "lmcache_async/records/copy.py",
+        "if checked.cause or checked.looked is None:",
+        "if checked.looked is None:",
+        TEST_COPY,
     ),
     Mutation(
-        "what an archive's frame says of its record is not compared",
-        "lmcache_async/records/reader.py",
-        'return "" if record_checksum(view) == frame.checksum else "archive"',
-        'return ""',
-        ("tests/records/test_moving.py::test_wrong_records_are_refused_on_the_way_in",),
-    ),
-    Mutation(
-        "an export goes on behind a torn record",
-        "lmcache_async/records/writer.py",
-        "isinstance(frame := reader.next(), Frame) and reader.prove(frame, scratch)",
-        "isinstance(frame := reader.next(), Frame) and (reader.skip(frame) is None)",
-        TEST_ARCHIVE,
-    ),
-    Mutation(
-        "an archive that lost a record is said to be complete",
-        "lmcache_async/records/reader.py",
-        "if (end.records, end.checksum) == (self.records, self.frames_checksum):",
-        "if True:",
-        TEST_ARCHIVE,
+        "the least recently used records are copied first",
+        "lmcache_async/records/copy.py",
+        "newest_first = sorted(kept, key=lambda one: one.rank, reverse=True)",
+        "newest_first = sorted(kept, key=lambda one: one.rank)",
+        TEST_COPY,
     ),
     Mutation(
         "beginnings of prompts go before their ends",

@@ -1,0 +1,442 @@
+"""`lmcache-async copy`: what an engine had stored here, an engine loads there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+import uuid
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_async.cli.records import Bar
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.records.copy import CopyOptions, copy
+from lmcache_async.records.flight import Meter
+from lmcache_async.records.opening import TargetSpec, open_target
+from lmcache_async.records.tier import TierTarget
+from lmcache_async.testing.fakes import DictConfig, DictTier
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
+from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.daemon.daemons import ThreadedDaemon, socket_path
+from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
+from tests.tiers.valkey_servers import running
+
+
+def test_from_directory_to_directory(root, tmp_path):
+    done = told("copy", root, tmp_path / "there")
+
+    assert (done["records"], done["complete"], done["there"], done["dry_run"]) == (8, True, 0, False)
+    assert (done["source"], done["destination"]) == (str(root), str(tmp_path / "there"))
+    assert done["bytes"] == sum(map(len, content(root).values()))
+    assert content(tmp_path / "there") == content(root)
+    assert [path.name for path in record_files(tmp_path / "there")] == [
+        path.name for path in record_files(root)
+    ]
+    assert loaded(rig_of(), tmp_path / "there") == 40
+    assert [path.stat().st_mode & 0o777 for path in record_files(tmp_path / "there")] == [0o600] * 8
+
+
+def test_a_second_copy_copies_what_is_missing(root, tmp_path):
+    told("copy", root, tmp_path / "there")
+    record_files(tmp_path / "there")[2].unlink()
+
+    again = told("copy", root, tmp_path / "there")
+
+    assert (again["records"], again["there"]) == (1, 7)
+    assert content(tmp_path / "there") == content(root)
+
+
+def test_one_namespace(root, tmp_path):
+    filled(root, TOKENS[:16], rig=rig_of("model-b"))
+
+    done = told("copy", root, tmp_path / "there", "--namespace", "model=model-a")
+
+    assert (done["records"], done["passed_over"]) == (8, 2)
+    assert loaded(rig_of("model-b"), tmp_path / "there") == 0
+
+
+def test_a_damaged_record_is_listed_and_not_copied(root, tmp_path):
+    wrong = record_files(root)[3]
+    damage(wrong)
+
+    done = told("copy", root, tmp_path / "there", code=1)
+
+    assert (done["records"], done["refused"], done["complete"]) == (7, {"checksum": 1}, False)
+    assert [(each["key"], each["cause"]) for each in done["refused_records"]] == [(wrong.name, "checksum")]
+    assert wrong.name not in content(tmp_path / "there")
+    assert f"{wrong.name}: checksum: " in invoke("copy", root, tmp_path / "other").stdout
+
+
+def test_a_limit_copies_the_most_recently_used_records(root, tmp_path):
+    done = told("copy", root, tmp_path / "there", "--max-bytes", 5 * 4608, "--in-flight", 1)
+
+    assert (done["records"], done["skipped"], done["complete"]) == (5, 3, False)
+    assert sorted(content(tmp_path / "there")) == sorted(path.name for path in record_files(root)[:5])
+
+
+def test_a_full_destination_has_the_most_recently_used_records(root, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"tiers: [{{name: disk, id: small, path: {tmp_path}/there, max_bytes: 24KiB}}]\n")
+
+    done = told("copy", root, "small", "--config", config, "--in-flight", 1, code=1)
+
+    assert (done["records"], done["refused"], done["skipped"]) == (3, {"full": 1}, 4)
+    assert sorted(content(tmp_path / "there")) == sorted(path.name for path in record_files(root)[:3])
+    assert "not copied because a destination is full: 4 records" in invoke(
+        "copy", root, "small", "--config", config, "--in-flight", 1
+    ).stdout.replace("5 records", "4 records")
+
+
+def test_a_dry_run_changes_nothing_and_reports_what_is_missing(root, tmp_path):
+    there = tmp_path / "there"
+
+    new = told("copy", root, there, "--dry-run")
+    assert (new["records"], new["there"], new["dry_run"], new["complete"]) == (8, 0, True, False)
+    assert not there.exists()
+
+    told("copy", root, there)
+    for path in record_files(there)[:3]:
+        path.unlink()
+    before = content(there)
+    some = told("copy", root, there, "--dry-run", "--namespace", "model=model-a")
+    assert (some["records"], some["there"]) == (3, 5)
+    assert told("copy", root, there, "--dry-run", "--namespace", "model=none")["passed_over"] == 3
+    assert told("copy", root, there, "--dry-run", "--max-bytes", 2 * 8192)["skipped"] == 1
+    assert "to copy: 3 records" in invoke("copy", root, there, "--dry-run").stdout
+    assert content(there) == before
+
+
+def test_encrypted_records_stay_encrypted_and_load_with_their_key(tmp_path):
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(secrets.token_hex(32))
+    encrypted = {"encryption.key_file": str(keys)}
+    filled(tmp_path / "cache", **encrypted)
+
+    done = told("copy", tmp_path / "cache", tmp_path / "there")
+
+    assert done["encrypted"] == 5
+    assert content(tmp_path / "there") == content(tmp_path / "cache")
+    assert loaded(rig_of(), tmp_path / "there", **encrypted) == 40
+    assert loaded(rig_of(), tmp_path / "there") == 0
+    assert "encrypted: 5 records" in invoke("copy", tmp_path / "cache", tmp_path / "other").stdout
+
+
+def test_a_time_of_use_in_the_future_is_not_taken_over(root, tmp_path):
+    newest = record_files(root)[0]
+    os.utime(newest, ns=(1 << 61, 1 << 61))
+
+    told("copy", root, tmp_path / "there")
+
+    assert record_files(tmp_path / "there")[0].name == newest.name
+    assert record_files(tmp_path / "there")[0].stat().st_mtime_ns <= time.time_ns()
+
+
+def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_the_rest(
+    root, tmp_path, monkeypatch
+):
+    left = [3]
+
+    def advance(self, records, nbytes):
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Bar, "advance", advance)
+    stopped = invoke("copy", root, tmp_path / "there", "--in-flight", 1)
+    monkeypatch.undo()
+
+    assert stopped.exit_code == 130
+    copied = content(tmp_path / "there")
+    assert 3 <= len(copied) < 8
+    assert copied.items() <= content(root).items()
+    assert list((tmp_path / "there" / "tmp").iterdir()) == []
+    done = told("copy", root, tmp_path / "there")
+    assert (done["records"], done["there"]) == (8 - len(copied), len(copied))
+    assert content(tmp_path / "there") == content(root)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{root}"], "Missing argument 'DST'"),
+        (["{tmp}/none", "{tmp}/there"], "there is no directory"),
+        (["{root}", "valky", "--config", "{tmp}/config.yaml"], "has no tier valky; it has cpu, valkey"),
+        (["{root}", "cpu", "--config", "{tmp}/config.yaml"], "memory of the engine's own process"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2_and_says_why(root, tmp_path, arguments, message):
+    (tmp_path / "config.yaml").write_text("tiers: [cpu, {name: valkey, url: 'unix:///none'}]\n")
+
+    result = invoke("copy", *(argument.format(root=root, tmp=tmp_path) for argument in arguments))
+
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as started:
+        yield started
+
+
+@pytest.fixture
+def valkey(server):
+    """A tier with keys of its own, as JSON."""
+    return json.dumps({"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex})
+
+
+def test_to_a_valkey_server_and_back(root, tmp_path, valkey):
+    there = told("copy", root, valkey)
+    again = told("copy", root, valkey)
+    would = told("copy", root, valkey, "--dry-run")
+
+    assert (there["records"], again["records"], again["there"], would["records"]) == (8, 0, 8, 0)
+    assert loaded(rig_of(), None, tiers=[json.loads(valkey)]) == 40
+    assert told("inspect", "--tier", valkey)["namespaces"][0]["records"] == 8
+    assert told("verify", "--tier", valkey)["keys"] == {"linked": 7, "root": 1}
+
+    back = told("copy", valkey, tmp_path / "back", "--namespace", "model=model-a")
+    assert back["records"] == 8
+    assert content(tmp_path / "back") == content(root)
+    assert min(path.stat().st_mtime for path in record_files(tmp_path / "back")) > time.time() - 3600
+    assert told("copy", valkey, tmp_path / "none", "--namespace", "model=none")["passed_over"] == 8
+    assert told("gc", "--tier", valkey, "--namespace", "model=model-a")["freed_records"] == 8
+    assert told("inspect", "--tier", valkey)["records"] == 0
+
+
+def test_between_tiers_of_a_config(root, tmp_path, valkey):
+    config = tmp_path / "config.yaml"
+    disk = {"name": "disk", "path": str(root.parent / "ranks"), "max_bytes": "1GiB"}
+    (root.parent / "ranks").mkdir()
+    root.rename(root.parent / "ranks" / "rank-1")
+    config.write_text(json.dumps({"tiers": ["cpu", json.loads(valkey), disk]}))
+
+    done = told("copy", "disk", "valkey", "--config", config, "--rank", 1)
+
+    assert (done["source"], done["destination"]) == (f"{disk['path']}/rank-1", "tier 'valkey'")
+    assert done["records"] == 8
+
+
+def test_a_wrong_record_in_a_valkey_server_is_found_and_removed(root, server, valkey):
+    told("copy", root, valkey)
+    prefix = json.loads(valkey)["key_prefix"]
+    name = next(key for key in server.ask("KEYS", f"*{prefix}*") if key)
+    value = bytearray(server.ask("GET", name))
+    value[4200] ^= 1
+    server.ask("SET", name, bytes(value))
+
+    found = told("verify", "--tier", valkey, "--remove", code=1)
+
+    assert (found["records"], found["wrong"], found["remedied"]) == (7, {"checksum": 1}, 1)
+    assert told("verify", "--tier", valkey)["records"] == 7
+
+
+def test_of_a_tier_neither_age_nor_room_is_judged(valkey):
+    for options in (["--older-than", "1d"], ["--max-bytes", "1GiB"]):
+        refused = invoke("gc", "--tier", valkey, *options)
+
+        assert refused.exit_code == 2
+        assert "does not tell when records were used" in refused.stderr
+
+
+def test_a_server_that_does_not_answer_ends_with_2(root, tmp_path):
+    tier = json.dumps(
+        {"name": "valkey", "url": f"unix://{tmp_path}/none", "open_timeout_s": 5, "timeout_s": 5}
+    )
+
+    assert invoke("verify", "--tier", tier).exit_code == 2
+    assert invoke("copy", root, tier).exit_code == 2
+    assert invoke("copy", tier, tmp_path / "there").exit_code == 2
+
+
+def test_to_the_pool_of_a_host_and_back(root, tmp_path):
+    with socket_path() as path, ThreadedDaemon(path):
+        tier = {"name": "host", "socket": str(path), "prefault": False}
+
+        assert told("copy", root, json.dumps(tier))["records"] == 8
+        assert loaded(rig_of(), None, tiers=[tier]) == 40
+        assert told("copy", json.dumps(tier), tmp_path / "back")["records"] == 8
+
+    assert content(tmp_path / "back") == content(root)
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_copied(root, tmp_path):
+    odd = root.rename(tmp_path / os.fsdecode(b"odd-\xff"))
+
+    assert told("copy", odd, tmp_path / "there")["records"] == 8
+    assert invoke("inspect", odd).exit_code == 0
+    assert "no record" in invoke("inspect", odd, "00" * 16).stderr
+
+
+async def test_a_record_that_is_written_again_takes_the_room_of_the_former(tmp_path):
+    [(key, data)] = records_of([3000]).items()
+    spec = TargetSpec(path=tmp_path / "there", max_bytes=8192)
+
+    async with open_target(spec, change=True) as target:
+        await target.begin_saves()
+        for _ in range(2):
+            with await target.allocate(len(data)) as buffer:
+                buffer.view[:] = data
+                await target.save(key, buffer, 1)
+        assert [(kept.key, kept.nbytes) for kept in await target.list()] == [(key, 8192)]
+
+
+# Between tiers in this process, where each step can be made to fail.
+
+
+def records_of(payloads):
+    """Sealed records by key."""
+    arena = small_arena(2)
+    made = {}
+    for number, nbytes in enumerate(payloads, 1):
+        with record(arena, number, nbytes) as buffer:
+            made[key_of(number)] = bytes(buffer.view)
+    return made
+
+
+def target_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
+    logger = LimitedLogger(logging.getLogger("test"))
+    guarded = GuardLayer(tier, name="t", timeout_s=timeout_s, logger=logger, close_timeout_s=0.1)
+    return TierTarget(guarded, name="t", max_record_bytes=max_record_bytes, timeout_s=timeout_s, in_flight=3)
+
+
+async def copied(source, destination, **options):
+    async with target_of(source) as from_, target_of(destination) as into:
+        return await copy(from_, into, CopyOptions(**options), Meter())
+
+
+@st.composite
+def stores(draw):
+    """Records, the keys of those that are damaged, and the keys that the destination has."""
+    records = records_of(draw(st.lists(st.integers(0, 9000), max_size=6)))
+    keys = sorted(records)
+    some = st.lists(st.sampled_from(keys), unique=True) if keys else st.just([])
+    return records, set(draw(some)), set(draw(some))
+
+
+@given(stores(), st.integers(0, 1 << 20))
+def test_a_copy_has_the_same_bytes_and_no_damaged_record(made, at):
+    records, damaged, had = made
+    source = {}
+    for key, data in records.items():
+        place = at % len(data)
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        source[key] = changed if key in damaged else data
+    into = {key: records[key] for key in had}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(copied(DictTier(records=source), DictTier(records=into)))
+
+    missing = set(records) - had
+    assert into == {key: records[key] for key in had | (missing - damaged)}
+    assert report.there == len(had)
+    assert report.records == len(missing - damaged)
+    assert report.counts.refused.total() == len(missing & damaged)
+    assert report.counts.bytes == sum(len(records[key]) for key in missing - damaged)
+
+
+class Failing(DictTier):
+    """One record can be neither read nor written."""
+
+    async def get(self, key, allocate):
+        if key == key_of(1):
+            raise TierError("it cannot be read")
+        return await super().get(key, allocate)
+
+    async def put(self, key, buffer):
+        if key == key_of(2):
+            raise TierError("it cannot be written")
+        await super().put(key, buffer)
+
+
+async def test_a_record_that_fails_is_refused_and_the_others_are_copied():
+    records, into = records_of([10] * 4), {}
+
+    report = await copied(Failing(records=records), Failing(records=into))
+
+    assert sorted(into) == [key_of(3), key_of(4)]
+    assert report.counts.refused == {"error": 2}
+    assert {one["message"] for one in report.counts.listed} == {"it cannot be read", "it cannot be written"}
+
+
+async def test_a_destination_with_a_limit_of_its_own_is_not_overfilled():
+    into = DictTier(DictConfig(max_bytes=1), records={})
+
+    report = await copied(DictTier(records=records_of([10] * 3)), into)
+
+    assert report.counts.refused["full"] >= 1
+    assert report.counts.refused["full"] + report.counts.skipped == 3
+    assert into.records == {}
+
+
+async def test_a_record_longer_than_there_is_memory_for_names_the_option():
+    into = {}
+    source, destination = (DictTier(records=each) for each in (records_of([9000]), into))
+
+    async with target_of(source) as from_, target_of(destination, max_record_bytes=4096) as small:
+        report = await copy(from_, small, CopyOptions(), Meter())
+
+    assert report.counts.refused == {"too_long": 1}
+    assert "--max-record-bytes" in report.counts.listed[0]["message"]
+
+
+class Silent(DictTier):
+    """Never ends a `put` after the first."""
+
+    async def put(self, key, buffer):
+        if self.records:
+            await asyncio.Event().wait()
+        await super().put(key, buffer)
+
+
+async def test_a_destination_that_stops_answering_ends_the_copy():
+    into = {}
+    async with (
+        target_of(DictTier(records=records_of([10] * 3))) as source,
+        target_of(Silent(records=into), timeout_s=0.1) as destination,
+    ):
+        with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
+            await copy(source, destination, CopyOptions(), Meter())
+
+    assert len(into) == 1
+
+
+class StopAfter(Meter):
+    """Cancels the copy after so many records."""
+
+    def __init__(self, count):
+        self.left = count
+
+    def advance(self, records, nbytes):
+        self.left -= records
+        if self.left == 0:
+            asyncio.current_task().cancel()
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+async def test_a_cancelled_copy_gives_back_its_memory(count):
+    records, into = records_of([10] * 5), {}
+    async with (
+        target_of(DictTier(records=records)) as source,
+        target_of(DictTier(records=into)) as destination,
+    ):
+        copying = asyncio.create_task(copy(source, destination, CopyOptions(), StopAfter(count)))
+        await asyncio.wait([copying])
+
+        assert copying.cancelled()
+        assert into.items() <= records.items()
+        for target in (source, destination):  # every slab can be leased
+            leased = [await asyncio.wait_for(target.allocate(SLAB_BYTES), 10) for _ in range(8)]
+            for buffer in leased:
+                buffer.release()
