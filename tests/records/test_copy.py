@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiers.valkey_servers import running
 
 from lmcache_async.cli.records import Bar
 from lmcache_async.errors import TierError, TierUnavailableError
@@ -26,9 +27,8 @@ from lmcache_async.records.tier import TierTarget
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.layers.guard import GuardLayer
-from tests.daemon.daemons import ThreadedDaemon, socket_path
 from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
-from tests.tiers.valkey_servers import running
+from tests.support.daemons import ThreadedDaemon, socket_path
 
 
 def test_from_directory_to_directory(root, tmp_path):
