@@ -15,7 +15,6 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiers.valkey_servers import running
 
 from lmcache_async.cli.records import Bar
 from lmcache_async.errors import TierError, TierUnavailableError
@@ -29,6 +28,7 @@ from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_aren
 from lmcache_async.tiers.layers.guard import GuardLayer
 from tests.records.filled import TOKENS, content, damage, filled, invoke, loaded, record_files, rig_of, told
 from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.valkey_servers import running
 
 
 def test_from_directory_to_directory(root, tmp_path):
