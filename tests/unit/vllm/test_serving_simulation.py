@@ -50,14 +50,18 @@ def loads_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [a_load_that_fails_is_believed, what_lookups_pinned_is_kept, a_load_has_no_end, loads_never_end],
+    ("plant", "first"),  # a seed that finds it within seconds, as long as no draw changes before it
+    [
+        (a_load_that_fails_is_believed, (0, Faults.MANY)),
+        (what_lookups_pinned_is_kept, (3, Faults.NONE)),
+        (a_load_has_no_end, (4, Faults.NONE)),
+        (loads_never_end, (5, Faults.MANY)),
+    ],
 )
-def test_a_planted_bug_is_found(plant, monkeypatch: pytest.MonkeyPatch):
+def test_a_planted_bug_is_found(plant, first, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
+    others = [(seed, faults) for seed in range(6) for faults in (Faults.NONE, Faults.MANY)]
 
     assert any(
-        simulate_serving(seed, steps=300, faults=faults).violation
-        for seed in range(6)
-        for faults in (Faults.NONE, Faults.MANY)
+        simulate_serving(seed, steps=300, faults=faults).violation for seed, faults in (first, *others)
     )
