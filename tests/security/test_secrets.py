@@ -163,7 +163,7 @@ def test_a_file_of_keys_is_read_strictly(tmp_path, text, mode, expected):
 def test_a_file_that_is_none_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
-    assert "no regular file" in message(extra={"encryption.key_file": str(tmp_path / "pipe")})
+    assert "not a regular file" in message(extra={"encryption.key_file": str(tmp_path / "pipe")})
     assert "Is a directory" in message(extra={"encryption.key_file": str(tmp_path)})
     assert "cannot be read" in message(extra={"encryption.key_file": str(tmp_path / "none")})
 

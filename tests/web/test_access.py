@@ -61,7 +61,7 @@ def test_without_a_file_nobody_says_a_token() -> None:
         ("short\n", 0o600, "line 1: a token has at least 16"),
         ("two words are no token at all\n", 0o600, "none a space"),
         ("# nothing else\n", 0o600, "holds no token"),
-        (TOKEN, 0o644, "everybody may read it"),
+        (TOKEN, 0o644, "all users may read it"),
     ],
 )
 def test_a_file_that_is_no_use_stops_the_start(tmp_path: Path, text: str, mode: int, says: str) -> None:

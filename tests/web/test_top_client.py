@@ -105,7 +105,7 @@ def test_an_address_that_is_none_is_named(url: str) -> None:
 def test_a_token_file_for_everybody_is_refused(tmp_path: Path) -> None:
     (file := tmp_path / "tokens").write_text("a-token-of-many-characters\n")
     file.chmod(0o644)
-    with pytest.raises(StatusError, match=r"--token-file: .*everybody may read it"):
+    with pytest.raises(StatusError, match=r"--token-file: .*all users may read it"):
         StatusClient("http://127.0.0.1:1", token_file=file)
 
 
