@@ -52,16 +52,16 @@ COMMANDS: Mapping[str, CommandSpec] = {
         "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
     ),
     "inspect": CommandSpec(
-        "lmcache_async.cli.inspect_:inspect_command",
-        "Tell what is there by namespace, or one record's header in full. Nothing is changed.",
+        "lmcache_async.cli.inspect:inspect_command",
+        "Show the records by namespace, or the header of one record. Nothing is changed.",
     ),
     "verify": CommandSpec(
         "lmcache_async.cli.verify:verify_command",
-        "Read every record and prove it: its bytes, its lengths, its key against its tokens.",
+        "Read every record and verify its checksums, lengths and key.",
     ),
     "gc": CommandSpec(
         "lmcache_async.cli.gc:gc_command",
-        "Remove what is not wanted any more: by namespace, age and room; and always what nobody can read.",
+        "Delete records by namespace, age or size, and unreadable ones.",
     ),
     "copy": CommandSpec(
         "lmcache_async.cli.copy:copy_command",
@@ -69,7 +69,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     ),
     "warm": CommandSpec(
         "lmcache_async.cli.warm:warm_command",
-        "Copy what a slower tier has of these prompts into the faster ones of the config.",
+        "Copy the prefixes of prompts from a slower tier of a config to the faster ones.",
     ),
 }
 

@@ -9,9 +9,9 @@ import typer
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import say
-from lmcache_async.records.copy import CopyOptions, CopyReport, copy, plan_copy
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.opening import open_target
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.copy import CopyOptions, CopyReport, copy, plan_copy
+from lmcache_async.maintenance.stores import open_store
 
 
 def copy_command(
@@ -37,10 +37,10 @@ def copy_command(
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Copy the records of SRC that DST lacks, each verified on the way.
+    """Copy records from one directory or tier to another, each verified on the way.
 
-    The most recently used records are copied first. Stopped or killed, the same command copies the rest.
-    Ends with 1 if a record was refused, because it is damaged or DST has no room for it.
+    Records that DST has are skipped. The most recently used records are copied first. After an interruption the
+    same command copies the rest. Ends with 1 if a record was refused, because it is damaged or DST has no room.
     """
     options = CopyOptions(
         selection=shared.selection_of(namespace),
@@ -53,10 +53,10 @@ def copy_command(
 
     async def work(meter: Meter) -> CopyReport:
         async with contextlib.AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(open_target(from_spec, change=False))
+            opened = await stack.enter_async_context(open_store(from_spec, change=False))
             if dry_run and to_spec.path is not None and not to_spec.path.exists():
                 return await plan_copy(opened, None, options, meter, name=str(to_spec.path))
-            into = await stack.enter_async_context(open_target(to_spec, change=not dry_run))
+            into = await stack.enter_async_context(open_store(to_spec, change=not dry_run))
             if dry_run:
                 return await plan_copy(opened, into, options, meter)
             return await copy(opened, into, options, meter)

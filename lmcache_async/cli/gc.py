@@ -1,4 +1,4 @@
-"""`lmcache-async gc`: less of a directory or a tier, by namespace, age, room and readability."""
+"""`lmcache-async gc`: delete records by namespace, age, size and readability."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import say
-from lmcache_async.records.collecting import Collection, GcOptions, collect, plan
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.opening import open_target
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.gc import Collection, GcOptions, collect, plan
+from lmcache_async.maintenance.stores import open_store
 
 WHY = {
     "unreadable": "header not readable",
@@ -22,7 +22,7 @@ WHY = {
     "half_written": "unfinished files of interrupted writes",
     "quarantine": "quarantined",
 }
-"""The reasons of a collection, for people."""
+"""The reasons for a deletion, in words."""
 
 
 def gc_command(
@@ -34,27 +34,28 @@ def gc_command(
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="TIME", help="Not used for so long: 12h, 7d.")
+        str | None,
+        typer.Option("--older-than", metavar="TIME", help="Records not used for so long, such as 12h or 7d."),
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option("--max-bytes", metavar="SIZE", help="Down to so much, what was used least first."),
+        typer.Option(
+            "--max-bytes", metavar="SIZE", help="Least recently used records, until so many bytes remain."
+        ),
     ] = None,
     unreadable: Annotated[
-        bool, typer.Option(help="Records of other versions, and what is no record.")
+        bool, typer.Option(help="Records of other versions, and files that are not records.")
     ] = True,
-    quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="What was put aside as broken, too.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Quarantined files, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Remove what is not wanted any more: by namespace, age and room; and always what nobody can read.
+    """Delete records by namespace, age or size, and unreadable ones.
 
-    The conditions hold together: --namespace with --older-than is of that namespace what is old. The ends
-    of prompts go before their beginnings.
+    Conditions are combined: --namespace with --older-than deletes the old records of that namespace. The ends of
+    prompts are deleted before their beginnings.
     """
     age_s = shared.seconds_of(older_than, "--older-than")
     options = GcOptions(
@@ -67,7 +68,7 @@ def gc_command(
     spec = shared.spec_of(target, config, tier, rank, in_flight, max_record_bytes)
 
     async def work(meter: Meter) -> Collection:
-        async with open_target(spec, change=not dry_run) as opened:
+        async with open_store(spec, change=not dry_run) as opened:
             collection = await plan(opened, options, meter)
             collection.dry_run = dry_run
             if not dry_run:
@@ -88,10 +89,10 @@ def _print(found: Collection) -> None:
                 what = f"{shared.number(sums['count'], noun)}, {shared.human(sums['bytes'])}"
                 say(f"{verb} {what}: {WHY[why]}")
     if found.dry_run:
-        say(f"{found.target}: {shared.human(found.bytes)} would be freed", to_stderr=False)
+        say(f"{found.store}: {shared.human(found.bytes)} would be freed", to_stderr=False)
     else:
         removed = shared.number(found.freed_records, "record")
-        say(f"{found.target}: {removed} removed, {shared.human(found.freed_bytes)} freed")
+        say(f"{found.store}: {removed} removed, {shared.human(found.freed_bytes)} freed")
     say(f"kept: {shared.number(found.kept_records, 'record')}, {shared.human(found.kept_bytes)}")
     if found.errors:
         say(f"kept because not readable: {shared.number(found.errors, 'record')}")

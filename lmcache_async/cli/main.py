@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 EXTRA = "cli"
-PACKAGES = ("typer", "rich", "click", "shellingham")
+PACKAGES = ("typer", "rich", "click", "shellingham", "httpx")
 
 
 def main() -> None:

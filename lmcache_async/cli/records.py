@@ -1,11 +1,11 @@
-"""What the commands on records share: how a target is named, how it runs, how it ends."""
+"""Shared options, progress bar and exit codes of the commands on records."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NoReturn, Self, TypeVar
@@ -27,15 +27,15 @@ from rich.progress import (
 from lmcache_async.cli.output import say
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
-from lmcache_async.records.copy import CopyCounts
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.namespaces import Selection
-from lmcache_async.records.opening import MAX_RECORD_BYTES, TargetSpec
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.copy import CopyCounts
+from lmcache_async.maintenance.namespaces import Selection
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
 
 T = TypeVar("T")
 
 RIGHT, WRONG, REFUSED, IN_USE, STOPPED = 0, 1, 2, 3, 130
-"""Exit codes: all is well; something is wrong with records; it cannot be done; another process has it; ctrl-C."""
+"""Exit codes: success; damaged or refused records; the command could not run; in use by another process; ctrl-C."""
 
 LISTED = 20
 """Records that are listed with their cause, without `--json`."""
@@ -74,16 +74,14 @@ def spec_of(
     rank: int | None,
     in_flight: int,
     max_record_bytes: str,
-    max_bytes: str | None = None,
-) -> TargetSpec:
-    return TargetSpec(
+) -> StoreSpec:
+    return StoreSpec(
         path=path,
         config=config,
         tier=tier,
         rank=rank,
         in_flight=in_flight,
         max_record_bytes=size_of(max_record_bytes, "--max-record-bytes") or MAX_RECORD_BYTES,
-        max_bytes=size_of(max_bytes, "--max-bytes"),
     )
 
 
@@ -104,7 +102,7 @@ def size_of(text: str | None, option: str) -> int | None:
 
 
 def seconds_of(text: str | None, option: str) -> float | None:
-    """A time as people write it: 90s, 30m, 12h, 7d, 2w."""
+    """Parse a duration such as 90s, 30m, 12h, 7d or 2w."""
     if text is None:
         return None
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
@@ -116,7 +114,7 @@ def seconds_of(text: str | None, option: str) -> float | None:
 
 
 class Bar(Meter):
-    """How far it is, on stderr; nothing of it stays."""
+    """Progress bar on stderr, cleared at the end."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -156,23 +154,23 @@ class Bar(Meter):
 
 
 def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
-    """What the work comes to; an error that a person can mend ends the command with its message."""
+    """Run the work and return its result. An error of ours ends the command with its message."""
     try:
         with Bar() as meter, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(work(meter))
     except KeyboardInterrupt:
-        end(STOPPED, "stopped; what was done stays, and the same command goes on or begins anew")
+        end(STOPPED, "stopped; what was done stays, and the same command does the rest or starts again")
     except TierInUseError as error:
-        end(IN_USE, f"{error}; to look and to copy it need not be stopped, to change it must be")
+        end(IN_USE, f"{error}; it can be read while that process runs, but not changed")
     except LMCacheAsyncError as error:
         end(REFUSED, str(error))
-    except OSError as error:  # of a state file or an archive that is not to be opened
+    except OSError as error:
         end(REFUSED, str(error))
 
 
 def place_spec(
     text: str, config: Path | None, rank: int | None, in_flight: int, max_record_bytes: str
-) -> TargetSpec:
+) -> StoreSpec:
     """A directory or a tier, in one argument.
 
     JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
@@ -194,10 +192,14 @@ def say_not_copied(counts: CopyCounts) -> None:
         say(f"not copied because {cause}: {number(counts.skipped, 'record')}")
     if counts.refused:
         say(f"refused: {counted(dict(counts.refused))}")
-    for refused in counts.listed[:LISTED]:
-        say(f"{refused['key']}: {refused['cause']}: {refused['message']}")
-    if len(counts.listed) > LISTED:
-        say(f"... --json lists {len(counts.listed)} of them")
+    say_listed(counts.listed)
+
+
+def say_listed(records: Sequence[Mapping[str, str]]) -> None:
+    for one in records[:LISTED]:
+        say(f"{one['key']}: {one['cause']}: {one['message']}")
+    if len(records) > LISTED:
+        say(f"... --json lists {len(records)} of them")
 
 
 def end(code: int, message: str) -> NoReturn:
@@ -210,7 +212,7 @@ def say_json(value: Any, *, to_stderr: bool = False) -> None:
 
 
 def human(nbytes: int) -> str:
-    """A size as people say it; --json has it to the byte."""
+    """Format a size; --json has all digits."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

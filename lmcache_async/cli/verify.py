@@ -1,4 +1,4 @@
-"""`lmcache-async verify`: every record of a directory or a tier, read and proven."""
+"""`lmcache-async verify`: verify every record of a directory or a tier."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import typer
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import say
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.opening import open_keys, open_target
-from lmcache_async.records.state import StateFile
-from lmcache_async.records.verifying import Remedy, Verification, VerifyOptions, about, verify
-
-_TOLD = 20
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.stores import open_keys, open_store
+from lmcache_async.maintenance.verification import Remedy, Verification, VerifyOptions, verify
 
 
 def verify_command(
@@ -25,22 +22,18 @@ def verify_command(
     tier: shared.Tier = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete what is wrong.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete damaged records.")] = False,
     quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="Move what is wrong to where it can be looked at.")
+        bool, typer.Option("--quarantine", help="Move damaged records to the quarantine.")
     ] = False,
     limit_rate: shared.RateOption = None,
-    state: Annotated[
-        Path | None,
-        typer.Option("--state", help="Note here how far it came; go on from there.", dir_okay=False),
-    ] = None,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Read every record and prove it: its bytes, its lengths, its key against its tokens.
+    """Read every record and verify its checksums, lengths and key.
 
-    Ends with 1 when something was wrong. With --config, its keys open encrypted records and prove keyed hashes.
+    Ends with 1 if a record is damaged or unreadable. With --config, its keys decrypt encrypted records.
     """
     if remove and quarantine:
         raise typer.BadParameter("--remove and --quarantine exclude each other")
@@ -50,39 +43,26 @@ def verify_command(
     rate = shared.size_of(limit_rate, "--limit-rate")
 
     async def work(meter: Meter) -> Verification:
-        cipher, hash_key = open_keys(spec.read_config())
-        async with open_target(spec, change=remedy is not Remedy.KEEP) as opened:
-            noted = None if state is None else StateFile(state, about(opened.name, selection, remedy))
-            options = VerifyOptions(
-                selection=selection,
-                remedy=remedy,
-                max_bytes_per_s=rate,
-                hash_key=hash_key,
-                cipher=cipher,
-                state=noted,
-            )
-            return await verify(opened, options, meter)
+        cipher, _ = open_keys(spec.read_config())
+        options = VerifyOptions(selection=selection, remedy=remedy, max_bytes_per_s=rate, cipher=cipher)
+        async with open_store(spec, change=remedy is not Remedy.KEEP) as store:
+            return await verify(store, options, meter)
 
     found = shared.run(work)
     shared.say_json(found.as_dict()) if as_json else _print(found, remedy)
-    raise typer.Exit(shared.RIGHT if found.right else shared.WRONG)
+    raise typer.Exit(shared.RIGHT if found.passed else shared.WRONG)
 
 
 def _print(found: Verification, remedy: Remedy) -> None:
-    told = found.as_dict()
     say(
-        f"{found.target}: correct: {shared.number(found.records, 'record')}, corrupt: {found.wrong.total()},"
+        f"{found.store}: correct: {shared.number(found.records, 'record')}, corrupt: {found.damaged.total()},"
         f" not readable: {found.errors}; {shared.human(found.bytes)} read"
     )
-    say(f"keys: {shared.counted(told['keys'])}")
-    if found.resumed:
-        say(f"read by an earlier run: {shared.number(found.resumed, 'record')}")
+    if found.encrypted:
+        say(f"encrypted, verified by their outer checksum only: {shared.number(found.encrypted, 'record')}")
     if found.gone or found.passed_over:
         say(f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
-    for wrong in found.told[:_TOLD]:
-        say(f"{wrong['key']}: {wrong['cause']}: {wrong['message']}")
-    if len(found.told) > _TOLD:
-        say(f"... --json lists {len(found.told)} of them")
+    shared.say_listed(found.listed)
     if found.remedied:
         done = "deleted" if remedy is Remedy.REMOVE else "moved to quarantine"
         say(f"{done}: {shared.number(found.remedied, 'record')}")

@@ -1,10 +1,10 @@
-"""`lmcache-async warm`: prefixes of prompts into faster tiers, or into the memory of a running vLLM."""
+"""`lmcache-async warm`: copy prefixes of prompts to faster tiers, or load them into a running vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,11 +12,13 @@ from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import say
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
-from lmcache_async.records.asking import Asked, ask
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.opening import TargetSpec, open_keys, open_target, reachable_tiers
-from lmcache_async.records.prompts import Prompt, read_prompts, tokenizer_of
-from lmcache_async.records.warming import Warming, WarmOptions, warm
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.prompts import Prompt, read_prompts, tokenizer_of
+from lmcache_async.maintenance.stores import StoreSpec, open_keys, open_store, reachable_tiers
+from lmcache_async.maintenance.warmup import WarmOptions, Warmup, warm
+
+if TYPE_CHECKING:
+    from lmcache_async.maintenance.server import Requests
 
 
 def warm_command(
@@ -63,10 +65,10 @@ def warm_command(
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Copy what a slower tier has of these prompts into the faster ones of the config.
+    """Copy the prefixes of prompts from a slower tier of a config to the faster ones.
 
-    The engine's own memory (the tier cpu) is reached by the engine alone: for that there is --url, which makes it
-    load the prompts, and compute what no tier has. Ends with 1 when a record was refused or a request failed.
+    The engine's own memory (tier cpu) is filled with --url: the server loads the prompts and computes what no tier
+    has. Ends with 1 if a record was refused or a request failed.
     """
     file = _one_of(prompts, trace)
     if url is not None:
@@ -78,7 +80,7 @@ def warm_command(
     spec = shared.spec_of(None, config, None, rank, in_flight, max_record_bytes)
     selection, most = shared.selection_of(namespace), shared.size_of(max_bytes, "--max-bytes")
 
-    async def work(meter: Meter) -> Warming:
+    async def work(meter: Meter) -> Warmup:
         loaded = spec.read_config()
         if loaded is None:
             raise ConfigError("name the engine's config file with --config, or a server with --url")
@@ -108,25 +110,27 @@ def _one_of(prompts: Path | None, trace: Path | None) -> Path:
 
 async def _ask(
     url: str, file: Path, by_use: bool, meter: Meter, model: str | None, in_flight: int, timeout_s: float
-) -> Asked:
+) -> Requests:
+    from lmcache_async.maintenance.server import warm_server  # httpx is needed for this only
+
     prompts = read_prompts(file, by_use=by_use)
-    return await ask(url, prompts, meter, model=model, in_flight=in_flight, timeout_s=timeout_s)
+    return await warm_server(url, prompts, meter, model=model, in_flight=in_flight, timeout_s=timeout_s)
 
 
 async def _warm(
-    spec: TargetSpec,
+    spec: StoreSpec,
     config: EngineConfig,
     source: str | None,
     to: list[str],
     prompts: list[Prompt],
     options: WarmOptions,
     meter: Meter,
-) -> Warming:
+) -> Warmup:
     slow, fast = _choose(reachable_tiers(config), source, to)
     async with contextlib.AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(open_target(spec.of_tier(slow), change=False))
+        opened = await stack.enter_async_context(open_store(spec.of_tier(slow), change=False))
         targets = [
-            await stack.enter_async_context(open_target(spec.of_tier(one), change=True)) for one in fast
+            await stack.enter_async_context(open_store(spec.of_tier(one), change=True)) for one in fast
         ]
         return await warm(opened, targets, prompts, options, meter)
 
@@ -152,7 +156,7 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
     return slow, fast
 
 
-def _print(done: Warming) -> None:
+def _print(done: Warmup) -> None:
     told = done.as_dict()
     say(
         f"{shared.number(done.prompts, 'prompt')}, {shared.number(done.tokens, 'token')};"
@@ -165,7 +169,7 @@ def _print(done: Warming) -> None:
     shared.say_not_copied(done.counts)
 
 
-def _print_asked(asked: Asked) -> None:
+def _print_asked(asked: Requests) -> None:
     cached = (
         "cached tokens: not reported"
         if asked.cached_tokens is None

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias
 
@@ -17,6 +18,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.answers import reads, settle, settle_put
 from lmcache_async.tiers.border import flag
+from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -125,6 +127,25 @@ class Tier(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
+
+    @classmethod
+    def offline(cls, config: ConfigT, options: OfflineOptions) -> OfflineStore | None:
+        """Access to the tier's records without opening the tier, for the maintenance commands.
+
+        The default is None: the commands open the tier and use its `keys`, `get`, `put` and `remove`. A tier whose
+        records are files can return a store that reads them while an engine has the tier open.
+        """
+        del config, options
+        return None
+
+    @classmethod
+    def directory_config(cls, path: Path) -> ConfigT | None:
+        """The config of a tier whose records are files in this directory, where a command is given only its path.
+
+        The default is None: the tier does not keep records in a directory.
+        """
+        del path
+        return None
 
     @abstractmethod
     async def contains(self, key: ChunkKey) -> bool:

@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING, Self
 from lmcache_async.errors import TierClosedError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk.config import DiskConfig
-from lmcache_async.plugins.disk.rest import DiskAtRest
+from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.plugins.disk.scrub import scrub
 from lmcache_async.plugins.disk.store import RecordStore
 from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.rest import AtRest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
+    from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
     from lmcache_async.types import ChunkKey
+
+_UNBOUNDED = 1 << 62  # a directory named without its config has no limit
 
 
 class DiskTier(Tier):
@@ -53,9 +56,12 @@ class DiskTier(Tier):
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
     @classmethod
-    def at_rest(cls, config: DiskConfig) -> AtRest:
-        """The records where they lie, for tools, without opening the tier."""
-        return DiskAtRest(config)
+    def offline(cls, config: DiskConfig, options: OfflineOptions) -> OfflineStore:
+        return DiskRecords(config, options)
+
+    @classmethod
+    def directory_config(cls, path: Path) -> DiskConfig:
+        return DiskConfig(path=path.absolute(), max_bytes=_UNBOUNDED)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -14,8 +14,8 @@ import pytest
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
+from lmcache_async.maintenance.stores import StoreSpec, open_store
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.records.opening import TargetSpec, open_target
 from lmcache_async.registry import Registry
 from lmcache_async.testing.rig import Rig
 
@@ -102,9 +102,10 @@ async def test_the_status_page_of_each_replica_has_its_own_port(tmp_path: Path) 
             await opened(rig, 1, tmp_path, **configured).__aenter__()
 
 
-def test_the_directory_of_replicas_alone_is_no_directory_of_records(tmp_path: Path) -> None:
+async def test_the_directory_of_replicas_alone_is_no_directory_of_records(tmp_path: Path) -> None:
     for name in ("dp1-rank-0", "dp2"):
         (tmp_path / name).mkdir()
 
     with pytest.raises(ConfigError, match=r"a directory for each rank or replica: .* such as .*/dp1-rank-0"):
-        open_target(TargetSpec(path=tmp_path), change=False)
+        async with open_store(StoreSpec(path=tmp_path), change=False):
+            pass

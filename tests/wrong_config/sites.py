@@ -26,7 +26,8 @@ NOT_OF_CONFIGS = (
     "lmcache_async/bench/",
     "lmcache_async/testing/",
     "lmcache_async/cli/",
-    "lmcache_async/records/",
+    "lmcache_async/maintenance/",
+    "plugins/disk/offline.py",
 )
 """Benchmarks, tests and commands: what they refuse are their own options and files."""
 

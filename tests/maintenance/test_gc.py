@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.records.collecting import choose
-from lmcache_async.tiers.rest import Kept
+from lmcache_async.maintenance.gc import choose
+from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import ChunkKey
-from tests.records.filled import content, damage, filled, invoke, loaded, record_files, rig_of, told
+from tests.maintenance.filled import content, damage, filled, invoke, loaded, record_files, rig_of, told
 
 RECORD_BYTES = 8192
 
@@ -134,7 +134,9 @@ def prompts(draw):
         for place in range(draw(st.integers(1, 6))):
             number += 1
             key = ChunkKey(number.to_bytes(16, "big"))
-            chain.append(Kept(key, draw(st.integers(1, 5)) * 4096, 10**9 + start * 10**4 - place * 1000))
+            chain.append(
+                StoredRecord(key, draw(st.integers(1, 5)) * 4096, 10**9 + start * 10**4 - place * 1000)
+            )
         chains.append(chain)
         kept += chain
     random.Random(draw(st.integers())).shuffle(kept)

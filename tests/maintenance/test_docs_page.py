@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.app import load_commands
-from tests.records.filled import TOKENS, filled, invoke, rig_of
+from tests.maintenance.filled import TOKENS, filled, invoke, rig_of
 from tests.support.valkey_servers import running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records.filled import content, damage, record_files, told
+from tests.maintenance.filled import content, damage, record_files, told
 
 REPOSITORY = Path(__file__).parents[2]
 CALLS = (1, 2, 3, 5, 8, 11, 14, 20, 35, 60)
@@ -23,7 +23,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.records.killed_child"],
+            [sys.executable, "-m", "tests.maintenance.killed_child"],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -124,6 +124,6 @@ def bad_of(place: Path) -> set[str]:
 
 
 def told_any(*arguments: object) -> dict:
-    from tests.records.filled import invoke
+    from tests.maintenance.filled import invoke
 
     return json.loads(invoke(*arguments, "--json").stdout)

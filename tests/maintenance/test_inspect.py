@@ -11,11 +11,11 @@ import pytest
 import torch
 import uvloop
 
-from lmcache_async.cli.inspect_ import _print
+from lmcache_async.cli.inspect import _print
 from lmcache_async.hashing import RequestNamespace
-from lmcache_async.records.inspecting import Group, Inspection
-from lmcache_async.records.namespaces import namespace_id
-from tests.records.filled import TOKENS, damage, filled, invoke, plant, record_files, rig_of, told
+from lmcache_async.maintenance.inspection import Group, Inspection
+from lmcache_async.maintenance.namespaces import namespace_id
+from tests.maintenance.filled import TOKENS, damage, filled, invoke, plant, record_files, rig_of, told
 
 
 @pytest.fixture

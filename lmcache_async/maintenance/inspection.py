@@ -1,4 +1,4 @@
-"""What a place holds, by namespace: from the headers alone."""
+"""Contents of a store by namespace, from the headers of its records."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_async.errors import TierError
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.heads import heads
-from lmcache_async.records.look import Looked
-from lmcache_async.records.namespaces import Selection, fields_of, namespace_id, title_of
-from lmcache_async.records.target import Target
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.namespaces import Selection, fields_of, namespace_id, title_of
+from lmcache_async.maintenance.record import RecordInfo, read_headers
+from lmcache_async.tiers.offline import OfflineStore
 
 MAX_REQUEST_NAMESPACES = 10_000
-"""Counted up to here: each tenant and adapter has one."""
+"""Limit of the count. Each tenant and adapter has a namespace."""
 
 
 @dataclass(slots=True)
@@ -23,13 +22,15 @@ class Group:
     """The records of one namespace.
 
     Attributes:
-        text: The namespace's, or what stands for it.
-        bytes: Of the records, without what pads their files.
-        tokens: Of records whose header can be read.
+        text: Text of the namespace, or the text that stands for it.
+        records: Number of records.
+        bytes: Bytes of the records, without the padding of their files.
+        tokens: Tokens of records whose header is readable.
         chunk_tokens: Records by their number of tokens.
         shapes: Records by dtype, layout and header bytes.
         requests: A label for each combination of LoRA adapter, cache_salt and tags; "" for none of them.
-        oldest: When the least recently used was used, in ns since the epoch; 0 where that is not known.
+        oldest: Time of use of the least recently used record, in ns since the epoch; 0 if it is not known.
+        newest: The same of the most recently used one.
     """
 
     text: str
@@ -42,13 +43,13 @@ class Group:
     oldest: int = 0
     newest: int = 0
 
-    def add(self, looked: Looked) -> None:
+    def add(self, info: RecordInfo) -> None:
         self.records += 1
-        self.bytes += looked.record_bytes or looked.kept.nbytes
-        if stamp := looked.kept.stamp:
-            self.oldest = min(self.oldest or stamp, stamp)
-            self.newest = max(self.newest, stamp)
-        if (header := looked.header) is not None:
+        self.bytes += info.record_bytes or info.stored.nbytes
+        if used_ns := info.stored.used_ns:
+            self.oldest = min(self.oldest or used_ns, used_ns)
+            self.newest = max(self.newest, used_ns)
+        if (header := info.header) is not None:
             self.tokens += len(header.tokens)
             self.chunk_tokens[len(header.tokens)] += 1
             self.shapes[header.dtype, header.layout, header.header_bytes] += 1
@@ -78,16 +79,19 @@ class Group:
 
 @dataclass(slots=True)
 class Inspection:
-    """What there is.
+    """Contents of a store.
 
     Attributes:
-        groups: By namespace, the largest first once it is complete.
-        unreadable: Records whose header cannot be read, by cause.
-        errors: Records that could not be read at all; they may be right.
-        gone: Records that went while it was looked at the others.
+        store: Name of the store.
+        holder: The process that has the store open; "" if none is known.
+        groups: Records by the text of their namespace.
+        unreadable: Records with an unreadable header, by cause.
+        unreadable_bytes: Bytes of their files.
+        errors: Records that could not be read. They may be undamaged.
+        gone: Records that were deleted meanwhile.
     """
 
-    target: str
+    store: str
     holder: str = ""
     groups: dict[str, Group] = field(default_factory=dict)
     unreadable: Counter[str] = field(default_factory=Counter)
@@ -103,18 +107,18 @@ class Inspection:
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups.values()) + self.unreadable_bytes
 
-    def add(self, looked: Looked) -> None:
-        if looked.cause:
-            self.unreadable[looked.cause] += 1
-            self.unreadable_bytes += looked.kept.nbytes
+    def add(self, info: RecordInfo) -> None:
+        if info.cause:
+            self.unreadable[info.cause] += 1
+            self.unreadable_bytes += info.stored.nbytes
         else:
-            text = looked.namespace
-            self.groups.setdefault(text, Group(text)).add(looked)
+            text = info.namespace
+            self.groups.setdefault(text, Group(text)).add(info)
 
     def as_dict(self) -> dict[str, Any]:
         groups = sorted(self.groups.values(), key=lambda group: (-group.bytes, group.text))
         return {
-            "target": self.target,
+            "target": self.store,
             "held_by_process": self.holder or None,
             "records": self.records,
             "bytes": self.bytes,
@@ -126,42 +130,40 @@ class Inspection:
         }
 
 
-async def inspect(target: Target, selection: Selection, meter: Meter) -> Inspection:
-    """Look at the header of every record.
+async def inspect(store: OfflineStore, selection: Selection, meter: Meter) -> Inspection:
+    """Read the header of every record.
 
     Raises:
-        ConfigError: The target cannot list what it has.
+        ConfigError: The store cannot list its records.
         TierUnavailableError: It does not answer.
     """
-    kept = await target.list()
-    meter.begin("headers", records=len(kept))
-    found = Inspection(target.name, target.holder)
-    async with contextlib.aclosing(heads(target, kept, meter)) as looks:
-        async for looked in looks:
-            if looked is None:
+    found = Inspection(store.name, store.holder)
+    async with contextlib.aclosing(read_headers(store, await store.list(), meter)) as headers:
+        async for info in headers:
+            if info is None:
                 found.gone += 1
-            elif isinstance(looked, TierError):
+            elif isinstance(info, TierError):
                 found.errors += 1
-            elif selection.takes(looked.namespace):
-                found.add(looked)
+            elif selection.takes(info.namespace):
+                found.add(info)
     return found
 
 
-def describe(looked: Looked, now_ns: int) -> dict[str, Any]:
-    """One record in full, but for its payload."""
-    header = looked.header
-    told: dict[str, Any] = {
-        "key": looked.kept.key.hex(),
-        "file_bytes": looked.kept.nbytes or None,
-        "record_bytes": looked.record_bytes or None,
-        "used_ns": looked.kept.stamp or None,
-        "used_s_ago": (now_ns - looked.kept.stamp) / 1e9 if looked.kept.stamp else None,
-        "encrypted_with_key": looked.key_id or None,
-        "unreadable": looked.cause or None,
-        "message": looked.message or None,
+def describe(info: RecordInfo, now_ns: int) -> dict[str, Any]:
+    """Return everything about one record except its payload."""
+    header = info.header
+    described: dict[str, Any] = {
+        "key": info.stored.key.hex(),
+        "file_bytes": info.stored.nbytes or None,
+        "record_bytes": info.record_bytes or None,
+        "used_ns": info.stored.used_ns or None,
+        "used_s_ago": (now_ns - info.stored.used_ns) / 1e9 if info.stored.used_ns else None,
+        "encrypted_with_key": info.key_id or None,
+        "unreadable": info.cause or None,
+        "message": info.message or None,
     }
     if header is not None:
-        told |= {
+        described |= {
             "version": header.version,
             "namespace_id": namespace_id(header.namespace),
             "namespace": header.namespace,
@@ -176,4 +178,4 @@ def describe(looked: Looked, now_ns: int) -> dict[str, Any]:
             "num_tokens": len(header.tokens),
             "tokens": header.tokens.tolist(),
         }
-    return told
+    return described

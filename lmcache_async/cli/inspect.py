@@ -1,4 +1,4 @@
-"""`lmcache-async inspect`: what a directory or a tier holds, from the records' headers."""
+"""`lmcache-async inspect`: contents of a directory or a tier, from the headers of its records."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.text import Text
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import plain, say
 from lmcache_async.errors import ConfigError, TierError
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.inspecting import Inspection, describe, inspect
-from lmcache_async.records.opening import TargetSpec, open_target
-from lmcache_async.records.target import Target
-from lmcache_async.tiers.rest import Kept
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.inspection import Inspection, describe, inspect
+from lmcache_async.maintenance.record import info_of
+from lmcache_async.maintenance.stores import StoreSpec, open_store
+from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
-_WIDTH = 160  # where it is no terminal that could say
+_WIDTH = 160  # where the output is not a terminal
 
 
 def inspect_command(
@@ -38,9 +38,9 @@ def inspect_command(
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Tell what is there by namespace, or one record's header in full. Nothing is changed.
+    """Show the records by namespace, or the header of one record. Nothing is changed.
 
-    Of a directory no more than headers are read, also beside a running engine; of other tiers whole records.
+    A directory can be inspected beside a running engine, and only headers are read. Other tiers return whole records.
     """
     if tier is not None and key is None:
         target, key = None, target
@@ -54,7 +54,7 @@ def inspect_command(
         raise typer.Exit(shared.WRONG if told["unreadable"] else shared.RIGHT)
 
     async def work(meter: Meter) -> Inspection:
-        async with open_target(spec, change=False) as opened:
+        async with open_store(spec, change=False) as opened:
             return await inspect(opened, selection, meter)
 
     found = shared.run(work)
@@ -72,20 +72,20 @@ def _key_of(text: str) -> ChunkKey:
     return ChunkKey(key)
 
 
-async def _one(spec: TargetSpec, key: ChunkKey) -> dict[str, Any]:
-    async with open_target(spec, change=False) as target:
-        looked = await target.head(await _kept(target, key))
-        if looked is None:
+async def _one(spec: StoreSpec, key: ChunkKey) -> dict[str, Any]:
+    async with open_store(spec, change=False) as target:
+        info = await info_of(target, await _entry(target, key))
+        if info is None:
             raise TierError(f"{target.name} has no record {key.hex()}")
-        return describe(looked, time.time_ns())
+        return describe(info, time.time_ns())
 
 
-async def _kept(target: Target, key: ChunkKey) -> Kept:
-    """With its size and age where the target knows them."""
+async def _entry(store: OfflineStore, key: ChunkKey) -> StoredRecord:
+    """The record's entry in the listing, with size and time of use where the store knows them."""
     try:
-        return next((one for one in await target.list() if one.key == key), Kept(key))
-    except ConfigError:  # it does not list, but may have it
-        return Kept(key)
+        return next((one for one in await store.list() if one.key == key), StoredRecord(key))
+    except ConfigError:  # the tier cannot list its records, but may have this one
+        return StoredRecord(key)
 
 
 def _print(found: Inspection) -> None:

@@ -1,24 +1,24 @@
-"""A tier from outside: its deadlines, what it cannot do, and what becomes of its failures."""
+"""Offline access through a tier: its deadlines, missing capabilities and failures."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.maintenance.concurrency import Meter, map_in_order
+from lmcache_async.maintenance.inspection import inspect
+from lmcache_async.maintenance.namespaces import EVERYTHING
+from lmcache_async.maintenance.stores import TierStore
+from lmcache_async.maintenance.verification import Remedy, VerifyOptions, verify
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.records.flight import Meter, each, in_order
-from lmcache_async.records.inspecting import inspect
-from lmcache_async.records.namespaces import EVERYTHING
-from lmcache_async.records.tier import TierTarget
-from lmcache_async.records.verifying import Remedy, VerifyOptions, verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.offline import OfflineOptions
 
 
 def records_of(count):
@@ -30,7 +30,7 @@ def records_of(count):
     return made
 
 
-def target_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
+def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
     guarded = GuardLayer(
         tier,
         name="t",
@@ -38,7 +38,8 @@ def target_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
         logger=LimitedLogger(logging.getLogger("test")),
         close_timeout_s=0.1,
     )
-    return TierTarget(guarded, name="t", max_record_bytes=max_record_bytes, timeout_s=timeout_s)
+    options = OfflineOptions(change=True, in_flight=4, max_record_bytes=max_record_bytes)
+    return TierStore(guarded, options, name="t", timeout_s=timeout_s)
 
 
 class Silent(DictTier):
@@ -62,7 +63,7 @@ class Silent(DictTier):
 
 @pytest.mark.parametrize("verb", ["keys", "get"])
 async def test_a_tier_that_stops_answering_ends_the_work(verb):
-    async with target_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
+    async with store_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
             await verify(target, VerifyOptions(), Meter())
 
@@ -79,12 +80,12 @@ class Failing(DictTier):
 async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read():
     tier = Failing(records=records_of(3))
 
-    async with target_of(tier) as target:
+    async with store_of(tier) as target:
         verified = await verify(target, VerifyOptions(remedy=Remedy.REMOVE), Meter())
         found = await inspect(target, EVERYTHING, Meter())
 
-    assert (verified.records, verified.errors, verified.right, verified.remedied) == (2, 1, False, 0)
-    assert verified.told[0]["message"] == "this one is not to be had"
+    assert (verified.records, verified.errors, verified.passed, verified.remedied) == (2, 1, False, 0)
+    assert verified.listed[0]["message"] == "this one is not to be had"
     assert (found.records, found.errors) == (2, 1)
     assert len(tier.records) == 3
 
@@ -98,21 +99,21 @@ class Mute(DictTier):
 
 
 async def test_what_a_tier_cannot_do_is_said():
-    async with target_of(Mute(records=records_of(2))) as target:
+    async with store_of(Mute(records=records_of(2))) as target:
         with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
             await target.list()
         with pytest.raises(ConfigError, match="it only reads"):
-            await target.save(key_of(1), await target.allocate(4096), 0)
-        with pytest.raises(ConfigError, match="cannot remove records"):
+            await target.prepare_writes()
+        with pytest.raises(ConfigError, match="cannot delete records"):
             await target.remove([key_of(1)])
 
 
 async def test_a_record_longer_than_there_is_memory_for_names_the_option():
-    async with target_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
+    async with store_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
         report = await verify(target, VerifyOptions(), Meter())
 
     assert report.errors == 1
-    assert "--max-record-bytes" in report.told[0]["message"]
+    assert "--max-record-bytes" in report.listed[0]["message"]
 
 
 async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():
@@ -129,12 +130,12 @@ async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():
         under_way -= 1
         return number
 
-    assert [number async for number in in_order(each(range(6)), work, in_flight=3)] == list(range(6))
+    assert [number async for number in map_in_order(range(6), work, in_flight=3)] == list(range(6))
     assert most == 3
 
 
-async def test_closed_early_what_is_under_way_is_awaited_and_discarded():
-    ended, discarded = [], []
+async def test_closed_early_what_is_running_is_awaited():
+    ended = []
 
     async def work(number):
         try:
@@ -144,34 +145,8 @@ async def test_closed_early_what_is_under_way_is_awaited_and_discarded():
         finally:
             ended.append(number)
 
-    results = in_order(each(range(9)), work, in_flight=4, discard=discarded.append)
+    results = map_in_order(range(9), work, in_flight=4)
     assert await anext(results) == 0
     await results.aclose()
 
     assert sorted(ended) == [0, 1, 2, 3]
-    assert discarded == [1]
-
-
-async def test_a_result_that_comes_in_the_turn_in_which_its_taker_is_cancelled_is_discarded():
-    discarded, begun = [], asyncio.Event()
-    go_on = asyncio.get_running_loop().create_future()
-
-    async def work(number):
-        begun.set()
-        await go_on
-        return number
-
-    async def take():
-        results = in_order(each([1]), work, in_flight=1, discard=discarded.append)
-        async with contextlib.aclosing(results):
-            async for _ in results:
-                raise AssertionError("cancelled, it takes no more")
-
-    taking = asyncio.create_task(take())
-    await begun.wait()
-    go_on.add_done_callback(lambda _: taking.cancel())  # behind the step in which the work ends
-    go_on.set_result(None)
-    await asyncio.wait([taking])
-
-    assert taking.cancelled()
-    assert discarded == [1]

@@ -9,14 +9,14 @@ import threading
 import pytest
 import uvloop
 
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.stores import StoreSpec, open_store
+from lmcache_async.maintenance.verification import VerifyOptions, verify
+from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk.rest import DiskAtRest
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.opening import TargetSpec, open_target
-from lmcache_async.records.target import Target
-from lmcache_async.records.verifying import VerifyOptions, verify
+from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import ChunkKey
-from tests.records.filled import content, filled, invoke, record_files, told
+from tests.maintenance.filled import content, filled, invoke, record_files, told
 
 
 class OpenTier:
@@ -96,53 +96,46 @@ def test_an_owner_that_has_ended_is_none(tmp_path):
     assert told("inspect", tmp_path / "cache")["held_by_process"] is None
 
 
-def test_looking_keeps_no_engine_out(tmp_path):
-    filled(tmp_path / "cache")
-    rest = DiskAtRest(DiskConfig(path=tmp_path / "cache", max_bytes=1))
-    rest.look()
-    try:
-        with OpenTier(tmp_path / "cache"):
-            assert rest.holder == str(os.getpid())
-        assert rest.holder == ""
-    finally:
-        rest.close()
+async def test_reading_does_not_lock_the_directory(root):
+    async with open_store(StoreSpec(path=root), change=False) as store:
+        with OpenTier(root):
+            async with open_store(StoreSpec(path=root), change=False) as other:
+                assert other.holder == str(os.getpid())
+        assert store.holder == ""
+        assert len(await store.list()) == 8
 
 
-async def test_a_record_that_is_evicted_while_it_is_read_is_gone_and_not_wrong(tmp_path, monkeypatch):
-    await asyncio.to_thread(filled, tmp_path / "cache")
-    big = record_files(tmp_path / "cache")[0]
-    real = DiskAtRest.read
+class AtBegin(Meter):
+    """Calls a function once the records are listed."""
 
-    def read(self, key, view, offset=0):
-        if key == ChunkKey(bytes.fromhex(big.name)):
-            big.unlink(missing_ok=True)
-        return real(self, key, view, offset)
+    def __init__(self, call):
+        self._call = call
 
-    monkeypatch.setattr(DiskAtRest, "read", read)
-    target: Target = open_target(TargetSpec(path=tmp_path / "cache"), change=False)
-
-    async with target:
-        report = await verify(target, VerifyOptions(), Meter())
-
-    assert (report.gone, report.records, report.wrong) == (1, 4, {})
+    def begin(self, what, *, records=None, nbytes=None):
+        self._call()
 
 
-async def test_a_record_that_is_exchanged_while_it_is_read_is_not_wrong(root, monkeypatch):
-    exchanged = ChunkKey(bytes.fromhex(record_files(root)[0].name))
-    real = DiskAtRest.read
-    times = []
+async def test_a_record_that_is_deleted_after_it_was_listed_is_gone_and_not_damaged(root):
+    newest = record_files(root)[0]
 
-    def read(self, key, view, offset=0):
-        count = real(self, key, view, offset)
-        if key == exchanged:
-            times.append(offset)
-            if len(times) == 1:  # a payload of the same tokens, computed anew
-                view[4200] ^= 1
-        return count
+    async with open_store(StoreSpec(path=root), change=False) as store:
+        report = await verify(store, VerifyOptions(), AtBegin(newest.unlink))
 
-    monkeypatch.setattr(DiskAtRest, "read", read)
+    assert (report.gone, report.records, report.damaged) == (1, 7, {})
 
-    async with open_target(TargetSpec(path=root), change=False) as target:
-        report = await verify(target, VerifyOptions(), Meter())
 
-    assert (report.records, report.wrong, len(times)) == (8, {}, 2)
+async def test_a_record_that_is_deleted_while_it_is_read_is_read_to_its_end(root):
+    file = record_files(root)[0]
+    expected = os.urandom(PIECE_BYTES + 8192)
+    file.write_bytes(expected)
+
+    def visit(pieces):
+        read = bytes(next(pieces))
+        file.unlink()
+        return [read, *map(bytes, pieces)]
+
+    async with open_store(StoreSpec(path=root), change=False) as store:
+        pieces = await store.examine(StoredRecord(ChunkKey(bytes.fromhex(file.name)), len(expected)), visit)
+
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES, 8192]
+    assert b"".join(pieces) == expected

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.maintenance.concurrency import Meter, RateLimit, map_in_order
+from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
+from lmcache_async.maintenance.record import Verdict, check, info_of, read_headers
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.records.flight import Meter, RateLimit, each, in_order
-from lmcache_async.records.heads import heads
-from lmcache_async.records.namespaces import EVERYTHING, Selection
-from lmcache_async.records.proving import Checked, check
-from lmcache_async.records.target import Target
-from lmcache_async.tiers.rest import Kept
+from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey
 
 MAX_LISTED = 100
@@ -27,7 +25,7 @@ MAX_LISTED = 100
 VERIFY_THREADS = 2
 _STEP_NS = 1000  # between the times of use of two records whose source knows none, as in the disk tier
 
-Check = Callable[[Kept, Iterator[memoryview]], Checked]
+Check = Callable[[StoredRecord, Iterator[memoryview]], Verdict]
 """Verifies a record that is read in pieces, in a worker thread."""
 
 
@@ -88,7 +86,7 @@ class Copier:
 
     def __init__(
         self,
-        source: Target,
+        source: OfflineStore,
         workers: Executor,
         counts: CopyCounts,
         *,
@@ -102,7 +100,7 @@ class Copier:
         self._max_bytes = max_bytes
         self._ended = False
 
-    async def copy(self, kept: Kept, destinations: Sequence[Target], verify: Check) -> int:
+    async def copy(self, stored: StoredRecord, destinations: Sequence[OfflineStore], verify: Check) -> int:
         """Copy one record to each of the destinations.
 
         Cancelled, a destination has the whole record or nothing of it.
@@ -118,39 +116,39 @@ class Copier:
             counts.skipped += 1
             return 0
         try:
-            if self._selection.patterns and self._source.reads_heads:
-                looked = await self._source.head(kept)
-                if looked is not None and not self._selection.takes(looked.namespace):
+            if self._selection.patterns and self._source.reads_headers:
+                info = await info_of(self._source, stored)
+                if info is not None and not self._selection.takes(info.namespace):
                     counts.passed_over += 1
                     return 0
-            buffer = await self._source.load(kept)
+            buffer = await self._source.load(stored)
         except TierUnavailableError:
             raise
         except TierError as error:
-            counts.refuse(kept.key, "error", str(error))
+            counts.refuse(stored.key, "error", str(error))
             return 0
         if buffer is None:
             counts.gone += 1
             return 0
         with buffer:
-            checked = await in_thread(self._workers, functools.partial(_verify, verify, kept, buffer.view))
-            if not checked.taken:
+            verdict = await in_thread(self._workers, functools.partial(_verify, verify, stored, buffer.view))
+            if not verdict.selected:
                 counts.passed_over += 1
                 return 0
-            if checked.cause or checked.looked is None:
-                counts.refuse(kept.key, checked.cause, checked.message)
+            if verdict.cause:
+                counts.refuse(stored.key, verdict.cause, verdict.message)
                 return 0
-            nbytes = checked.looked.record_bytes
+            nbytes = verdict.info.record_bytes
             if not self._has_room(nbytes):
                 counts.skipped += 1
                 return 0
             counts.bytes += nbytes  # before the next await: other records are being copied
             buffer.resize(nbytes)  # what pads it is not copied
-            written = [await self._write(destination, kept, buffer) for destination in destinations]
+            written = [await self._write(destination, stored, buffer) for destination in destinations]
         if not any(written):
             counts.bytes -= nbytes
             return 0
-        counts.encrypted += bool(checked.looked.key_id)
+        counts.encrypted += bool(verdict.info.key_id)
         return nbytes
 
     def _has_room(self, nbytes: int) -> bool:
@@ -158,25 +156,25 @@ class Copier:
             self._ended = True
         return not self._ended
 
-    async def _write(self, destination: Target, kept: Kept, record: Buffer) -> bool:
+    async def _write(self, destination: OfflineStore, stored: StoredRecord, record: Buffer) -> bool:
         buffer = await destination.allocate(record.nbytes)
         if buffer is None:
             message = f"it has {record.nbytes} bytes, more than --max-record-bytes allows"
-            self._counts.refuse(kept.key, "too_long", message)
+            self._counts.refuse(stored.key, "too_long", message)
             return False
         with buffer:
             # A tier writes from memory that was bound to it.
             await in_thread(self._workers, functools.partial(_fill, buffer.view, record.view))
             try:
-                await destination.save(kept.key, buffer, kept.stamp)
+                await destination.write(stored.key, buffer, stored.used_ns)
             except TierUnavailableError:
                 raise
             except TierFullError as error:
                 self._ended = True
-                self._counts.refuse(kept.key, "full", str(error))
+                self._counts.refuse(stored.key, "full", str(error))
             except TierError as error:
                 cause = error.cause if isinstance(error, ChunkCorruptError) else "error"
-                self._counts.refuse(kept.key, cause, str(error))
+                self._counts.refuse(stored.key, cause, str(error))
             else:
                 self._counts.copied[destination.name] += 1
                 return True
@@ -188,9 +186,13 @@ class CopyReport:
     """Result of `copy`, or of `plan_copy`.
 
     Attributes:
+        source: Name of the source.
+        destination: Name of the destination.
         holder: The process that has the source open; "" if none is known.
         there: Records that the destination had already.
         records: Records written; of a dry run, records to write.
+        counts: What became of the others.
+        dry_run: Nothing was written.
         complete: Whether the destination has every selected record of the source.
     """
 
@@ -231,7 +233,9 @@ class CopyOptions:
     max_bytes_per_s: int | None = None
 
 
-async def copy(source: Target, destination: Target, options: CopyOptions, meter: Meter) -> CopyReport:
+async def copy(
+    source: OfflineStore, destination: OfflineStore, options: CopyOptions, meter: Meter
+) -> CopyReport:
     """Copy the records that the destination lacks, the most recently used first.
 
     A prefix is copied before its continuations. Cancelled or killed, what was copied stays, and the next call
@@ -242,9 +246,9 @@ async def copy(source: Target, destination: Target, options: CopyOptions, meter:
         TierUnavailableError: The source or the destination does not answer.
     """
     report = CopyReport(source.name, destination.name, source.holder)
-    kept = await source.list()
-    await destination.begin_saves()
-    missing = await _missing(kept, destination, report)
+    records = await source.list()
+    await destination.prepare_writes()
+    missing = await _missing(records, destination, report)
     meter.begin("records", records=len(missing), nbytes=sum(one.nbytes for one in missing) or None)
     verify = functools.partial(check, selection=options.selection)
     rate = RateLimit(options.max_bytes_per_s)
@@ -255,12 +259,12 @@ async def copy(source: Target, destination: Target, options: CopyOptions, meter:
             source, workers, report.counts, selection=options.selection, max_bytes=options.max_bytes
         )
 
-        async def work(one: Kept) -> int:
+        async def work(one: StoredRecord) -> int:
             return await copier.copy(one, [destination], verify)
 
         try:
             async with contextlib.aclosing(
-                in_order(each(missing), work, in_flight=source.in_flight)
+                map_in_order(missing, work, in_flight=source.in_flight)
             ) as results:
                 async for nbytes in results:
                     meter.advance(1, nbytes)
@@ -273,7 +277,12 @@ async def copy(source: Target, destination: Target, options: CopyOptions, meter:
 
 
 async def plan_copy(
-    source: Target, destination: Target | None, options: CopyOptions, meter: Meter, *, name: str = ""
+    source: OfflineStore,
+    destination: OfflineStore | None,
+    options: CopyOptions,
+    meter: Meter,
+    *,
+    name: str = "",
 ) -> CopyReport:
     """Report what `copy` would copy. Nothing is changed, and payloads are not verified.
 
@@ -289,17 +298,16 @@ async def plan_copy(
         for one in missing:
             _plan_one(report, one.nbytes, options.max_bytes)
         return report
-    meter.begin("headers", records=len(missing))
-    async with contextlib.aclosing(heads(source, missing, meter)) as looks:
-        async for looked in looks:
-            if looked is None:
+    async with contextlib.aclosing(read_headers(source, missing, meter)) as headers:
+        async for info in headers:
+            if info is None:
                 counts.gone += 1
-            elif isinstance(looked, TierError):
+            elif isinstance(info, TierError):
                 counts.refused["error"] += 1
-            elif not options.selection.takes(looked.namespace):
+            elif not options.selection.takes(info.namespace):
                 counts.passed_over += 1
             else:
-                _plan_one(report, looked.kept.nbytes or looked.record_bytes, options.max_bytes)
+                _plan_one(report, info.stored.nbytes or info.record_bytes, options.max_bytes)
     return report
 
 
@@ -312,9 +320,11 @@ def _plan_one(report: CopyReport, nbytes: int, max_bytes: int | None) -> None:
         counts.bytes += nbytes
 
 
-async def _missing(kept: Sequence[Kept], destination: Target | None, report: CopyReport) -> list[Kept]:
+async def _missing(
+    records: Sequence[StoredRecord], destination: OfflineStore | None, report: CopyReport
+) -> list[StoredRecord]:
     """The records that the destination lacks, the most recently used first."""
-    newest_first = sorted(kept, key=lambda one: one.rank, reverse=True)
+    newest_first = sorted(records, key=lambda one: one.use_order, reverse=True)
     if destination is None:
         return newest_first
     now = time.time_ns()
@@ -325,12 +335,12 @@ async def _missing(kept: Sequence[Kept], destination: Target | None, report: Cop
         if there:
             report.there += 1
         else:
-            missing.append(one._replace(stamp=one.stamp or now - number * _STEP_NS))
+            missing.append(one._replace(used_ns=one.used_ns or now - number * _STEP_NS))
     return missing
 
 
-def _verify(verify: Check, kept: Kept, view: memoryview) -> Checked:
-    return verify(kept, iter([view]))
+def _verify(verify: Check, stored: StoredRecord, view: memoryview) -> Verdict:
+    return verify(stored, iter([view]))
 
 
 def _fill(view: memoryview, record: memoryview) -> None:

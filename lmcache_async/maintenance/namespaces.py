@@ -1,4 +1,4 @@
-"""Namespaces as people name them: by a short id, or by what is in them. Pure."""
+"""Short ids, titles and selection of namespaces."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lmcache_async.errors import ConfigError
 ID_DIGITS = 12
 MIN_DIGITS = 4
 _ENCRYPTED = "encrypted:"
-_MAX_DEPTH = 8  # engines make pairs in a list; what nests a thousandfold cannot even be printed
+_MAX_DEPTH = 8  # engines nest pairs in a list; a text that nests a thousandfold cannot be printed
 
 
 def namespace_id(text: str) -> str:
-    """Short, and the same everywhere."""
+    """Return the id of a namespace: digits of the hash of its text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:ID_DIGITS]
 
 
 def encrypted_text(key_id: str) -> str:
-    """What stands for the namespace of records whose header is secret."""
+    """Return the text that stands for the namespace of records whose header is encrypted."""
     return _ENCRYPTED + key_id
 
 
@@ -31,7 +31,7 @@ def is_encrypted_text(text: str) -> bool:
 
 
 def fields_of(text: str) -> Mapping[str, Any]:
-    """The namespace's names and values; none where the text is not what engines make."""
+    """Return the fields of a namespace; none if no engine has written the text."""
     try:
         text.encode("utf-8")
         fields = json.loads(text)
@@ -48,7 +48,7 @@ def _nests_at_most(value: Any, depth: int) -> bool:
 
 
 def title_of(text: str) -> str:
-    """The namespace in a few words: model and rank."""
+    """Return model and rank of a namespace."""
     if is_encrypted_text(text):
         return f"encrypted with key {text.removeprefix(_ENCRYPTED)}"
     fields = fields_of(text)
@@ -61,10 +61,10 @@ def title_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which namespaces are meant; none named means all, and what cannot be read too.
+    """A selection of namespaces. Without patterns it contains all records, unreadable ones too.
 
     Attributes:
-        patterns: Each the start of an id, `encrypted`, or `field=value`; one that fits is enough.
+        patterns: Each the start of an id, `encrypted`, or `field=value`. A namespace is selected if one matches.
     """
 
     patterns: tuple[str, ...] = ()
@@ -79,14 +79,14 @@ class Selection:
                 )
 
     def takes(self, text: str) -> bool:
-        """Whether records of this namespace are meant; `text` is "" for what cannot be read."""
-        return not self.patterns or (bool(text) and any(_fits(pattern, text) for pattern in self.patterns))
+        """Return whether a namespace is selected; `text` is "" for unreadable records."""
+        return not self.patterns or (bool(text) and any(_matches(pattern, text) for pattern in self.patterns))
 
 
 EVERYTHING = Selection()
 
 
-def _fits(pattern: str, text: str) -> bool:
+def _matches(pattern: str, text: str) -> bool:
     name, is_field, value = pattern.partition("=")
     if is_field:
         fields = fields_of(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records.filled import TOKENS, filled
+from tests.maintenance.filled import TOKENS, filled
 
 
 @pytest.fixture(scope="session")

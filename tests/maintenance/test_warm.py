@@ -15,14 +15,14 @@ import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.prompts import Prompt, read_prompts
+from lmcache_async.maintenance.server import warm_server
+from lmcache_async.maintenance.warmup import key_chain
 from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
-from lmcache_async.records.asking import ask
-from lmcache_async.records.chains import chain_of
-from lmcache_async.records.flight import Meter
-from lmcache_async.records.prompts import Prompt, read_prompts
 from lmcache_async.types import Chunk
-from tests.records.filled import TOKENS, damage, filled, invoke, loaded, record_files, rig_of, told
+from tests.maintenance.filled import TOKENS, damage, filled, invoke, loaded, record_files, rig_of, told
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.support.valkey_servers import running
 
@@ -144,7 +144,7 @@ def test_a_record_that_proves_itself_but_is_of_other_tokens_is_not_copied(config
 
     assert done["refused"] == {"tokens": 1}
     assert loaded(rig_of(), None, tiers=upper(config)) == 8
-    assert told("verify", root)["keys"]["parent"] == 1  # by itself it is whole: no other key leads to it
+    assert told("verify", root)["records"] == 8  # its checksums are right
 
 
 def test_encrypted_records_are_found_with_their_keys_and_stay_encrypted(tmp_path, server):
@@ -340,7 +340,9 @@ def test_an_address_that_cannot_be_asked_ends_with_2(tmp_path, url):
 def test_stopped_a_request_under_way_is_not_waited_for(vllm):
     async def do():
         prompt = Prompt(None, "wait")
-        asking = asyncio.create_task(ask(vllm.url, [prompt], Meter(), model="m", in_flight=2, timeout_s=600))
+        asking = asyncio.create_task(
+            warm_server(vllm.url, [prompt], Meter(), model="m", in_flight=2, timeout_s=600)
+        )
         await asyncio.to_thread(vllm.waiting.wait, 60)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -352,7 +354,7 @@ def test_stopped_a_request_under_way_is_not_waited_for(vllm):
 
 async def test_an_answer_that_is_late_is_an_error(vllm):
     with pytest.raises(TierUnavailableError):
-        await ask(vllm.url, [Prompt(None, "wait")], Meter(), model="m", in_flight=1, timeout_s=0.2)
+        await warm_server(vllm.url, [Prompt(None, "wait")], Meter(), model="m", in_flight=1, timeout_s=0.2)
 
 
 def test_one_file_is_named(config, tmp_path):
@@ -368,5 +370,5 @@ def test_one_file_is_named(config, tmp_path):
 def test_of_a_chunk_size_that_is_none_no_keys_are_made(chunk_size):
     made = f'{{"algorithm":"xxh3_128","chunk_size":{chunk_size}}}'
 
-    assert chain_of(made, b"") is None
-    assert chain_of(made.replace(chunk_size, "8"), b"") is not None
+    assert key_chain(made, b"") is None
+    assert key_chain(made.replace(chunk_size, "8"), b"") is not None

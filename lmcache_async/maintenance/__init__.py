@@ -1,0 +1,1 @@
+"""Stored records without an engine: inspect, verify, gc, copy, warm."""

@@ -1,0 +1,296 @@
+"""Resolve command-line arguments to an offline store, and offline access through a tier's own methods."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
+from lmcache_async.config.validation import Origin
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ConfigError,
+    LMCacheAsyncError,
+    TierError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.registry import TIERS, Registry
+from lmcache_async.tiers.base import Tier, TierConfig
+from lmcache_async.tiers.layers.border import BorderLayer
+from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
+from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+MAX_RECORD_BYTES = 256 << 20
+_ALLOCATE_S = 600.0  # each call that holds memory has a deadline of its own
+_LOOKUP_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpec:
+    """A store as the command line names it.
+
+    Attributes:
+        path: A directory with records; None if a tier is named.
+        config: The engine's config file, for `tier`, and for the keys of encryption and hash.
+        tier: The id of one of its tiers, or a tier as JSON.
+        rank: The rank whose directory is meant, where each rank has one.
+        in_flight: Number of concurrent calls.
+        max_record_bytes: Memory for one record.
+    """
+
+    path: Path | None = None
+    config: Path | None = None
+    tier: str | None = None
+    rank: int | None = None
+    in_flight: int = 4
+    max_record_bytes: int = MAX_RECORD_BYTES
+
+    def of_tier(self, tier: str) -> StoreSpec:
+        """The same for a tier of the config."""
+        return dataclasses.replace(self, path=None, tier=tier)
+
+    def read_config(self) -> EngineConfig | None:
+        return None if self.config is None else load_config(self.config)
+
+
+def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
+    """Return the store, to be opened with `async with`.
+
+    Args:
+        spec: The store.
+        change: Whether it will be changed; a directory is locked then.
+
+    Raises:
+        ConfigError: The spec is incomplete or wrong, or the tier is memory of an engine's process.
+    """
+    registry = Registry()
+    config = spec.read_config()
+    third_party = config.plugins.third_party if config is not None else True
+    options = OfflineOptions(change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes)
+    if spec.path is not None:
+        if spec.tier is not None:
+            raise ConfigError(
+                f"--tier {spec.tier}: a directory is named too ({spec.path}); one of them is meant"
+            )
+        return _directory_store(registry, spec.path, spec.rank, options, third_party=third_party)
+    if spec.tier is None:
+        raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
+    named = _named_tier(spec.tier, spec.config, config)
+    tier_class = _load_tier(registry, named.name, named.where, third_party=third_party)
+    validated = _of_rank(validate_options(tier_class.config_type, named.options, named.origin), spec.rank)
+    store = tier_class.offline(validated, options)
+    return _tier_store(tier_class(validated), named, options) if store is None else store
+
+
+def open_keys(config: EngineConfig | None) -> tuple[RecordCipher | None, bytes]:
+    """Return the cipher and the hash key of the config; None and b"" without them."""
+    if config is None:
+        return None, b""
+    cipher = RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
+    return cipher, config.read_hash_key()
+
+
+def reachable_tiers(config: EngineConfig) -> list[str]:
+    """Return the ids of the tiers that are not memory of the engine's process, fastest first.
+
+    Raises:
+        ConfigError: A tier or one of its options is wrong.
+    """
+    registry = Registry()
+    reachable = []
+    for spec in config.tiers:
+        tier_class = _load_tier(registry, spec.name, spec.where, third_party=config.plugins.third_party)
+        options = validate_options(tier_class.config_type, spec.options, spec.origin)
+        if not tier_class(options).capabilities.in_arena:
+            reachable.append(spec.id)
+    return reachable
+
+
+def _load_tier(registry: Registry, name: str, where: str, *, third_party: bool) -> type[Tier]:
+    tier_class = registry.load(TIERS, name, third_party=third_party)
+    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
+        raise ConfigError(f"{where}: {name!r} is {tier_class!r}, which is not a subclass of Tier")
+    return tier_class
+
+
+def _directory_store(
+    registry: Registry, path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
+) -> OfflineStore:
+    """The store of the first tier, our own first, that keeps records in directories."""
+    plugins = registry.available(TIERS, third_party=third_party).values()
+    for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
+        try:
+            tier_class = _load_tier(registry, plugin.name, str(path), third_party=third_party)
+        except LMCacheAsyncError:  # a tier that is not installed completely
+            continue
+        config = tier_class.directory_config(path)
+        store = None if config is None else tier_class.offline(_of_rank(config, rank), options)
+        if store is not None:
+            return store
+    raise ConfigError(f"{path}: no installed tier keeps records in directories")
+
+
+def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
+    """The config of a rank, where each rank has a directory of its own."""
+    if rank is None or "subdirectory" not in type(config).model_fields:
+        return config
+    return config.model_copy(update={"subdirectory": f"rank-{rank}"})
+
+
+def _named_tier(text: str, path: Path | None, config: EngineConfig | None) -> TierSpec:
+    if text.lstrip().startswith("{"):
+        try:
+            return TierSpec.model_validate(json.loads(text)).placed(Origin("--tier"))
+        except ValueError as error:  # pydantic's too
+            raise ConfigError(
+                f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
+            ) from None
+    if config is None:
+        raise ConfigError(f"--tier {text} is the id of a tier in a config: name its file with --config")
+    for tier in config.tiers:
+        if tier.id == text:
+            return tier
+    ids = ", ".join(tier.id for tier in config.tiers)
+    raise ConfigError(
+        f"{path} has no tier {text}; it has {ids}; a directory is written with a slash, such as ./{text}"
+    )
+
+
+def _tier_store(tier: Tier, spec: TierSpec, options: OfflineOptions) -> OfflineStore:
+    if tier.capabilities.in_arena:
+        raise ConfigError(
+            f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
+        )
+    logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
+    guarded = GuardLayer(
+        BorderLayer(tier, name=spec.id, logger=logger),
+        name=spec.id,
+        timeout_s=spec.timeout_s,
+        open_timeout_s=spec.open_timeout_s,
+        logger=logger,
+    )
+    return TierStore(guarded, options, name=spec.id, timeout_s=spec.timeout_s)
+
+
+class TierStore(OfflineStore):
+    """The records of a tier that is opened in this process.
+
+    A record is always read as a whole: a tier has no method to read a part of one.
+
+    Args:
+        tier: Not opened yet, behind a guard: its calls have a deadline and raise TierError.
+        options: Options of the store.
+        name: The tier's id.
+        timeout_s: Seconds between two keys of a listing; other calls have the guard's deadline.
+    """
+
+    def __init__(self, tier: Tier, options: OfflineOptions, *, name: str, timeout_s: float = 30.0) -> None:
+        self.name = f"tier {name!r}"
+        self.in_flight = options.in_flight
+        self._tier = tier
+        self._timeout_s = timeout_s
+        self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
+        slab_bytes = -(-options.max_record_bytes // PAGE) * PAGE
+        slabs = 2 * self.in_flight + 2  # a call past its deadline keeps its buffer until it ends
+        self._arena = Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
+
+    async def list(self) -> Sequence[StoredRecord]:
+        self._require(self._tier.capabilities.lists, "list its records")
+        found: list[StoredRecord] = []
+        keys = aiter(self._tier.keys())
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    found.append(StoredRecord(await anext(keys)))
+            except StopAsyncIteration:
+                return found
+            except TimeoutError as error:
+                raise TierUnavailableError(
+                    f"{self.name} listed {len(found)} keys, and then gave no answer in {self._timeout_s} s"
+                ) from error
+
+    async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
+        del header_only
+        buffer = await self.load(record)
+        if buffer is None:
+            return None
+        with buffer:
+            return await in_thread(self._workers, functools.partial(_visit_view, visit, buffer.view))
+
+    async def load(self, record: StoredRecord) -> Buffer | None:
+        try:
+            return await self._tier.get(record.key, self._lease)
+        except BudgetExceededError as error:
+            raise TierError(
+                f"record {record.key.hex()}: {error}; raise --max-record-bytes if records are longer"
+            ) from error
+
+    async def allocate(self, nbytes: int) -> Buffer | None:
+        return await self._lease(nbytes) if nbytes <= self._arena.slab_bytes else None
+
+    async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        there: list[bool] = []
+        for start in range(0, len(keys), _LOOKUP_BATCH):
+            there += await self._tier.contains_many(keys[start : start + _LOOKUP_BATCH])
+        return there
+
+    async def prepare_writes(self) -> None:
+        self._require(self._tier.capabilities.writes, "be written to: it only reads")
+
+    async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
+        del used_ns  # a tier has its own order of use
+        await self._tier.put(key, record)
+
+    async def remove(self, keys: Sequence[ChunkKey]) -> None:
+        self._require(self._tier.capabilities.removes, "delete records")
+        for key in keys:
+            await self._tier.remove(key)
+
+    async def quarantine(self, key: ChunkKey, cause: str) -> None:
+        self._require(self._tier.capabilities.removes, "delete records")
+        await self._tier.reject(key, cause)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._tier.bind(self._arena)
+            await self._tier.__aenter__()
+        except BaseException:
+            self._free()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._tier.__aexit__(None, None, None)
+        finally:
+            self._free()
+
+    async def _lease(self, nbytes: int) -> Buffer:
+        return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
+
+    def _require(self, able: bool, what: str) -> None:
+        if not able:
+            raise ConfigError(f"{self.name} cannot {what}")
+
+    def _free(self) -> None:
+        self._workers.shutdown()
+        self._arena.close()
+
+
+def _visit_view(visit: Visit[T], view: memoryview) -> T:
+    return visit(iter([view]))

@@ -1,0 +1,322 @@
+"""Offline access to the directory of a disk tier: read it beside a running engine, or lock and change it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import mmap
+import os
+import queue
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from lmcache_async.errors import (
+    ChunkCorruptError,
+    ConfigError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
+from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.plugins.disk.directory import TEMPORARY, RecordDirectory
+from lmcache_async.plugins.disk.io import RecordFiles, WriteJob
+from lmcache_async.plugins.disk.lock import holder_of
+from lmcache_async.plugins.disk.quarantine import FOLDER, KEPT, Quarantine
+from lmcache_async.plugins.disk.reading import read_all
+from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
+
+if TYPE_CHECKING:
+    from lmcache_async.plugins.disk.config import DiskConfig
+    from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_HEADER_BYTES = 16 << 10  # enough for nearly every header
+_ALLOCATE_S = 600.0  # for a thread to return a slab; a disk that takes longer does not answer
+_UNBOUNDED = 1 << 62  # the engine trims the quarantine to its own limit when it opens the tier
+_OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
+
+
+class DiskRecords(OfflineStore):
+    """The records of one directory of the disk tier.
+
+    A record's file is written under a temporary name, renamed when it is complete, and never written to again. An
+    open file is therefore a whole record, also when the engine deletes it meanwhile, and reading needs no lock.
+    """
+
+    knows_use = True
+    reads_headers = True
+
+    def __init__(self, config: DiskConfig, options: OfflineOptions) -> None:
+        self.name = str(config.root)
+        self.in_flight = options.in_flight
+        self._root = config.root
+        self._change = options.change
+        self._max_bytes = config.max_bytes
+        self._slab_bytes = options.max_record_bytes
+        self._sizes: dict[ChunkKey, int] | None = None
+        self._used_bytes = 0
+        self._directory = RecordDirectory(config.root)
+        self._quarantine = Quarantine(self._directory, _UNBOUNDED)
+        # Through the page cache: no trial of direct I/O leaves a file, and the data are synced.
+        self._files = RecordFiles(self._directory, direct=False, fsync=True, quarantine=self._quarantine)
+        self._changed: set[str] = set()  # folders with names that are not durable yet
+        self._arena: Arena | None = None
+        self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
+        self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(self.in_flight):
+            self._scratch.put(memoryview(mmap.mmap(-1, PIECE_BYTES)))  # aligned
+
+    async def list(self) -> Sequence[StoredRecord]:
+        found = await self._run(lambda: tuple(self._directory.scan()))
+        self._sizes = {each.key: each.nbytes for each in found}
+        self._used_bytes = sum(self._sizes.values())
+        return [StoredRecord(each.key, each.nbytes, each.stamp) for each in found]
+
+    async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
+        return await self._run(functools.partial(self._examine, record.key, visit, header_only))
+
+    async def load(self, record: StoredRecord) -> Buffer | None:
+        buffer = await self.allocate(record.nbytes)
+        if buffer is None:
+            raise TierError(
+                f"record {record.key.hex()} has {record.nbytes} bytes, more than the {self._slab_bytes} of"
+                " --max-record-bytes"
+            )
+        try:
+            read = await self._run(functools.partial(self._read, record.key, buffer.padded_view))
+            if read is not None:
+                buffer.resize(min(read, record.nbytes))
+                return buffer
+        except BaseException:
+            buffer.release()
+            raise
+        buffer.release()
+        return None
+
+    async def allocate(self, nbytes: int) -> Buffer | None:
+        if nbytes > min(self._slab_bytes, MAX_RECORD_BYTES):
+            return None
+        if self._arena is None:
+            slab_bytes = -(-self._slab_bytes // PAGE) * PAGE
+            slabs = self.in_flight + 2
+            self._arena = Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
+        return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
+
+    async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        sizes = await self._known_sizes()
+        return [key in sizes for key in keys]
+
+    async def prepare_writes(self) -> None:
+        unfinished, _ = await self.leftovers()
+        await self.delete_files(unfinished)
+
+    async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
+        sizes = await self._known_sizes()
+        view = record.padded_view
+        more_bytes = len(view) - sizes.get(key, 0)  # than the record that it replaces
+        if self._used_bytes + more_bytes > self._max_bytes:
+            raise TierFullError(f"{self.name} has {self._used_bytes} bytes of {self._max_bytes}")
+        view[record.nbytes :] = bytes(len(view) - record.nbytes)  # the slab's previous content
+        self._used_bytes += more_bytes  # before the first await: other records are being written
+        job = WriteJob(key, view, min(max(used_ns, 0), time.time_ns()))
+        try:
+            await self._run(functools.partial(self._write, job))
+        except BaseException:
+            self._used_bytes -= more_bytes
+            raise
+        sizes[key] = len(view)
+
+    async def remove(self, keys: Sequence[ChunkKey]) -> None:
+        await self._run(functools.partial(self._unlink, [self._directory.record_name(key) for key in keys]))
+
+    async def quarantine(self, key: ChunkKey, cause: str) -> None:
+        await self._run(functools.partial(self._quarantine.take, key, cause))
+        self._changed |= {str(Path(self._directory.record_name(key)).parent), FOLDER}
+
+    async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
+        return await self._run(lambda: (self._files_in("tmp", TEMPORARY), self._files_in(FOLDER, KEPT)))
+
+    async def delete_files(self, files: Sequence[LeftoverFile]) -> None:
+        await self._run(functools.partial(self._unlink, [each.name for each in files]))
+
+    async def sync(self) -> None:
+        """Sync the directories. A record's bytes were synced before it was renamed."""
+        await self._run(self._sync)
+
+    async def __aenter__(self) -> Self:
+        """Open the directory, and lock it to change it.
+
+        Raises:
+            ConfigError: It has a directory for each rank or replica.
+            TierUnavailableError: It does not exist, another process has it, or it cannot be read or made.
+        """
+        try:
+            self.holder = await in_thread(self._workers, self._open)
+        except BaseException:
+            self._workers.shutdown()
+            self._directory.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._workers.shutdown()  # no call is running
+        self._directory.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    async def _known_sizes(self) -> dict[ChunkKey, int]:
+        if self._sizes is None:
+            await self.list()
+        assert self._sizes is not None
+        return self._sizes
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        try:
+            return await in_thread(self._workers, call)
+        except OSError as error:
+            kind = TierFullError if error.errno in _NO_SPACE else TierError
+            raise kind(f"{self.name}: {error}") from error
+
+    def _open(self) -> str:
+        """Open the directory and return the process that has it locked."""
+        _check_ranks(self._root)
+        try:
+            if self._change:
+                self._directory.prepare()
+                return ""
+            self._directory.look()
+            return holder_of(self._directory.fd)
+        except FileNotFoundError as error:
+            raise TierUnavailableError(
+                f"there is no directory {self.name}: name the `path` of a disk tier, with its rank-<n>"
+                " where there are several ranks"
+            ) from error
+        except OSError as error:
+            raise TierUnavailableError(f"cannot open {self.name}: {error.strerror}") from error
+
+    def _examine(self, key: ChunkKey, visit: Visit[T], header_only: bool) -> T | None:
+        scratch = self._scratch.get()
+        try:
+            with self._file(key) as descriptor:
+                if descriptor is None:
+                    return None
+                pieces = _header(descriptor, scratch) if header_only else _pieces(descriptor, scratch)
+                return visit(pieces)
+        finally:
+            self._scratch.put(scratch)
+
+    def _read(self, key: ChunkKey, view: memoryview) -> int | None:
+        with self._file(key) as descriptor:
+            return None if descriptor is None else read_all(descriptor, view)
+
+    def _write(self, job: WriteJob) -> None:
+        error = self._files.write(job)
+        if isinstance(error, OSError):
+            raise error
+        if error is not None:
+            raise OSError(errno.EINVAL, str(error))
+
+    @contextlib.contextmanager
+    def _file(self, key: ChunkKey) -> Iterator[int | None]:
+        """The descriptor of a record's file; None if it does not exist.
+
+        Raises:
+            OSError: It cannot be opened, or is not a regular file.
+        """
+        name = self._directory.record_name(key)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            try:
+                descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=self._directory.fd)
+            except OSError as error:
+                if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+                    raise
+                descriptor = os.open(name, flags, dir_fd=self._directory.fd)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            yield None
+            return
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, f"{name} is not a regular file")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _unlink(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                os.unlink(name, dir_fd=self._directory.fd)
+                self._changed.add(str(Path(name).parent))
+
+    def _files_in(self, folder: str, names: re.Pattern[str]) -> Sequence[LeftoverFile]:
+        try:
+            found = self._directory.list_files(folder, names)
+            with self._directory.directory(folder) as descriptor:
+                return [LeftoverFile(f"{folder}/{name}", _size(name, descriptor)) for name in found]
+        except FileNotFoundError:
+            return []
+
+    def _sync(self) -> None:
+        for folder in sorted(self._changed):
+            with self._directory.directory(folder) as descriptor:
+                os.fsync(descriptor)
+        self._changed.clear()
+        os.fsync(self._directory.fd)
+
+
+def _header(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
+    """Yield the beginning of a record, with its whole header."""
+    nbytes = _HEADER_BYTES
+    while True:
+        read = read_all(descriptor, scratch[:nbytes])
+        try:
+            header_bytes, _ = peek_sizes(scratch[:read])
+        except ChunkCorruptError:
+            header_bytes = 0
+        if read < nbytes or header_bytes <= read:
+            yield scratch[:read]
+            return
+        nbytes = header_bytes
+
+
+def _pieces(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
+    offset = 0
+    while (read := read_all(descriptor, scratch, offset)) == len(scratch):
+        yield scratch
+        offset += read
+    yield scratch[:read]
+
+
+def _size(name: str, folder: int) -> int:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+    except FileNotFoundError:  # renamed or deleted meanwhile
+        return 0
+
+
+def _check_ranks(path: Path) -> None:
+    try:
+        ranks = sorted(
+            entry.name for entry in path.iterdir() if _OF_ONE.fullmatch(entry.name) and entry.is_dir()
+        )
+        own = any(path.glob("[0-9a-f][0-9a-f]"))
+    except OSError:
+        return  # opening it reports why
+    if ranks and not own:
+        raise ConfigError(
+            f"{path} has a directory for each rank or replica: name one of them, such as {path / ranks[0]}"
+        )

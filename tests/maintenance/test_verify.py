@@ -1,0 +1,164 @@
+"""`lmcache-async verify`, over directories that a real engine has filled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import pytest
+
+from tests.maintenance.filled import (
+    TOKENS,
+    content,
+    damage,
+    filled,
+    invoke,
+    loaded,
+    record_files,
+    rig_of,
+    told,
+)
+
+
+def key_file(folder):
+    path = folder / "keys"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def test_what_an_engine_has_stored_is_undamaged(root):
+    found = told("verify", root)
+
+    assert (found["records"], found["wrong"], found["encrypted"]) == (8, {}, 0)
+    assert found["bytes"] == sum(
+        told("inspect", root, path.name)["record_bytes"] for path in record_files(root)
+    )
+
+
+@pytest.mark.parametrize(
+    ("at", "cause"), [(0, "magic"), (8, "version"), (12, "length"), (40, "header"), (4200, "checksum")]
+)
+def test_any_damage_is_found_and_ends_with_1(root, at, cause):
+    path = record_files(root)[3]
+    damage(path, at)
+
+    found = told("verify", root, code=1)
+
+    assert found["wrong"] == {cause: 1}
+    assert [(wrong["key"], wrong["cause"]) for wrong in found["wrong_records"]] == [(path.name, cause)]
+    assert found["records"] == 7
+    assert path.name in invoke("verify", root).stdout
+
+
+def test_a_record_under_another_key_is_wrong(root):
+    first, second, *_ = record_files(root)
+    first.write_bytes(second.read_bytes())
+
+    assert told("verify", root, code=1)["wrong"] == {"key": 1}
+
+
+@pytest.mark.parametrize("change", ["cut", "grown", "empty"])
+def test_a_file_of_another_length_is_wrong(root, change):
+    path = record_files(root)[0]
+    data = path.read_bytes()
+    path.write_bytes({"cut": data[:4096], "grown": data + bytes(4096), "empty": b""}[change])
+
+    assert told("verify", root, code=1)["wrong"] == {"length": 1}
+
+
+def test_what_is_wrong_is_removed(root):
+    path = record_files(root)[-1]
+    damage(path)
+
+    assert told("verify", root, "--remove", code=1)["remedied"] == 1
+    assert not path.exists()
+    assert told("verify", root)["records"] == 7
+
+
+def test_what_is_wrong_is_put_aside(root):
+    path = record_files(root)[-1]
+    damage(path)
+    data = path.read_bytes()
+
+    told("verify", root, "--quarantine", code=1)
+
+    assert (root / "quarantine" / f"{path.name}.checksum").read_bytes() == data
+    assert not path.exists()
+    assert told("verify", root)["wrong"] == {}
+
+
+def test_without_a_remedy_nothing_is_changed(root):
+    damage(record_files(root)[0])
+    before = content(root)
+
+    told("verify", root, code=1)
+
+    assert content(root) == before
+
+
+def test_one_namespace(root):
+    filled(root, rig=rig_of("model-b"))
+    damage(record_files(root)[0])  # of model-b
+
+    found = told("verify", root, "--namespace", "model=model-a")
+
+    assert (found["records"], found["passed_over"]) == (8, 5)
+
+
+def test_encrypted_records_are_proven_by_their_checksum_and_opened_with_the_key(tmp_path):
+    keys = key_file(tmp_path)
+    filled(tmp_path / "cache", **{"encryption.key_file": str(keys)})
+    config = tmp_path / "config.yaml"
+    config.write_text(f"encryption: {{key_file: {keys}}}\n")
+    first, second, *_ = record_files(tmp_path / "cache")
+
+    assert told("verify", tmp_path / "cache")["encrypted"] == 5
+    assert told("verify", tmp_path / "cache", "--config", config)["encrypted"] == 0
+    assert "outer checksum only: 5 records" in invoke("verify", tmp_path / "cache").stdout
+
+    second.write_bytes(first.read_bytes())  # whole, but of another chunk: the key alone can tell
+
+    assert told("verify", tmp_path / "cache")["wrong"] == {}
+    assert told("verify", tmp_path / "cache", "--config", config, code=1)["wrong"] == {"tag": 1}
+
+
+def test_the_rate_is_kept(root, monkeypatch):
+    waits = []
+    real = asyncio.sleep
+
+    async def sleep(seconds):
+        waits.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr("lmcache_async.maintenance.concurrency.asyncio.sleep", sleep)
+
+    found = told("verify", root, "--limit-rate", "1KiB")
+
+    # Bytes beyond the first second's are waited for; the clock stands nearly still here.
+    assert max(waits) == pytest.approx(found["bytes"] / 1024 - 1, abs=5)
+
+
+def test_the_options_exclude_each_other(root):
+    assert invoke("verify", root, "--remove", "--quarantine").exit_code == 2
+
+
+def test_what_verify_leaves_an_engine_loads(root):
+    rig = rig_of()
+    damage(record_files(root)[-1])
+    told("verify", root, "--remove", code=1)
+
+    assert loaded(rig, root, TOKENS) >= 16
+
+
+def test_counts_are_in_words_that_fit_any_number(root):
+    first, second, *_ = record_files(root)
+    damage(first)
+
+    one = invoke("verify", root).stdout.splitlines()
+    damage(second)
+    two = invoke("verify", root, "--remove").stdout.splitlines()
+
+    assert one[0].startswith(f"{root}: correct: 7 records, corrupt: 1, not readable: 0; ")
+    assert two[0].startswith(f"{root}: correct: 6 records, corrupt: 2, not readable: 0; ")
+    assert two[-1] == "deleted: 2 records"
