@@ -50,8 +50,8 @@ format: $(VENV)/.stamp-test  ## let ruff write what it can
 docs: $(VENV)/.stamp-test  ## the documentation as a site, in build/site; read it from there, no server needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(VENV)/.stamp-test  ## the benchmarks of lmcache_async.bench
-	$(BIN)/python -m lmcache_async.bench $(ARGS)
+bench: $(VENV)/.stamp-test  ## the benchmarks of tools/benchmarks, by name: make bench ARGS="loop"
+	$(BIN)/python -m tools.benchmarks $(or $(ARGS),all)
 
 torture: $(VENV)/.stamp-test  ## kills, damage, faults and churn, a few minutes; as long as asked by ARGS="--minutes 60"
 	$(BIN)/python -m tools.torture $(ARGS)

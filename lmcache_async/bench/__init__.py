@@ -1,1 +1,1 @@
-"""Benchmarks, each beside the limit of what it measures. One file a benchmark, found in table.py."""
+"""Probes of a machine: memory, disk and one tier, each beside its physical limit. See docs/benchmarks.md."""

@@ -1,8 +1,8 @@
-"""Store and retrieve through the disk tier, around the page cache, beside pwrite and pread of as many bytes.
+"""Store and retrieve through the disk tier, beside pwrite and pread of as many bytes by direct I/O.
 
-A store ends when everything is on disk; a retrieve when everything is proven and in the KV cache. The limit
-writes and reads files of the same size, as many at a time, by direct I/O on the same file system, and does
-nothing else with them. Where the file system has no direct I/O neither side uses it, and the rows say so.
+A store ends when everything is on disk, a retrieve when everything is verified and in the KV cache. The limit
+writes and reads files of the same size, as many at a time, with O_DIRECT on the same file system. Where the file
+system has no direct I/O, neither side uses it, and the parameter `o_direct` says so.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lmcache_async.bench.frame import Case, option
+from lmcache_async.bench.measure import Case
+from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.memory.region import Region
-from lmcache_async.testing.rig import Rig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    import numpy.typing as npt
-
-    from lmcache_async.bench.frame import Frame, Parameter, Probe, Row
+    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
     from lmcache_async.engine.engine import CacheEngine
 
+SUMMARY = "store and retrieve on disk, beside pwrite and pread"
 UNIT = "GB/s"
 MIB = 1 << 20
 CHUNK_TOKENS = 256
-_TIMEOUT_S = 120.0
+THREADS = 4
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Attributes with a help text are options; see docs/benchmarks.md."""
+    """Attributes are options of the command, except `record_mib`.
 
-    path: str = option("", "directory to write in; that for temporary files by default", parse=str)
-    mib: int = option(512, "MiB that each store and each retrieve moves")
-    threads: int = option(4, "records that are read or written at a time")
-    record_mib: tuple[int, ...] = field(default=(2, 16))
+    Attributes:
+        path: Directory to write in; the one for temporary files if empty.
+        mib: MiB that each store and each retrieve moves.
+        threads: Records that are read or written at the same time.
+        record_mib: Sizes of the records, measured one after the other.
+    """
+
+    path: str = ""
+    mib: int = 512
+    threads: int = THREADS
+    record_mib: tuple[int, ...] = (2, 16)
 
 
 QUICK = Settings(mib=4, record_mib=(1,))
@@ -52,131 +57,100 @@ QUICK = Settings(mib=4, record_mib=(1,))
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
     with tempfile.TemporaryDirectory(dir=settings.path or None, prefix="lmcache-async-bench") as directory:
-        path = Path(directory)
         for mib in settings.record_mib:
-            moved = Moved(mib, max(settings.mib // mib, 1))
-            async with open_disk(moved.rig, path / f"records-{mib}", threads=settings.threads) as engine:
-                with RawFiles.open(path / f"raw-{mib}", moved, settings.threads) as raw:
-                    for row in await frame.compare(_cases(moved, engine, raw)):
+            cache = make_cache(mib, max(settings.mib // mib, 1))
+            raw_path = Path(directory) / f"raw-{mib}"
+            raw_path.mkdir()
+            async with open_disk(cache, Path(directory) / f"records-{mib}", settings.threads) as engine:
+                with RawFiles.open(raw_path, cache.slab_bytes, cache.num_chunks, settings.threads) as raw:
+                    for row in await frame.compare(_cases(mib, cache, engine, raw)):
                         yield row
 
 
-def _cases(moved: Moved, engine: CacheEngine, raw: RawFiles) -> list[Case]:
-    parameters: dict[str, Parameter] = {
-        "record_bytes": moved.record_bytes,
-        "records": moved.count,
-        "threads": raw.threads,
-        "o_direct": raw.direct,
-    }
-    name = f"records of {moved.mib} MiB"
-    return [
-        Case(f"store, {name}", UNIT, stores(moved, engine), {"pwrite": raw.write}, parameters),
-        Case(f"retrieve, {name}", UNIT, retrieves(moved, engine), {"pread": raw.read}, parameters),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What a store and a retrieve move: `count` records with payloads of `mib` MiB."""
-
-    mib: int
-    count: int
-    rig: Rig = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        rig = Rig(
-            layers=self.mib,  # of 4 KiB a token each: K and V of 512 float32
-            blocks=self.count * CHUNK_TOKENS // 16,
-            block_size=16,
-            heads=2,
-            head_dim=256,
-            chunk_size=CHUNK_TOKENS,
-            slabs=max(192 // self.mib, 12),
-        )
-        object.__setattr__(self, "rig", rig)
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """Ids and rows alike."""
-        return np.arange(self.rig.num_slots)
-
-    @property
-    def record_bytes(self) -> int:
-        return self.rig.slab_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.record_bytes
+def make_cache(mib: int, count: int) -> PromptCache:
+    """A cache whose prompt has `count` records with payloads of `mib` MiB."""
+    # K and V of 8 heads of 128 elements in bfloat16 are 4 KiB per token: 1 MiB per layer of a chunk.
+    return PromptCache.of(CacheForm(count * CHUNK_TOKENS, layers=mib, heads=8, head_dim=128))
 
 
 def open_disk(
-    rig: Rig, path: Path, *, threads: int = 4, **settings: Any
+    cache: PromptCache, path: Path, threads: int = THREADS, **settings: Any
 ) -> contextlib.AbstractAsyncContextManager[CacheEngine]:
-    """An engine with a disk tier alone; its deadlines are long, all else is as by default."""
+    """Open an engine with a disk tier alone. Its deadlines are long; other settings have their defaults."""
     tier = {"name": "disk", "path": str(path), "max_bytes": "1TiB", "io_threads": threads, "layers": []}
-    return rig.open(
+    slabs = max(192 * MIB // cache.slab_bytes, 12)
+    return cache.open(
         **{
             "tiers": [tier],
+            "arena.max_bytes": slabs * cache.slab_bytes,
             "arena.prefault": True,
             "arena.huge_pages": True,
             "store.batch_bytes": 32 * MIB,
             "retrieve.batch_bytes": 32 * MIB,
-            "store.allocate_timeout_s": _TIMEOUT_S / 2,
-            "store.timeout_s": _TIMEOUT_S,
-            "retrieve.timeout_s": _TIMEOUT_S,
+            "store.allocate_timeout_s": TIMEOUT_S / 2,
+            "store.timeout_s": TIMEOUT_S,
+            "retrieve.timeout_s": TIMEOUT_S,
             **settings,
         }
     )
 
 
-def stores(moved: Moved, engine: CacheEngine) -> Probe:
-    """GB/s until all is on disk, from nothing."""
+def store_probe(cache: PromptCache, engine: CacheEngine) -> Probe:
+    """GB/s of a store of the whole prompt into an empty tier, until it is on disk."""
 
     async def probe() -> float:
         await engine.clear()
-        return await _store(moved, engine)
+        return await _store(cache, engine)
 
     return probe
 
 
-def retrieves(moved: Moved, engine: CacheEngine) -> Probe:
-    """GB/s until all is in the KV cache, proven."""
+def retrieve_probe(cache: PromptCache, engine: CacheEngine) -> Probe:
+    """GB/s of a retrieve of the whole prompt, until it is verified and in the KV cache."""
 
     async def probe() -> float:
-        tokens = moved.tokens
-        if await engine.lookup(tokens) != len(tokens):
-            await _store(moved, engine)
+        if await engine.lookup(cache.tokens) != len(cache.tokens):
+            await _store(cache, engine)
         start = time.perf_counter()
-        mask = await engine.retrieve(tokens, tokens)
-        seconds = time.perf_counter() - start
-        if not bool(mask.all()):
-            raise RuntimeError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
-        return moved.nbytes / seconds / 1e9
+        await cache.retrieve(engine)
+        return cache.num_chunks * cache.slab_bytes / (time.perf_counter() - start) / 1e9
 
     return probe
 
 
-async def _store(moved: Moved, engine: CacheEngine) -> float:
+async def _store(cache: PromptCache, engine: CacheEngine) -> float:
     start = time.perf_counter()
-    report = await engine.store(moved.tokens, moved.tokens)
-    if not await engine.flush(timeout_s=_TIMEOUT_S):
-        raise RuntimeError(f"the store did not end in {_TIMEOUT_S:.0f} s")
-    seconds = time.perf_counter() - start
-    if report.stored != moved.count:
-        raise RuntimeError(f"{report.stored} of {moved.count} chunks were stored: {report}")
-    return moved.nbytes / seconds / 1e9
+    await cache.store(engine)
+    if not await engine.flush(timeout_s=TIMEOUT_S):
+        raise RuntimeError(f"the store did not end in {TIMEOUT_S:.0f} s")
+    return cache.num_chunks * cache.slab_bytes / (time.perf_counter() - start) / 1e9
+
+
+def _cases(mib: int, cache: PromptCache, engine: CacheEngine, raw: RawFiles) -> list[Case]:
+    parameters: dict[str, Parameter] = {
+        "record_bytes": cache.slab_bytes,
+        "records": cache.num_chunks,
+        "threads": raw.threads,
+        "o_direct": raw.direct,
+    }
+    name = f"records of {mib} MiB"
+    return [
+        Case(f"store, {name}", UNIT, store_probe(cache, engine), {"pwrite": raw.write}, parameters),
+        Case(f"retrieve, {name}", UNIT, retrieve_probe(cache, engine), {"pread": raw.read}, parameters),
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawFiles:
-    """Files of one size, written and read with nothing around it.
+    """Plain files of one size, written and read by several threads.
 
     Attributes:
-        direct: Whether around the page cache.
+        direct: Whether the file system takes O_DIRECT. Without it the page cache is used.
+        memory: One buffer per thread.
     """
 
     path: Path
-    moved: Moved
+    count: int
     threads: int
     direct: bool
     pool: ThreadPoolExecutor
@@ -184,18 +158,17 @@ class RawFiles:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: Path, moved: Moved, threads: int) -> Iterator[RawFiles]:
-        path.mkdir()
-        size = moved.record_bytes
+    def open(cls, path: Path, nbytes: int, count: int, threads: int) -> Iterator[RawFiles]:
+        """Use the directory `path` for `count` files of `nbytes` each, a multiple of the page size."""
         # As the arena's: direct I/O from and to huge pages is faster.
         region = Region(
-            threads * size, grain_bytes=size, pin=False, pin_device=None, huge_pages=True, prefault=True
+            threads * nbytes, grain_bytes=nbytes, pin=False, pin_device=None, huge_pages=True, prefault=True
         )
-        memory = [region.view[at : at + size] for at in range(0, threads * size, size)]
+        memory = [region.view[at : at + nbytes] for at in range(0, threads * nbytes, nbytes)]
         for piece in memory:
-            piece[:] = bytes(range(256)) * (size // 256)
+            piece[:] = bytes(range(256)) * (nbytes // 256)
         with contextlib.closing(region), ThreadPoolExecutor(threads) as pool:
-            yield cls(path, moved, threads, _takes_direct(path), pool, memory)
+            yield cls(path, count, threads, _takes_direct(path), pool, memory)
 
     async def write(self) -> float:
         """GB/s of writing every file anew."""
@@ -210,29 +183,28 @@ class RawFiles:
         return self._all(self._read_one)
 
     def _all(self, work: Callable[[Path, memoryview], None]) -> float:
-        names = self._names()
-        left = iter(names)
+        left = iter(self._names())
 
         def thread(memory: memoryview) -> None:
-            for name in left:  # the next one, whichever thread is free
+            for name in left:
                 work(name, memory)
 
         start = time.perf_counter()
         list(self.pool.map(thread, self.memory))
-        return self.moved.nbytes / (time.perf_counter() - start) / 1e9
+        return self.count * len(self.memory[0]) / (time.perf_counter() - start) / 1e9
 
     def _write_one(self, name: Path, memory: memoryview) -> None:
         with _opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self.direct) as descriptor:
             if os.pwrite(descriptor, memory, 0) != len(memory):
-                raise OSError(f"{name}: a short write")
+                raise OSError(f"{name}: short write")
 
     def _read_one(self, name: Path, memory: memoryview) -> None:
         with _opened(name, os.O_RDONLY, direct=self.direct) as descriptor:
             if os.preadv(descriptor, [memory], 0) != len(memory):
-                raise OSError(f"{name}: a short read")
+                raise OSError(f"{name}: short read")
 
     def _names(self) -> list[Path]:
-        return [self.path / f"{index}.record" for index in range(self.moved.count)]
+        return [self.path / f"{index}.record" for index in range(self.count)]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -19,20 +19,15 @@ class CommandSpec:
     Attributes:
         target: A function or a `typer.Typer`, as `module:name`.
         summary: First line of its help, for the list of commands.
-        settings: Context settings of the command.
     """
 
     target: str
     summary: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 COMMANDS: Mapping[str, CommandSpec] = {
     "bench": CommandSpec(
-        "lmcache_async.cli.bench:bench_command",
-        "Measure, each figure in turn with the limit of what it measures.",
-        # A benchmark may have options of its own.
-        {"allow_extra_args": True, "ignore_unknown_options": True},
+        "lmcache_async.cli.bench:bench_app", "Measure memory, disk and tiers, each beside its physical limit."
     ),
     "serve": CommandSpec(
         "lmcache_async.cli.serve:serve_command",
@@ -86,7 +81,7 @@ class LazyCommand(TyperCommand):
         target = pkgutil.resolve_name(self._spec.target)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
-            target.command(self.name, context_settings=dict(self._spec.settings))(function)
+            target.command(self.name)(function)
         return typer.main.get_command(target)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

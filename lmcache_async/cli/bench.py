@@ -1,65 +1,144 @@
-"""`lmcache-async bench`: run benchmarks, each beside the limit of what it measures."""
+"""`lmcache-async bench`: measure memory, disk and one tier, each beside its physical limit."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lmcache_async.bench.frame import DEFAULT_ROUNDS
-from lmcache_async.bench.runner import Request, lines, run
-from lmcache_async.bench.table import ALL, BENCHMARKS, left_out
+from lmcache_async.bench import disk, memory, tier
+from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
+from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.errors import LMCacheAsyncError
 
-NAMES = ", ".join(benchmark.name for benchmark in BENCHMARKS)
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures to this file.", dir_okay=False)
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Number of rounds that each figure is measured; {DEFAULT_ROUNDS} by default."),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes. Shows that it runs; the figures have no meaning.")
+]
+
+bench_app = typer.Typer(
+    help="Measure memory, disk and tiers, each beside its physical limit.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
-def complete_names(incomplete: str) -> list[str]:
-    names = [*(benchmark.name for benchmark in BENCHMARKS), ALL]
-    return [name for name in names if name.startswith(incomplete)]
+@bench_app.command("memory")
+def memory_command(
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt; 8192 by default, which is 1 GiB.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; 32 by default.")] = None,
+    json_file: JsonFile = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+) -> None:
+    """Store and retrieve in host memory, beside memcpy of the same bytes."""
+    settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
+    _run("memory", memory.SUMMARY, memory.run, settings, json_file, rounds, quick)
 
 
-def bench_command(
-    context: typer.Context,
+@bench_app.command("disk")
+def disk_command(
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Directory to write in; the one for temporary files by default.", file_okay=False),
+    ] = None,
+    mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="MiB that each store and each retrieve moves; 512 by default."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Records that are read or written at the same time; 4 by default."),
+    ] = None,
+    json_file: JsonFile = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+) -> None:
+    """Store and retrieve on disk, beside pwrite and pread with O_DIRECT."""
+    given = _settings(
+        disk.QUICK if quick else disk.Settings(),
+        path=None if path is None else str(path),
+        mib=mib,
+        threads=threads,
+    )
+    _run("disk", disk.SUMMARY, disk.run, given, json_file, rounds, quick)
+
+
+@bench_app.command("tier")
+def tier_command(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help=f"One of {NAMES}; or {ALL}.", autocompletion=complete_names),
+        typer.Argument(
+            metavar="TIER",
+            help="The id of a tier in --config; without it a URL such as valkey://host:6379, a tier as JSON, or a name.",
+            autocompletion=complete_tiers,
+        ),
     ],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.", dir_okay=False)
+    config: Annotated[
+        Path | None, typer.Option(help="Config file of the engine.", exists=True, dir_okay=False)
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", help="Write report.html and plots to this directory.", file_okay=False),
+    mib: Annotated[
+        int | None, typer.Option(min=1, help="MiB that each put and each get moves; 256 by default.")
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help=f"How often each is measured; {DEFAULT_ROUNDS} by default.")
+    connections: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sockets or files at the same time of the raw limit; 4 by default."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, only to see that it runs.")] = False,
+    json_file: JsonFile = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
 ) -> None:
-    """Measure, each figure in turn with the limit of what it measures.
+    """Put and get of records through one tier, beside memcpy and raw I/O where the medium has it.
 
-    Some benchmarks have further options of their own; docs/benchmarks.md names them.
+    Records have random keys and are removed again. A tier with a limit of bytes may evict others for them.
     """
+    made = tier.quick(name, config) if quick else tier.Settings(name, config)
+    settings = _settings(made, mib=mib, connections=connections)
+    _run("tier", tier.SUMMARY, tier.run, settings, json_file, rounds, quick)
+
+
+def _settings(base: Any, **given: Any) -> Any:
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def _run(
+    name: str,
+    summary: str,
+    measure: Measure,
+    settings: Any,
+    json_file: Path | None,
+    rounds: int | None,
+    quick: bool,
+) -> None:
     console, errors = Console(highlight=False), Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task(name, total=None)
-
-        def advance(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
+        frame = Frame(
+            rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
+            quick=quick,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
         try:
-            for result in run(Request(name, json_file, report, rounds, quick, tuple(context.args)), advance):
-                for line in lines(result):
-                    console.print(line, markup=False, soft_wrap=True)
-                bar.reset(task, total=None)
-        except LMCacheAsyncError as error:
+            result = run(name, summary, measure, settings, frame)
+        except (LMCacheAsyncError, OSError) as error:
             errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from None
-    if name == ALL:
-        for line in left_out():
-            errors.print(line, markup=False)
+    for line in result.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    if json_file is not None:
+        figures = document([result], rounds=frame.rounds, quick=quick)
+        json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")

@@ -209,7 +209,7 @@ class GPUConfig(Section):
     )
     load_priority: Literal["low", "high"] = Field(
         default="low",
-        description="Priority of the CUDA streams of loads; lmcache-async bench gpu measures both.",
+        description="Priority of the CUDA streams of loads; python -m tools.benchmarks gpu measures both.",
     )
 
 

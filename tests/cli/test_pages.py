@@ -39,11 +39,10 @@ def test_every_option_of_help_is_on_the_page(invoke, path):
 def test_every_command_says_what_it_does_and_refuses_unknown_options(invoke, path):
     assert COMMANDS[path].help
 
-    if path != ("bench",):  # its benchmarks have options of their own
-        result = invoke(*path, "--no-such-option")
+    result = invoke(*path, "--no-such-option")
 
-        assert result.exit_code == 2
-        assert "Traceback" not in result.output
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
 
 
 def test_commands_that_the_docs_tell_to_run_are_there():

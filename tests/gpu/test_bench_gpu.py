@@ -7,10 +7,9 @@ import math
 
 import pytest
 
-from lmcache_async.bench.command import main
-from lmcache_async.bench.gpu import QUICK
-from lmcache_async.bench.gpu_caches import shapes
-from lmcache_async.bench.gpu_device import CudaGpu
+from tools.benchmarks.command import main
+from tools.benchmarks.gpu import QUICK, shapes
+from tools.benchmarks.gpu_device import CudaGpu
 
 pytestmark = pytest.mark.gpu
 

@@ -29,7 +29,7 @@ SECTIONS = [
     for field in EngineConfig.model_fields.values()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 ]
-INSIDE = ("lmcache_async.bench.", "lmcache_async.integration.")
+INSIDE = ("lmcache_async.integration.",)
 """Modules whose `__all__` is for this package alone."""
 
 

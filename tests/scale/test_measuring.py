@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lmcache_async.bench import host
+from tools.benchmarks import servers
 from tools.scale import measure, messages
 
 
@@ -29,7 +29,7 @@ def test_each_figure_is_measured(
 
 def test_the_cpu_time_is_that_of_the_process_we_started() -> None:
     assert measure.cpu_s("host_daemon") == 0
-    with host._daemon(1 << 24):
+    with servers.host_daemon(1 << 24):
         assert measure.cpu_s("host_daemon") > 0
     assert measure.cpu_s("host_daemon") == 0
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_async.bench import mooncake_store
 from lmcache_async.plugins.mooncake import MooncakeConfig
 from tests.support import native
+from tools.benchmarks import mooncake_store
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

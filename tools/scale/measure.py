@@ -14,21 +14,19 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
-from lmcache_async.bench import host
-from lmcache_async.bench.mooncake_clients import own_pool
-from lmcache_async.bench.valkey_clients import own_server
-from lmcache_async.config import validate_options
+from lmcache_async.bench.tier import FORMAT, open_tier, seal_record
+from lmcache_async.config import TierSpec
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.registry import TIERS, Registry
 from lmcache_async.types import KEY_BYTES, ChunkKey
+from tools.benchmarks import servers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from lmcache_async.tiers.base import Tier
 
@@ -36,7 +34,7 @@ MIB = 1 << 20
 COUNTS = (1, 64, 512, 4096)
 SECONDS = 1.0  # a figure
 LARGE_BYTES = 32 * MIB
-SMALL = 2 * host.FORMAT.header_bytes
+SMALL = 2 * FORMAT.header_bytes
 
 
 def cpu_s(command: str) -> float:
@@ -88,17 +86,8 @@ def records(arena: Arena, count: int) -> Iterator[list[tuple[ChunkKey, Buffer]]]
             buffer = arena.lease_nowait(arena.slab_bytes)
             assert buffer is not None, "the arena is as large as its records"
             stack.callback(buffer.release)
-            items.append((host._sealed(buffer, number), buffer))
+            items.append((seal_record(buffer, keys(number + 1)[number]), buffer))
         yield items
-
-
-@contextlib.asynccontextmanager
-async def opened(name: str, options: dict[str, object], arena: Arena) -> AsyncIterator[Tier]:
-    tier_class: Any = Registry().load(TIERS, name)
-    tier = tier_class(validate_options(tier_class.config_type, options, name))
-    tier.bind(arena)
-    async with tier:
-        yield tier
 
 
 async def get(tier: Tier, asked: list[ChunkKey], arena: Arena) -> None:
@@ -162,17 +151,18 @@ async def measure(name: str) -> None:
     waits: dict[str, object] = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s"), 30.0)
     with contextlib.closing(Arena(24 * LARGE_BYTES, LARGE_BYTES, prefault=True)) as arena:
         if name == "host":
-            with host._daemon(256 * MIB) as path:
-                async with opened(name, {"socket": path, **waits}, arena) as tier:
+            with servers.host_daemon(256 * MIB) as path:
+                async with open_tier(TierSpec(name=name, options={"socket": path, **waits}), arena) as tier:
                     await small(tier, "host_daemon")
         elif name == "valkey":
-            with own_server() as url:
-                async with opened(name, {"url": url, **waits}, arena) as tier:
+            with servers.valkey_server() as url:
+                async with open_tier(TierSpec(name=name, options={"url": url, **waits}), arena) as tier:
                     await small(tier, "valkey-server")
                     await large(tier, "valkey-server", arena)
         else:
-            with own_pool(2048 * MIB) as url:
-                async with opened(name, {"url": url, "hostname": "127.0.0.1"}, arena) as tier:
+            with servers.mooncake_pool(2048 * MIB) as url:
+                spec = TierSpec(name=name, options={"url": url, "hostname": "127.0.0.1"})
+                async with open_tier(spec, arena) as tier:
                     await pool(tier, "mooncake_master", arena)
 
 

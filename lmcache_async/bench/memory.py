@@ -1,0 +1,312 @@
+"""Store and retrieve in host memory, beside memcpy of the same bytes; and the paged cache that benchmarks use.
+
+The first limit copies the same rows between the same places: rows of the paged cache, in its order of blocks,
+and records of a second arena like the engine's. The second limit copies as many bytes in larger pieces: all
+rows of a layer of each record at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmcache_async.bench.measure import Case
+from lmcache_async.config import load_config
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.errors import ConfigError
+from lmcache_async.hashing import Namespace
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.record import RecordFormat
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from lmcache_async.bench.measure import Frame, Probe, Row
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Pairs: TypeAlias = "list[tuple[Bytes, Bytes]]"
+
+SUMMARY = "store and retrieve in host memory, beside memcpy"
+UNIT = "GB/s"
+PAGE = 4096
+_PREPARE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A cache like that of Llama 8B in bfloat16.
+
+    Attributes:
+        threads: Numbers of copying threads, measured one after the other.
+    """
+
+    tokens: int = 8192
+    layers: int = 32
+    heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    chunk_size: int = 256
+    threads: tuple[int, ...] = (1, 2)
+
+
+QUICK = Settings(tokens=512, layers=2)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """Sizes of a model's KV and of a prompt."""
+
+    tokens: int
+    layers: int = 1
+    heads: int = 1
+    head_dim: int = 1
+    block_size: int = 16
+    chunk_size: int = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptCache:
+    """A paged cache in bfloat16, filled by one prompt, with its blocks in random order.
+
+    Attributes:
+        tensors: One per layer, `[block][head][token][K and V]`.
+        blocks: The block ids of the prompt, in the order of its tokens.
+    """
+
+    form: CacheForm
+    tensors: list[torch.Tensor]
+    layout: KVLayout
+    tokens: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, form: CacheForm) -> PromptCache:
+        """Make the cache.
+
+        Raises:
+            ConfigError: The prompt is not a whole number of chunks, or a chunk not one of blocks.
+        """
+        if form.tokens % form.chunk_size or form.chunk_size % form.block_size:
+            raise ConfigError(
+                f"{form.tokens} tokens in chunks of {form.chunk_size} in blocks of {form.block_size}: "
+                "each must be a multiple of the next"
+            )
+        count = form.tokens // form.block_size
+        shape = (count, form.heads, form.block_size, 2 * form.head_dim)
+        tensors = [torch.full(shape, layer + 1.0, dtype=torch.bfloat16) for layer in range(form.layers)]
+        layout = KVLayout.from_block_views(tensors, num_blocks=count, block_size=form.block_size)
+        random = np.random.default_rng(0)
+        tokens = random.integers(1000, 128000, form.tokens, np.int32)
+        return cls(form, tensors, layout, tokens, random.permutation(count))
+
+    @property
+    def num_chunks(self) -> int:
+        return self.form.tokens // self.form.chunk_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.payload_bytes(len(self.blocks))
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace(
+            model="benchmark",
+            weights="none",
+            dtype=self.layout.dtype,
+            layout=self.layout.text,
+            chunk_size=self.form.chunk_size,
+        )
+
+    @property
+    def record_format(self) -> RecordFormat:
+        return RecordFormat(self.namespace.text, self.layout.text, self.layout.dtype, self.form.chunk_size)
+
+    @property
+    def record_bytes(self) -> int:
+        rows = self.form.chunk_size // self.form.block_size
+        return self.record_format.record_bytes(self.layout.payload_bytes(rows))
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of a record, rounded up to whole pages."""
+        return -(-self.record_bytes // PAGE) * PAGE
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of an arena for all records of the prompt."""
+        return self.slab_bytes * self.num_chunks
+
+    def open(self, **settings: Any) -> contextlib.AbstractAsyncContextManager[CacheEngine]:
+        """Open an engine for this prompt, by default with the memory tier alone."""
+        own = {"chunk_size": self.form.chunk_size, "arena.max_bytes": self.arena_bytes, "tiers": ["cpu"]}
+        config = load_config(env={}, extra=own | settings)
+        return CacheEngine.open(config, layout=self.layout, namespace=self.namespace)
+
+    async def store(self, engine: CacheEngine) -> None:
+        """Store the whole prompt.
+
+        Raises:
+            RuntimeError: Not all chunks were stored.
+        """
+        report = await engine.store(self.tokens, self.blocks)
+        if report.stored != self.num_chunks:
+            raise RuntimeError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
+
+    async def ensure_stored(self, engine: CacheEngine) -> None:
+        if await engine.lookup(self.tokens) != len(self.tokens):
+            await self.store(engine)
+
+    async def retrieve(self, engine: CacheEngine) -> None:
+        """Retrieve the whole prompt.
+
+        Raises:
+            RuntimeError: Not all tokens were retrieved.
+        """
+        mask = await engine.retrieve(self.tokens, self.blocks)
+        if not bool(mask.all()):
+            raise RuntimeError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
+
+
+async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    form = CacheForm(
+        settings.tokens,
+        settings.layers,
+        settings.heads,
+        settings.head_dim,
+        settings.block_size,
+        settings.chunk_size,
+    )
+    cache = PromptCache.of(form)
+    arena = Arena(cache.arena_bytes, cache.record_bytes)
+    arena.wait_prepared(_PREPARE_S)
+    with contextlib.closing(arena), _records(cache, arena) as records:
+        rows, layers = _row_pairs(cache, records), _layer_pairs(cache, records)
+        try:
+            for threads in settings.threads:
+                async with cache.open(copy_threads=threads) as engine:
+                    with ThreadPoolExecutor(threads) as pool:
+                        copies = Copies(pool, threads, cache.nbytes)
+                        for row in await frame.compare(_cases(cache, engine, copies, rows, layers)):
+                            yield row
+        finally:
+            rows.clear()
+            layers.clear()
+
+
+def _cases(cache: PromptCache, engine: CacheEngine, copies: Copies, rows: Pairs, layers: Pairs) -> list[Case]:
+    parameters = {
+        "threads": copies.threads,
+        "tokens": cache.form.tokens,
+        "layers": cache.form.layers,
+        "row_bytes": cache.layout.planes[0].row_bytes,
+        "record_bytes": cache.record_bytes,
+    }
+
+    async def store() -> float:
+        await engine.clear()
+        start = time.perf_counter()
+        await cache.store(engine)
+        return cache.nbytes / (time.perf_counter() - start) / 1e9
+
+    async def retrieve() -> float:
+        await cache.ensure_stored(engine)
+        start = time.perf_counter()
+        await cache.retrieve(engine)
+        return cache.nbytes / (time.perf_counter() - start) / 1e9
+
+    def memcpy(*, back: bool) -> dict[str, Probe]:
+        return {
+            "memcpy of the same rows": copies.probe(rows, back=back),
+            "memcpy layer by layer": copies.probe(layers, back=back),
+        }
+
+    threads = f"{copies.threads} thread" + "s" * (copies.threads > 1)
+    return [
+        Case(f"store, {threads}", UNIT, store, memcpy(back=False), parameters),
+        Case(f"retrieve, {threads}", UNIT, retrieve, memcpy(back=True), parameters),
+    ]
+
+
+class Copies:
+    """memcpy of pairs of memory regions, divided among threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor, threads: int, nbytes: int) -> None:
+        self.threads = threads
+        self._pool = pool
+        self._nbytes = nbytes
+
+    def probe(self, pairs: Pairs, *, back: bool) -> Probe:
+        """Return a probe, in GB/s, that copies the first region of each pair to the second, or back."""
+        share = -(-len(pairs) // self.threads)
+        shares = [pairs[start : start + share] for start in range(0, len(pairs), share)]
+
+        async def probe() -> float:
+            start = time.perf_counter()
+            list(self._pool.map(_copy_back if back else _copy_out, shares))
+            return self._nbytes / (time.perf_counter() - start) / 1e9
+
+        return probe
+
+
+def _copy_out(pairs: Pairs) -> None:
+    for device, host in pairs:
+        np.copyto(host, device)
+
+
+def _copy_back(pairs: Pairs) -> None:
+    for device, host in pairs:
+        np.copyto(device, host)
+
+
+@contextlib.contextmanager
+def _records(cache: PromptCache, arena: Arena) -> Iterator[list[Bytes]]:
+    """Lease the payloads of as many records as the prompt has."""
+    buffers = [arena.lease_nowait(cache.record_bytes) for _ in range(cache.num_chunks)]
+    payloads = [buffer.array[cache.record_format.header_bytes :] for buffer in buffers if buffer is not None]
+    try:
+        yield payloads
+    finally:
+        payloads.clear()
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.release()
+
+
+def _row_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
+    """Each row of the cache and its place in a record, in the order chunk, layer, block."""
+    per_chunk = cache.form.chunk_size // cache.form.block_size
+    memories = _memories(cache)
+    size = cache.layout.planes[0].row_bytes
+    pairs = []
+    for chunk, record in enumerate(records):
+        blocks = cache.blocks[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
+        for layer, memory in enumerate(memories):
+            for index, block in enumerate(blocks):
+                at = (layer * per_chunk + index) * size
+                pairs.append((memory[block * size : (block + 1) * size], record[at : at + size]))
+    return pairs
+
+
+def _layer_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
+    """The same number of bytes in the largest pieces: one per layer of a record."""
+    memories = _memories(cache)
+    pairs = []
+    for chunk, record in enumerate(records):
+        size = len(record) // len(memories)
+        for layer, memory in enumerate(memories):
+            pairs.append(
+                (memory[chunk * size : (chunk + 1) * size], record[layer * size : (layer + 1) * size])
+            )
+    return pairs
+
+
+def _memories(cache: PromptCache) -> list[Bytes]:
+    return [tensor.view(torch.uint8).numpy().reshape(-1) for tensor in cache.tensors]

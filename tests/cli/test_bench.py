@@ -1,0 +1,127 @@
+"""`lmcache-async bench`: memory, disk and one tier, with small sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from tools.benchmarks.servers import host_daemon, valkey_server
+
+ABSENT = {
+    "name": "valkey",
+    "url": "valkey://127.0.0.1:1",
+    "connect_timeout_s": 0.1,
+    "lookup_timeout_s": 0.1,
+    "transfer_timeout_s": 0.1,
+}
+CASES = ("memory", "disk", "tier of a config", "tier by JSON", "tier by URL")
+
+
+@pytest.fixture(scope="module")
+def valkey():
+    with valkey_server() as url:
+        yield url
+
+
+@pytest.fixture
+def arguments(request, tmp_path):
+    """Arguments of a benchmark, by its case."""
+    match request.param:
+        case "memory" | "disk" as name:
+            return [name]
+        case "tier of a config":
+            config = tmp_path / "kv.yaml"
+            tier = {"name": "disk", "id": "local", "path": str(tmp_path / "kv"), "max_bytes": "1GiB"}
+            config.write_text(json.dumps({"tiers": ["cpu", tier]}))
+            return ["tier", "local", "--config", str(config)]
+        case "tier by JSON":
+            tier = {"name": "host", "socket": str(request.getfixturevalue("daemon"))}
+            return ["tier", json.dumps(tier)]
+        case _:
+            return ["tier", request.getfixturevalue("valkey")]
+
+
+@pytest.fixture
+def daemon():
+    with host_daemon(32 << 20) as path:
+        yield path
+
+
+LIMITS = {
+    "memory": {"memcpy of the same rows", "memcpy layer by layer"},
+    "disk": {"pwrite", "pread"},
+    "tier of a config": {"memcpy, 1 thread", "raw files"},
+    "tier by JSON": {"memcpy, 1 thread"},
+    "tier by URL": {"memcpy, 1 thread", "bare sockets"},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits"), [(name, LIMITS[name]) for name in CASES], ids=CASES, indirect=["arguments"]
+)
+def test_figures_are_written_beside_their_limits(invoke, arguments, limits, tmp_path):
+    path = tmp_path / "figures.json"
+
+    result = invoke("bench", *arguments, "--quick", "--rounds", "1", "--json", str(path))
+
+    assert result.exit_code == 0, result.output
+    whole = json.loads(path.read_text())
+    [measured] = whole["benchmarks"].values()
+    assert whole["quick"]
+    assert whole["rounds"] == 1
+    assert {row["limit_name"] for row in measured["rows"]} == limits
+    assert measured["left_out"] == []
+    for row in measured["rows"]:
+        assert row["name"] in result.stdout
+        assert 0 < row["ratio"] < math.inf
+        assert row["ratio"] == pytest.approx(row["value"] / row["limit_value"])
+
+
+def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
+    import redis
+
+    server = redis.Redis.from_url(valkey.replace("valkey", "redis"))
+    server.set("mine", "kept")
+
+    result = invoke("bench", "tier", valkey, "--quick", "--rounds", "1")
+
+    assert result.exit_code == 0, result.output
+    assert server.keys() == [b"mine"]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tier", "cpu"], "lmcache-async bench memory"),
+        (["tier", "nowhere"], "nowhere"),
+        (["tier", '{"name": '], "TIER: expected a tier as JSON"),
+        (["tier", json.dumps(ABSENT)], "127.0.0.1:1"),
+        (["tier", "disk"], "path"),
+        (["memory", "--quick", "--tokens", "1000"], "each must be a multiple of the next"),
+        (["disk", "--quick", "--path", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_wrong_argument_ends_with_2_and_a_message(invoke, arguments, message):
+    result = invoke("bench", *arguments, "--rounds", "1")
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_unknown_id_is_reported_with_the_ids_of_the_config(invoke, tmp_path):
+    config = tmp_path / "kv.yaml"
+    config.write_text("tiers: [cpu]")
+
+    result = invoke("bench", "tier", "kv", "--config", str(config))
+
+    assert result.exit_code == 2
+    assert f"{config} has no tier 'kv'; its tiers are cpu" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["hash", "serve"])
+def test_other_benchmarks_are_not_commands(invoke, name):
+    assert invoke("bench", name).exit_code == 2

@@ -1,0 +1,481 @@
+"""Paged copies out of a GPU and into it, beside pinned copies of the same bytes in one piece.
+
+Caches as of Llama 8B, Llama 70B and DeepSeek's MLA, in blocks of 16 tokens without an order, in every layout that vLLM
+gives them, in bfloat16 and in fp8. The limits are `cudaMemcpyAsync` between memory in one piece on the device and the
+same pinned host memory, in as many pieces as the copier makes and in one. After that the same copies beside matrix
+products on the default stream, with side streams of low and of high priority.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from lmcache_async.bench.measure import Case
+from lmcache_async.device.copier import CopyJob
+from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.layout import KVLayout
+from tools.benchmarks.command import count, option
+from tools.benchmarks.gpu_device import CudaGpu
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
+    from lmcache_async.types import BlockIds
+    from tools.benchmarks.gpu_device import Gpu, HostBytes, Products
+
+BLOCK_SIZE = 16
+CHUNK_TOKENS = 256
+CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE
+
+STAGING_BYTES = 64 << 20
+"""As by default, and for each direction."""
+
+SPARE_BYTES = 1 << 30
+"""Of device memory: for tables, CUDA's own needs and what the allocator rounds up."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model makes its KV.
+
+    Attributes:
+        latent: One compressed vector a token (MLA) in place of K and V.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    latent: bool = False
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return (
+            ("fused", "cross-layer blocks")
+            if self.latent
+            else ("K and V apart", "fused", "cross-layer blocks")
+        )
+
+
+MODELS = {
+    "llama-8b": Model(32, 8, 128),
+    "llama-70b": Model(80, 8, 128),
+    "deepseek-mla": Model(61, 1, 576, latent=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One cache to be measured.
+
+    Attributes:
+        form: `K and V apart`: each layer's K before its V, as FlashAttention has them; `fused`: K and V of a token side by
+            side, or one latent; `cross-layer blocks`: a block holds all layers.
+    """
+
+    name: str
+    model: Model
+    dtype: torch.dtype
+    form: str
+
+    @property
+    def chunk_bytes(self) -> int:
+        parts = 1 if self.model.latent else 2
+        elements = self.model.layers * self.model.heads * parts * self.model.head_dim
+        return elements * self.dtype.itemsize * CHUNK_TOKENS
+
+    def build(self, num_blocks: int, device: torch.device) -> KVLayout:
+        """A cache of so many blocks, every byte random."""
+        layout = KVLayout.from_block_views(
+            self._views(num_blocks, device), num_blocks=num_blocks, block_size=BLOCK_SIZE
+        )
+        for storage in layout.storages:
+            storage.random_()
+        return layout
+
+    def _views(self, blocks: int, device: torch.device) -> list[torch.Tensor | Sequence[torch.Tensor]]:
+        model = self.model
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+
+        content = (
+            (BLOCK_SIZE, model.head_dim) if model.latent else (model.heads, BLOCK_SIZE, 2 * model.head_dim)
+        )
+        if self.form == "cross-layer blocks":
+            return list(empty(blocks, model.layers, *content).unbind(1))
+        if self.form == "fused":
+            return [empty(blocks, *content) for _ in range(model.layers)]
+        layers = (empty(2, blocks, BLOCK_SIZE, model.heads, model.head_dim) for _ in range(model.layers))
+        return [[part.transpose(1, 2) for part in layer.unbind(0)] for layer in layers]
+
+
+def shapes(models: Sequence[str], *, layers: int = 0) -> list[Shape]:
+    """Every form and dtype of these models; with `layers`, of so many layers in place of their own."""
+    made = []
+    for name in models:
+        model = MODELS[name]
+        cut = Model(layers or model.layers, model.heads, model.head_dim, latent=model.latent)
+        for dtype, element in DTYPES.items():
+            made += [Shape(f"{name}, {dtype}, {form}", cut, element, form) for form in model.forms]
+    return made
+
+
+def refusal(nbytes: int, *, device_bytes: int, host_bytes: int) -> str:
+    """Why a batch of `nbytes` cannot be measured; "" where it can.
+
+    The device holds it twice, in the paged cache and in one piece, and the staging memory of both directions.
+    """
+    needed = 2 * nbytes + 2 * STAGING_BYTES + SPARE_BYTES
+    if needed > device_bytes:
+        return f"it needs {_gib(needed)} of device memory, and {_gib(device_bytes)} are free"
+    if nbytes > host_bytes:
+        return f"it needs {_gib(nbytes)} of pinned host memory, and {_gib(host_bytes)} may be pinned"
+    return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+Copy: TypeAlias = "Callable[[], Awaitable[None]]"
+"""Copies once, to the end."""
+
+OUT, IN = "D2H", "H2D"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """One paged cache, its copier, and memory of the same size in one piece on the device and, pinned, on the host.
+
+    Attributes:
+        blocks: The cache's blocks in no order; chunk i has the i-th `CHUNK_BLOCKS` of them.
+    """
+
+    gpu: Gpu
+    layout: KVLayout
+    copier: CudaCopier
+    blocks: BlockIds
+    piece: torch.Tensor
+    host: HostBytes
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls, gpu: Gpu, shape: Shape, chunks: int, host: HostBytes, *, priority: int = 0
+    ) -> Iterator[Copies]:
+        """A cache of `chunks` chunks; `host` has room for them."""
+        layout = shape.build(chunks * CHUNK_BLOCKS, gpu.device)
+        blocks = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int64)
+        copier = CudaCopier(
+            layout,
+            staging_bytes=STAGING_BYTES,
+            store_priority=priority,
+            load_priority=priority,
+            streams=gpu.streams(),
+            mover=gpu.mover(layout),
+        )
+        try:
+            size = layout.payload_bytes(layout.num_blocks)
+            piece = torch.empty(size, dtype=torch.uint8, device=gpu.device)
+            yield cls(gpu, layout, copier, blocks, piece, host[:size])
+        finally:
+            copier.close()
+
+    async def check(self) -> None:
+        """Take all of the cache out, wipe it, and load it again.
+
+        Raises:
+            RuntimeError: It came back otherwise, so that there is nothing to measure.
+        """
+        storages = self.layout.storages
+        ends = accumulate(storage.numel() for storage in storages)
+        kept = [self.piece[end - len(storage) : end] for storage, end in zip(storages, ends, strict=True)]
+        for storage, copy in zip(storages, kept, strict=True):
+            copy.copy_(storage)
+        chunks = len(self.blocks) // CHUNK_BLOCKS
+        await self.paged(OUT, chunks)()
+        for storage in storages:
+            storage.zero_()
+        await self.paged(IN, chunks)()
+        if not all(map(torch.equal, storages, kept)):
+            raise RuntimeError("a cache came back otherwise than it was")
+
+    def nbytes(self, chunks: int) -> int:
+        return chunks * self.layout.payload_bytes(CHUNK_BLOCKS)
+
+    def paged(self, way: str, chunks: int, *, fenced: bool = True) -> Copy:
+        """The copier's copy of the first `chunks` chunks.
+
+        Args:
+            fenced: Behind what the model's stream was asked until then, as in a server.
+        """
+        jobs = self._jobs(chunks)
+
+        async def copy() -> None:
+            fence = self.copier.fence() if fenced else None
+            await (self.copier.gather if way == OUT else self.copier.scatter)(jobs, fence)
+
+        return copy
+
+    def plain(self, way: str, sizes: Sequence[int]) -> Copy:
+        """Pinned copies of so many bytes each, one after the other on one stream, between memory in one piece."""
+        streams = self.gpu.streams()
+        stream = streams.open(0)
+        ends = list(accumulate(sizes))
+        host = torch.from_numpy(self.host)
+        pairs = [
+            (self.piece[end - size : end], host[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        if way == IN:
+            pairs = [(there, here) for here, there in pairs]
+
+        async def copy() -> None:
+            with streams.use(stream):
+                for source, target in pairs:
+                    target.copy_(source, non_blocking=True)
+                ended = streams.record_current()  # this thread spins on it: the soonest that can be known
+            ended.synchronize()
+
+        return copy
+
+    def pieces(self, chunks: int) -> list[int]:
+        """Bytes of each copy that the copier makes over the bus."""
+        return self.copier.copies([CHUNK_BLOCKS] * chunks)
+
+    def parameters(self, chunks: int) -> dict[str, Parameter]:
+        return {
+            "chunks": chunks,
+            "bytes": self.nbytes(chunks),
+            "pieces": len(self.pieces(chunks)),
+            "planes": self.layout.num_planes,
+            "row_bytes": max(plane.row_bytes for plane in self.layout.planes),
+            "mover": type(self.copier.mover).__name__,
+            "gpu": self.gpu.name,
+        }
+
+    def _jobs(self, chunks: int) -> list[CopyJob]:
+        size = self.layout.payload_bytes(CHUNK_BLOCKS)
+        return [
+            CopyJob(
+                self.blocks[chunk * CHUNK_BLOCKS : (chunk + 1) * CHUNK_BLOCKS],
+                self.host[chunk * size : (chunk + 1) * size],
+            )
+            for chunk in range(chunks)
+        ]
+
+
+def rate(copy: Copy, nbytes: int) -> Probe:
+    """GB/s of one copy, by the clock of who waits for it."""
+
+    async def probe() -> float:
+        start = time.perf_counter()
+        await copy()
+        return nbytes / (time.perf_counter() - start) / 1e9
+
+    return probe
+
+
+WANTED_SLOWDOWN = 1.02
+
+
+def load_cases(copies: Copies, products: Products, count: int, chunks: int, priority: int) -> list[Case]:
+    """Two for each direction: the product with copies beside it, and the copies with products beside them.
+
+    The copies wait for no fence: behind the products that were asked for, nothing of them would run beside.
+
+    Args:
+        count: Products asked for at one time.
+        chunks: Of one batch; batches follow each other for as long as the products last.
+    """
+    cases = []
+    nbytes = copies.nbytes(chunks)
+    parameters: dict[str, Parameter] = {**copies.parameters(chunks), "products": count, "priority": priority}
+    level = "high" if priority else "low"
+    for way in (OUT, IN):
+        paged = copies.paged(way, chunks, fenced=False)
+        plain = copies.plain(way, copies.pieces(chunks))
+        cases += [
+            Case(
+                f"product beside {way}, priority {level}",
+                "ms",
+                _product(products, count, paged),
+                {
+                    "product alone": _product(products, count, None),
+                    "product beside memcpy": _product(products, count, plain),
+                },
+                {**parameters, "wanted": WANTED_SLOWDOWN},
+            ),
+            Case(
+                f"{way} beside a product, priority {level}",
+                "GB/s",
+                _copies(products, count, paged, nbytes),
+                {
+                    f"{way} alone": _copies(products, 0, paged, nbytes),
+                    "memcpy beside a product": _copies(products, count, plain, nbytes),
+                },
+                parameters,
+            ),
+        ]
+    return cases
+
+
+def _product(products: Products, count: int, copy: Copy | None) -> Probe:
+    """Milliseconds of one product on the device."""
+
+    async def probe() -> float:
+        running = products.ask(count)
+        while copy is not None and not running.ended():
+            await copy()
+        return running.milliseconds()
+
+    return probe
+
+
+def _copies(products: Products, count: int, copy: Copy, nbytes: int) -> Probe:
+    """GB/s of the copies that end before the products do; of one, where none does, or there are no products."""
+
+    async def probe() -> float:
+        running = products.ask(count) if count else None
+        start, ends = time.perf_counter(), list[float]()
+        while not ends or (running is not None and not running.ended()):
+            await copy()
+            ends.append(time.perf_counter() - start)
+        if running is not None:
+            running.milliseconds()  # the next figure begins on an idle device
+        beside = ends[:-1] or ends  # the products ended during the last one
+        return nbytes * len(beside) / beside[-1] / 1e9
+
+    return probe
+
+
+UNIT = "GB/s"
+WANTED_RATIO = 0.95
+PRIORITIES = (0, -1)
+_HOST_SHARE = 0.75  # of what is free, where nothing is said
+
+
+def _models(text: str) -> str:
+    """Names of models, checked."""
+    unknown = [name for name in text.split(",") if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no model {unknown[0]!r}; there are: {', '.join(MODELS)}")
+    return text
+
+
+def _gib_or_zero(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Attributes with a help text are options; see docs/benchmarks.md."""
+
+    models: str = option(",".join(MODELS), "models, by name and with commas", parse=_models)
+    host_gib: int = option(
+        0, "GiB of host memory to pin at most; 0 for three quarters of what is free", parse=_gib_or_zero
+    )
+    products: int = option(100, "matrix products asked for at one time, as the load beside copies")
+    product_size: int = option(8192, "rows and columns of their matrices")
+    chunks: tuple[int, ...] = field(default=(1, 8, 64))
+    load_chunks: int = field(default=8)
+    layers: int = field(default=0)  # 0: each model's own
+
+
+QUICK = Settings(products=2, product_size=256, chunks=(1, 2), load_chunks=2, layers=2)
+
+
+async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    async for row in measure(settings, frame, CudaGpu()):
+        yield row
+
+
+async def measure(settings: Settings, frame: Frame, gpu: Gpu) -> AsyncIterator[Row]:
+    """All rows of this GPU; what does not fit it is left out."""
+    chosen = fitting(settings, frame, gpu)
+    if not chosen:
+        return
+    loaded, counts = chosen[0]
+    load_chunks = min(settings.load_chunks, counts[-1])
+    largest = max(shape.chunk_bytes * sizes[-1] for shape, sizes in chosen)
+    with gpu.pin(largest) as host:
+        for shape, sizes in chosen:
+            for row in await _copy_rows(frame, gpu, shape, sizes, host):
+                yield row
+        for priority in PRIORITIES:
+            for row in await _load_rows(settings, frame, gpu, loaded, load_chunks, host, priority):
+                yield row
+
+
+def fitting(settings: Settings, frame: Frame, gpu: Gpu) -> list[tuple[Shape, list[int]]]:
+    """The caches, and numbers of chunks of each in growing order, that fit both memories."""
+    device_bytes = gpu.free_bytes()
+    host_bytes = settings.host_gib << 30 or int(gpu.host_bytes() * _HOST_SHARE)
+    chosen = []
+    for shape in shapes(settings.models.split(","), layers=settings.layers):
+        fits = []
+        for chunks in sorted(settings.chunks):
+            why = refusal(shape.chunk_bytes * chunks, device_bytes=device_bytes, host_bytes=host_bytes)
+            if why:
+                frame.leave_out(f"{shape.name}, {_chunks(chunks)}", why)
+            else:
+                fits.append(chunks)
+        if fits:
+            chosen.append((shape, fits))
+    return chosen
+
+
+async def _copy_rows(
+    frame: Frame, gpu: Gpu, shape: Shape, sizes: Sequence[int], host: HostBytes
+) -> list[Row]:
+    gpu.trim()
+    with Copies.open(gpu, shape, sizes[-1], host) as copies:
+        await copies.check()
+        return await frame.compare(
+            [_case(frame, copies, shape, way, chunks) for way in (OUT, IN) for chunks in sizes]
+        )
+
+
+def _case(frame: Frame, copies: Copies, shape: Shape, way: str, chunks: int) -> Case:
+    nbytes = copies.nbytes(chunks)
+
+    def mean(probe: Probe) -> Probe:
+        async def means() -> float:
+            return await frame.mean(probe)
+
+        return means
+
+    return Case(
+        f"{shape.name}: {way}, {_chunks(chunks)}",
+        UNIT,
+        mean(rate(copies.paged(way, chunks), nbytes)),
+        {
+            "memcpy, same pieces": mean(rate(copies.plain(way, copies.pieces(chunks)), nbytes)),
+            "memcpy, one piece": mean(rate(copies.plain(way, [nbytes]), nbytes)),
+        },
+        {**copies.parameters(chunks), "wanted": WANTED_RATIO},
+    )
+
+
+async def _load_rows(
+    settings: Settings, frame: Frame, gpu: Gpu, shape: Shape, chunks: int, host: HostBytes, priority: int
+) -> list[Row]:
+    gpu.trim()
+    with Copies.open(gpu, shape, chunks, host, priority=priority) as copies:
+        products = gpu.products(settings.product_size)
+        return await frame.compare(load_cases(copies, products, settings.products, chunks, priority))
+
+
+def _chunks(count: int) -> str:
+    return f"{count} chunk" + "s" * (count > 1)
