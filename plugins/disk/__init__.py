@@ -1,4 +1,4 @@
-"""Local disk: one file a chunk, by direct I/O, kept across restarts."""
+"""Local disk tier: one file per chunk, direct I/O, content kept across restarts."""
 
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.tier import DiskTier

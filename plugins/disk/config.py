@@ -11,7 +11,7 @@ from lmcache_async.tiers.base import TierConfig
 
 
 def parse_path(value: object) -> Path:
-    """A path, plain or as a `file://` URL."""
+    """Parse a plain path or a `file://` URL."""
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value.strip():
@@ -26,7 +26,7 @@ def parse_path(value: object) -> Path:
 
 
 def parse_direct(value: object) -> object:
-    """`auto`, or a boolean as people write it."""
+    """Parse `auto` or a boolean."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     try:
@@ -36,7 +36,7 @@ def parse_direct(value: object) -> object:
 
 
 def check_subdirectory(value: str) -> str:
-    """It stays inside `path`."""
+    """Refuse a subdirectory outside of `path`."""
     path = PurePosixPath(value)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("expected a relative path without '..'")
@@ -47,19 +47,19 @@ class DiskConfig(TierConfig):
     """Options of the disk tier.
 
     Attributes:
-        path: The directory; made if it is not there. One process at a time owns it.
-        max_bytes: Most bytes of all record files together, those being written included.
-        odirect: Whether reads and writes go around the page cache; `auto`: where the file system can.
+        path: Directory; created if it does not exist. One process at a time owns it.
+        max_bytes: Maximum bytes of all record files, including those being written.
+        odirect: Whether to use direct I/O, which bypasses the page cache; `auto`: if the file system supports it.
         io_threads: Records read or written at the same time.
-        fsync: Whether a put ends only when the record would survive a power failure. Without it, one
-            that did not survive is found out by its checksum and is a miss.
-        quarantine: Whether records found broken are moved to the folder `quarantine`, not deleted.
-        max_quarantine_bytes: Most bytes of that folder, beside `max_bytes`; the oldest go first.
-        scrub_interval_s: Seconds between the end of one reading of all records and the start of the
-            next, in the background, that proves them; 0 is never.
-        scrub_max_bytes_per_s: Most bytes a second that are read for that.
+        fsync: Whether a put returns only when the record survives a power failure. Without it, a record that
+            did not survive fails its checksum and is a miss.
+        quarantine: Whether corrupt records are moved to the folder `quarantine` instead of deleted.
+        max_quarantine_bytes: Maximum bytes of that folder, not counted in `max_bytes`; the oldest are deleted.
+        scrub_interval_s: Seconds between the end of a scrub, which reads and verifies all records in the
+            background, and the start of the next; 0 is never.
+        scrub_max_bytes_per_s: Maximum bytes per second that a scrub reads.
         subdirectory: Appended to `path`. The engine sets `rank-<n>` when there are several ranks, `dp<n>` in
-            data-parallel replicas but the first, and `dp<n>-rank-<n>` with both.
+            data-parallel replicas except the first, and `dp<n>-rank-<n>` with both.
     """
 
     path: Annotated[Path, BeforeValidator(parse_path)]

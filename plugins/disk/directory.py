@@ -1,48 +1,56 @@
-"""The directory of records: names, the owner's hold, what is found at the start. Blocking; run in threads.
+"""The directory of a disk tier: names, the owner's lock, quarantine, direct I/O support. Blocking; run in threads.
 
-    <root>/lock                    held by the owner; has its process id
-    <root>/ab/ab12...              one record each, named by its key in hex
-    <root>/tmp/ab12....7           records being written
-    <root>/quarantine/ab12....why  records found broken, where they are kept
+    <root>/lock                     held by the owner; contains its process id
+    <root>/ab/ab12...               one record each, named by its key in hex
+    <root>/tmp/ab12....7            records being written
+    <root>/quarantine/ab12....why   corrupt records, if they are kept
 
-Files of other names are nobody's business of ours: they are neither counted nor deleted.
+Files with other names are neither counted nor deleted.
 
-All but the root is reached from its descriptor. Where the path leads to something else meanwhile, what
-we do stays in the directory that we hold, and never goes to one that may be another process's.
+Everything below the root is reached from its descriptor. If the path is replaced while the directory is open, files
+are still read and written in the directory that is locked, never in one that may belong to another process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
+import mmap
 import os
 import re
 import stat
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import ConfigError, TierInUseError, TierUnavailableError
 from lmcache_async.memory.buffer import PAGE
-from lmcache_async.plugins.disk.lock import release_locks, take_lock
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+TEMPORARY_FOLDER = "tmp"
+TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
+QUARANTINE_FOLDER = "quarantine"
+QUARANTINE_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[a-z]+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-TEMPORARY = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_CANNOT_LOCK_DIRECTORIES = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP})
+_TRIAL_KEY = ChunkKey(bytes(KEY_BYTES))
+_TRIAL_NAMES = 100
 
 
-class Found(NamedTuple):
-    """A record file as it lies there; of a hundred thousand, so it is a tuple.
+class RecordFile(NamedTuple):
+    """A record file found in the directory. A tuple, as there may be a hundred thousand.
 
     Attributes:
-        nbytes: Its size.
-        stamp: When it was last used, in ns since the epoch: its mtime.
+        nbytes: Size of the file.
+        stamp: Time of its last use, in ns since the epoch: its mtime.
     """
 
     key: ChunkKey
@@ -51,138 +59,115 @@ class Found(NamedTuple):
 
     @property
     def whole_pages(self) -> bool:
-        """What every record is; a file system that lost power may have left something else."""
+        """Whether the size is one of a record. A file system that lost power may leave another."""
         return self.nbytes > 0 and self.nbytes % PAGE == 0
 
 
 class RecordDirectory:
-    """One process's directory of records.
+    """The directory of records that one process owns.
 
-    A forked child has no hold: its threads do not exist, and its copies of the descriptors are closed,
-    so that they keep nobody out once the owner is gone.
+    A forked child does not own it: its threads do not exist there, and its copies of the descriptors are closed, so
+    that they do not hold the lock after the owner has ended.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._fd = -1  # of the root; the number stays, what it leads to is exchanged by `prepare`
+        self._fd = -1  # of the root; the number stays the same when `prepare` opens another directory
         self._lock = -1
         self._preparing = threading.Lock()
         self._numbers = itertools.count()
 
     @property
     def fd(self) -> int:
-        """To reach names from.
+        """Descriptor of the root.
 
         Raises:
-            TierUnavailableError: The directory is not held; also in a forked child.
+            TierUnavailableError: The directory is not open, for example in a forked child.
         """
         if self._fd < 0:
-            raise TierUnavailableError(f"{self.root} is not held by process {os.getpid()}")
+            raise TierUnavailableError(f"{self.root} is not open in process {os.getpid()}")
         return self._fd
 
     @property
-    def held(self) -> bool:
+    def is_open(self) -> bool:
         return self._fd >= 0
 
     def status(self) -> os.stat_result:
-        """Of the root."""
         return os.fstat(self.fd)
 
     def record_name(self, key: ChunkKey) -> str:
-        """From the root: 16 bytes in hex, so no key leads anywhere else."""
+        """Path of the record relative to the root: hex digits only, so no key leads to another directory."""
         name = _hex(key)
         return f"{name[:2]}/{name}"
 
     def record_path(self, key: ChunkKey) -> Path:
-        """For messages."""
+        """Path of the record, for messages."""
         return self.root / self.record_name(key)
 
     def temporary_name(self, key: ChunkKey) -> str:
-        return f"tmp/{_hex(key)}.{next(self._numbers)}"
+        return f"{TEMPORARY_FOLDER}/{_hex(key)}.{next(self._numbers)}"
 
-    def open(self) -> list[Found]:
-        """Take the directory, sweep what dead writers left, and list its records.
+    def open(self) -> list[RecordFile]:
+        """Lock the directory, delete temporary files of ended writers, and list the records.
 
         Raises:
-            TierUnavailableError: Another process has it.
-            OSError: It cannot be made or read.
+            TierUnavailableError: Another process has locked it.
+            OSError: It cannot be created or read.
         """
         self.prepare()
-        _forget_in_children(self)
-        for name in self.list_files("tmp", TEMPORARY):
-            os.unlink(f"tmp/{name}", dir_fd=self.fd)
+        _close_in_children(self)
+        for name in self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME):
+            os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
         return list(self.scan())
 
-    def look(self) -> None:
-        """Open to read, beside whoever holds the directory; nothing is made.
+    def open_shared(self) -> None:
+        """Open the directory for reading, beside its owner. Nothing is created.
 
         Raises:
-            OSError: It is not there, or cannot be read.
+            OSError: It does not exist, or cannot be read.
         """
         self._fd = os.open(self.root, _DIRECTORY)
 
     def prepare(self) -> None:
-        """Make what is missing and hold the directory; also when it vanished meanwhile."""
-        with self._preparing:  # two threads may miss it at once, and a lock is ours or another's
+        """Create what is missing and lock the directory; also after it was deleted while open."""
+        with self._preparing:  # two threads may find it missing at the same time
             _make_private(self.root)
             descriptor = os.open(self.root, _DIRECTORY)
             try:
                 if self._fd < 0 or not os.path.samestat(os.fstat(descriptor), os.fstat(self._fd)):
-                    self._hold(descriptor)
+                    self._lock_root(descriptor)
             finally:
                 if descriptor != self._fd:
                     os.close(descriptor)
             with contextlib.suppress(FileExistsError):
-                os.mkdir("tmp", 0o700, dir_fd=self._fd)
-            with self.directory("tmp"):
-                pass  # it is one, and no link to one
+                os.mkdir(TEMPORARY_FOLDER, 0o700, dir_fd=self._fd)
+            with self.folder(TEMPORARY_FOLDER):
+                pass  # it is a directory, not a link to one
 
     @contextlib.contextmanager
-    def directory(self, name: str) -> Iterator[int]:
-        """The descriptor of a directory in the root; a link is not followed."""
+    def folder(self, name: str) -> Iterator[int]:
+        """Descriptor of a directory in the root. Links are not followed."""
         descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self.fd)
         try:
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def list_files(self, name: str, names: re.Pattern[str]) -> list[str]:
-        """The regular files of such names in a directory of the root."""
-        with self.directory(name) as descriptor, os.scandir(descriptor) as entries:
+    def list_files(self, folder: str, names: re.Pattern[str]) -> list[str]:
+        """List the regular files with matching names in a directory of the root."""
+        with self.folder(folder) as descriptor, os.scandir(descriptor) as entries:
             return [
                 entry.name
                 for entry in entries
                 if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
             ]
 
-    def close(self) -> None:
-        """Leave the directory to others."""
-        if self._fd >= 0:
-            release_locks(*(descriptor for descriptor in (self._lock, self._fd) if descriptor >= 0))
-            self._fd = self._lock = -1
-
-    def forget(self) -> None:
-        """In a forked child: let go of it without taking it from the parent."""
-        if self._fd >= 0:
-            os.close(self._lock)
-            os.close(self._fd)
-            self._fd = self._lock = -1
-
-    def _hold(self, descriptor: int) -> None:
-        lock = take_lock(descriptor, self.root)
-        if self._fd < 0:
-            self._fd, self._lock = descriptor, lock
-            return
-        # Threads may be about to use the numbers: these stay, and what they stood for is let go.
-        os.dup2(descriptor, self._fd, inheritable=False)
-        os.dup2(lock, self._lock, inheritable=False)
-        os.close(lock)
-
-    def scan(self) -> Iterator[Found]:
+    def scan(self) -> Iterator[RecordFile]:
+        """Yield the record files."""
         with os.scandir(self.fd) as entries:
             shards = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         for shard in shards:
-            with self.directory(shard) as descriptor, os.scandir(descriptor) as entries:
+            with self.folder(shard) as descriptor, os.scandir(descriptor) as entries:
                 for entry in entries:
                     if not (_RECORD.fullmatch(entry.name) and entry.name.startswith(shard)):
                         continue
@@ -192,7 +177,209 @@ class RecordDirectory:
                         continue
                     if stat.S_ISREG(status.st_mode):
                         key = ChunkKey(bytes.fromhex(entry.name))
-                        yield Found(key, status.st_size, status.st_mtime_ns)
+                        yield RecordFile(key, status.st_size, status.st_mtime_ns)
+
+    def close(self) -> None:
+        """Release the locks at once, also if a forked child has copies of the descriptors, and close."""
+        for descriptor in (self._lock, self._fd):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+        self._fd = self._lock = -1
+
+    def close_in_child(self) -> None:
+        """Close the descriptors of a forked child. The parent keeps its locks."""
+        if self._fd >= 0:
+            os.close(self._lock)
+            os.close(self._fd)
+            self._fd = self._lock = -1
+
+    def _lock_root(self, descriptor: int) -> None:
+        lock = _lock_directory(descriptor, self.root)
+        if self._fd < 0:
+            self._fd, self._lock = descriptor, lock
+            return
+        # Other threads may be about to use the descriptors: keep the numbers, replace the files behind them.
+        os.dup2(descriptor, self._fd, inheritable=False)
+        os.dup2(lock, self._lock, inheritable=False)
+        os.close(lock)
+
+
+class Quarantine:
+    """The folder of corrupt records, limited in bytes. The oldest are deleted first.
+
+    Args:
+        max_bytes: Maximum bytes of the folder, not counted in the limit of the tier.
+    """
+
+    def __init__(self, directory: RecordDirectory, max_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    def take(self, key: ChunkKey, cause: str) -> None:
+        """Move the record here. Its name is its key and the cause.
+
+        Raises:
+            OSError: It does not exist, or cannot be moved.
+        """
+        word = "".join(letter for letter in cause.lower() if "a" <= letter <= "z") or "unknown"
+        root = self._directory.fd
+        name = self._directory.record_name(key)
+        if not stat.S_ISREG(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+        with self._lock:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=root)
+            with self._directory.folder(QUARANTINE_FOLDER) as folder:
+                os.rename(name, f"{key.hex()}.{word}", src_dir_fd=root, dst_dir_fd=folder)
+            with contextlib.suppress(OSError):
+                self._trim()
+
+    def trim(self) -> None:
+        """Delete the oldest files beyond the limit."""
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            self._trim()
+
+    def _trim(self) -> None:
+        with self._directory.folder(QUARANTINE_FOLDER) as folder:
+            files = []
+            for name in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    files.append((status.st_ctime_ns, name, status.st_size))
+            excess = sum(nbytes for _, _, nbytes in files) - self._max_bytes
+            for _, name, nbytes in sorted(files):
+                if excess <= 0:
+                    break
+                os.unlink(name, dir_fd=folder)
+                excess -= nbytes
+
+
+def lock_holder(directory: int) -> str:
+    """Return the id of the process that has locked the directory, or "" if no process is found.
+
+    The lock itself is not tried, because an engine that starts at that moment would be refused.
+    """
+    try:
+        descriptor = os.open(
+            "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
+        )
+    except OSError:  # never locked
+        return ""
+    try:
+        holder, inode = _read_holder(descriptor), os.fstat(descriptor).st_ino
+        locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+    # "1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF"; some file systems report another device
+    held = {(words[4], words[5].rpartition(":")[2]) for line in locks if len(words := line.split()) > 5}
+    return holder if (holder, str(inode)) in held else ""
+
+
+def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) -> bool:
+    """Return whether to use direct I/O: the option, or for `auto` the result of a trial file.
+
+    Raises:
+        ConfigError: Direct I/O is required and the file system refuses it.
+        OSError: The trial failed for another reason.
+    """
+    if wanted is False:
+        return False
+    error = _try_direct(directory)
+    if error is None:
+        return True
+    if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+        raise error
+    if wanted is True:
+        raise ConfigError(
+            f"odirect is true, but the file system of {directory.root} refuses direct I/O:"
+            " set odirect to auto or false"
+        ) from error
+    return False
+
+
+def _lock_directory(directory: int, path: Path) -> int:
+    """Lock the directory and its file `lock`, write the process id to it, and return its descriptor.
+
+    The lock is on the inode, not on a name: symbolic links and other mounts of the directory lead to the same lock,
+    and deleting the file does not release it. The file holds the process id, and is the lock on file systems that
+    cannot lock directories.
+
+    Args:
+        directory: Descriptor of the directory; holds the lock until it is closed.
+        path: For messages.
+
+    Raises:
+        TierInUseError: Another process has locked it.
+        OSError: The file cannot be created.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open("lock", flags, 0o600, dir_fd=directory)
+    try:
+        try:
+            _lock_file(directory)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK_DIRECTORIES:
+                raise
+        _lock_file(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError as error:
+        holder = _read_holder(descriptor)
+        os.close(descriptor)
+        raise TierInUseError(
+            f"{path} is in use by process {holder}: give each process a path or a subdirectory of its own"
+        ) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock_file(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _read_holder(descriptor: int) -> str:
+    text = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
+    return text if text.isdigit() else "unknown"
+
+
+def _try_direct(directory: RecordDirectory) -> OSError | None:
+    """Write and read a temporary file by direct I/O and return its error."""
+    error: OSError | None = None
+    for _ in range(_TRIAL_NAMES):
+        error = _try_direct_file(directory.temporary_name(_TRIAL_KEY), directory.fd)
+        if not isinstance(error, FileExistsError):  # a file that is not ours stays
+            break
+    return error
+
+
+def _try_direct_file(name: str, root: int) -> OSError | None:
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.closing(mmap.mmap(-1, PAGE)) as page:  # aligned
+        try:
+            # Without O_DIRECT: some file systems create the file before they refuse it.
+            os.close(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=root))
+        except OSError as error:
+            return error
+        try:
+            descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=root)
+            try:
+                os.pwrite(descriptor, page, 0)
+                os.preadv(descriptor, [page], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return error
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=root)
+    return None
 
 
 def _hex(key: ChunkKey) -> str:
@@ -202,7 +389,7 @@ def _hex(key: ChunkKey) -> str:
 
 
 def _make_private(path: Path) -> None:
-    """Make the directory and those above it that are missing, for the owner alone."""
+    """Create the directory and its missing parents with mode 0700."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -211,12 +398,12 @@ def _make_private(path: Path) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def _forget_in_children(directory: RecordDirectory) -> None:
-    """The interpreter keeps such a callback for ever, so it keeps the directory alive by no means."""
+def _close_in_children(directory: RecordDirectory) -> None:
+    """Close the directory in forked children. The callback is never removed, so it holds a weak reference."""
     reference = weakref.ref(directory)
 
-    def forget() -> None:
-        if (held := reference()) is not None:
-            held.forget()
+    def close() -> None:
+        if (opened := reference()) is not None:
+            opened.close_in_child()
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=close)

@@ -1,4 +1,4 @@
-"""What is on disk and what may be: exact bytes, and the order of eviction. No I/O."""
+"""In-memory index of the disk tier: exact byte counts and the order of eviction. No I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lmcache_async.tiers.eviction import LRUPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from lmcache_async.plugins.disk.directory import Found
+    from lmcache_async.plugins.disk.directory import RecordFile
     from lmcache_async.types import ChunkKey
 
-# Between the stamps of a chunk and its continuation. Above what file systems round times to.
+# Between the stamps of a chunk and the next chunk of its prompt. Larger than the time resolution of file systems.
 STAMP_STEP_NS = 1000
 # A chunk in use gets a new stamp at most this often.
 STAMP_AGE_NS = 60 * 10**9
@@ -28,8 +28,8 @@ class Entry:
     """A published record.
 
     Attributes:
-        nbytes: Of its file.
-        stamp: When it was last known to be used, in ns; less than that of the chunk that it continues.
+        nbytes: Size of its file.
+        stamp: Time of its last known use in ns; less than that of the preceding chunk of its prompt.
     """
 
     nbytes: int
@@ -38,11 +38,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """Bytes set aside for a record that is being written, until `commit` or `cancel`.
+    """Bytes reserved for a record that is being written, until `commit` or `cancel`.
 
     Attributes:
-        victims: Records to be deleted first. They are out of the index; their bytes are counted on.
-        held_bytes: What counts for both: the larger of the new record and the victims.
+        victims: Records to delete first. They are no longer in the index; their bytes are still counted.
+        held_bytes: Bytes counted for the record and the victims: the larger of the two.
     """
 
     key: ChunkKey
@@ -52,21 +52,27 @@ class Reservation:
 
 
 class DiskIndex:
-    """The records of one directory, on one thread.
+    """The records of one directory. Used on one thread.
 
-    `used_bytes` never exceeds `max_bytes`, and covers at every moment what the record files and those
-    being written have on disk.
+    `used_bytes` never exceeds `max_bytes`. At every moment it is at least the size of all record files, including
+    those being written.
+
+    Args:
+        max_bytes: Maximum of `used_bytes`.
+        clock_ns: Wall clock.
 
     Attributes:
-        condemned: Records that must not be given any more and could not be deleted; their bytes count.
-        on_evicted: Told of records given up for room, where somebody wants to know.
+        used_bytes: Bytes of the records, the reservations and the records that were taken.
+        evictions: Number of records evicted.
+        undeletable: Records that must not be served and could not be deleted. Their bytes are counted.
+        on_evicted: Called with the keys of evicted records, if set.
     """
 
     def __init__(self, max_bytes: int, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.evictions = 0
-        self.condemned: dict[ChunkKey, Entry] = {}
+        self.undeletable: dict[ChunkKey, Entry] = {}
         self.on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
         self._clock_ns = clock_ns
         self._entries: dict[ChunkKey, Entry] = {}
@@ -86,20 +92,19 @@ class DiskIndex:
     def entry(self, key: ChunkKey) -> Entry | None:
         return self._entries.get(key)
 
-    def load(self, found: Sequence[Found]) -> list[ChunkKey]:
-        """Take over what the directory has; the least recently used that are too many, to be deleted.
+    def load(self, files: Sequence[RecordFile]) -> list[ChunkKey]:
+        """Add the records of the directory. Return those to delete: the least recently used beyond `max_bytes`.
 
-        Stamps of the future, or from before the epoch, come from another clock or somebody's hand. They
-        keep their order; but for ever they would be the newest, or be what no file can have.
+        Stamps in the future or before the epoch come from another clock or an edited file. They keep their
+        order and are limited to the range from 0 to now.
         """
         now = self._clock_ns()
-        # A file larger than all that may be held makes room for nothing: it goes, the others stay.
-        too_large = [record.key for record in found if record.nbytes > self.max_bytes]
-        for record in sorted(found, key=lambda record: record.stamp):
-            if record.nbytes <= self.max_bytes:
-                self._insert(record.key, Entry(record.nbytes, min(max(record.stamp, 0), now)))
-        excess = self.used_bytes - self.max_bytes
-        victims = self._policy.evict(excess, lambda _: True)
+        # A file larger than `max_bytes` is deleted by itself; the others need not be evicted for it.
+        too_large = [file.key for file in files if file.nbytes > self.max_bytes]
+        for file in sorted(files, key=lambda file: file.stamp):
+            if file.nbytes <= self.max_bytes:
+                self._insert(file.key, Entry(file.nbytes, min(max(file.stamp, 0), now)))
+        victims = self._policy.evict(self.used_bytes - self.max_bytes, lambda _: True)
         for key in victims:
             self.used_bytes -= self._entries.pop(key).nbytes
         victims += too_large
@@ -107,17 +112,17 @@ class DiskIndex:
         return victims
 
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool) -> None:
-        """One prompt's chunks were asked for, in prefix order."""
+        """Note the use of chunks of one prompt, given in prefix order."""
         self._policy.touch(keys, gapless=gapless)
 
     def touch_each(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks of one or several prompts were put, each prompt's in prefix order."""
+        """Note the use of chunks of one or several prompts, each prompt's in prefix order."""
         for key in reversed(keys):
             self._policy.touch([key])
 
     @contextlib.contextmanager
     def reading(self, key: ChunkKey) -> Iterator[None]:
-        """Meanwhile the record is not evicted."""
+        """Exclude the record from eviction in the block."""
         self._readers[key] += 1
         try:
             yield
@@ -129,19 +134,19 @@ class DiskIndex:
     def reserve(
         self, key: ChunkKey, nbytes: int, *, busy: Collection[ChunkKey], evict_bytes: int = 0
     ) -> Reservation:
-        """Room for a record that is not in the index, by eviction if need be.
+        """Reserve bytes for a record that is not in the index. Evict records if necessary.
 
         Args:
-            busy: Records that must not be evicted now, besides those being read.
-            evict_bytes: Evict that much at least, though there seems to be room.
+            busy: Records that must not be evicted now, in addition to those being read.
+            evict_bytes: Minimum of bytes to evict, also if there seems to be room.
 
         Raises:
-            TierFullError: There is not enough that may be evicted; nothing was.
+            TierFullError: Not enough bytes can be evicted; none were.
         """
         if nbytes > self.max_bytes:
             raise TierFullError(f"a record of {nbytes} bytes is more than the tier's {self.max_bytes}")
         missing = max(self.used_bytes + nbytes - self.max_bytes, evict_bytes)
-        # Held in the policy first, so that room is not made by evicting what it continues.
+        # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
         self._policy.add(key, nbytes)
         victims = self._policy.evict(
             missing, lambda k: k in self._entries and k not in self._readers and k not in busy
@@ -149,8 +154,8 @@ class DiskIndex:
         if missing > 0 and not victims:
             self._policy.discard(key)
             raise TierFullError(
-                f"{nbytes} bytes are not to be had: {self.used_bytes} of {self.max_bytes} are used,"
-                " and what could be given up is in use or too little"
+                f"cannot reserve {nbytes} bytes: {self.used_bytes} of {self.max_bytes} are used,"
+                " and the records that could be evicted are in use or too small"
             )
         entries = {victim: self._entries.pop(victim) for victim in victims}
         freed = sum(entry.nbytes for entry in entries.values())
@@ -161,53 +166,53 @@ class DiskIndex:
         return Reservation(key, entry, entries, held_bytes)
 
     def commit(self, reservation: Reservation) -> None:
-        """The victims are deleted and the record is published."""
+        """Add the record: it is published and the victims are deleted."""
         del self._reserved[reservation.key]
-        self.absolve([reservation.key])  # the new file lies in its place
+        self.drop_undeletable([reservation.key])  # the new file has replaced it
         self._entries[reservation.key] = reservation.entry
         self.used_bytes += reservation.entry.nbytes - reservation.held_bytes
-        self._evicted(list(reservation.victims))
+        self._report_evicted(list(reservation.victims))
 
     def cancel(self, reservation: Reservation, *, left: Collection[ChunkKey]) -> None:
-        """Nothing was published; the victims named in `left` are on disk still."""
+        """Release the reservation: nothing was published, and the victims named in `left` are still on disk."""
         del self._reserved[reservation.key]
         self._policy.discard(reservation.key)
         self.used_bytes -= reservation.held_bytes
         for key, entry in reservation.victims.items():
             if key in left:
                 self._insert(key, entry)
-        self._evicted([key for key in reservation.victims if key not in left])
+        self._report_evicted([key for key in reservation.victims if key not in left])
 
     def take(self, key: ChunkKey) -> Entry | None:
-        """Out of the index, to be deleted; its bytes count until `forget` or `restore`."""
+        """Remove a record that is to be deleted. Its bytes are counted until `forget` or `restore`."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._policy.discard(key)
         return entry
 
-    def condemn(self, key: ChunkKey, entry: Entry) -> None:
-        """The file of an entry taken could not be deleted, and must not be used."""
-        self.condemned[key] = entry
-
-    def absolve(self, keys: Collection[ChunkKey]) -> None:
-        """The files of those condemned are no more."""
-        for key in keys:
-            if (entry := self.condemned.pop(key, None)) is not None:
-                self.used_bytes -= entry.nbytes
-
     def forget(self, entry: Entry) -> None:
-        """The file of an entry taken is no more."""
+        """Stop counting a taken record: its file was deleted."""
         self.used_bytes -= entry.nbytes
 
     def restore(self, key: ChunkKey, entry: Entry) -> None:
-        """The file of an entry taken could not be deleted."""
+        """Add a taken record again: its file could not be deleted."""
         self.used_bytes -= entry.nbytes
         self._insert(key, entry)
 
-    def restamp(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-        """New stamps for chunks of one prompt that were read, and for what they continue.
+    def add_undeletable(self, key: ChunkKey, entry: Entry) -> None:
+        """Keep counting a taken record: its file could not be deleted and must not be served."""
+        self.undeletable[key] = entry
 
-        None for those stamped a moment ago: the stamps only serve the order after a restart.
+    def drop_undeletable(self, keys: Collection[ChunkKey]) -> None:
+        """Stop counting undeletable records: their files were deleted or replaced."""
+        for key in keys:
+            if (entry := self.undeletable.pop(key, None)) is not None:
+                self.used_bytes -= entry.nbytes
+
+    def restamp(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+        """Give new stamps to chunks of one prompt that were read, and to its preceding chunks.
+
+        Chunks with a recent stamp are left out: stamps only serve the order after a restart.
         """
         stale = self._clock_ns() - STAMP_AGE_NS
         chain = [key for key in reversed(keys) if key in self._entries]
@@ -236,7 +241,7 @@ class DiskIndex:
         entry = self._entries.get(before) or self._reserved.get(before)
         return now if entry is None else min(now, entry.stamp - STAMP_STEP_NS)
 
-    def _evicted(self, keys: Sequence[ChunkKey]) -> None:
+    def _report_evicted(self, keys: Sequence[ChunkKey]) -> None:
         self.evictions += len(keys)
         if keys and self.on_evicted is not None:
             self.on_evicted(keys)

@@ -23,15 +23,20 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
 from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.plugins.disk.directory import TEMPORARY, RecordDirectory
-from lmcache_async.plugins.disk.io import RecordFiles, WriteJob
-from lmcache_async.plugins.disk.lock import holder_of
-from lmcache_async.plugins.disk.quarantine import FOLDER, KEPT, Quarantine
-from lmcache_async.plugins.disk.reading import read_all
+from lmcache_async.plugins.disk.directory import (
+    QUARANTINE_FOLDER,
+    QUARANTINE_NAME,
+    TEMPORARY_FOLDER,
+    TEMPORARY_NAME,
+    Quarantine,
+    RecordDirectory,
+    lock_holder,
+)
+from lmcache_async.plugins.disk.files import RecordFiles, pages, read_all
 from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
 
 if TYPE_CHECKING:
@@ -109,7 +114,7 @@ class DiskRecords(OfflineStore):
         if nbytes > min(self._slab_bytes, MAX_RECORD_BYTES):
             return None
         if self._arena is None:
-            slab_bytes = -(-self._slab_bytes // PAGE) * PAGE
+            slab_bytes = pages(self._slab_bytes)
             slabs = self.in_flight + 2
             self._arena = Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
         return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
@@ -130,9 +135,8 @@ class DiskRecords(OfflineStore):
             raise TierFullError(f"{self.name} has {self._used_bytes} bytes of {self._max_bytes}")
         view[record.nbytes :] = bytes(len(view) - record.nbytes)  # the slab's previous content
         self._used_bytes += more_bytes  # before the first await: other records are being written
-        job = WriteJob(key, view, min(max(used_ns, 0), time.time_ns()))
         try:
-            await self._run(functools.partial(self._write, job))
+            await self._run(functools.partial(self._write, key, view, min(max(used_ns, 0), time.time_ns())))
         except BaseException:
             self._used_bytes -= more_bytes
             raise
@@ -143,10 +147,15 @@ class DiskRecords(OfflineStore):
 
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
         await self._run(functools.partial(self._quarantine.take, key, cause))
-        self._changed |= {str(Path(self._directory.record_name(key)).parent), FOLDER}
+        self._changed |= {str(Path(self._directory.record_name(key)).parent), QUARANTINE_FOLDER}
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
-        return await self._run(lambda: (self._files_in("tmp", TEMPORARY), self._files_in(FOLDER, KEPT)))
+        return await self._run(
+            lambda: (
+                self._files_in(TEMPORARY_FOLDER, TEMPORARY_NAME),
+                self._files_in(QUARANTINE_FOLDER, QUARANTINE_NAME),
+            )
+        )
 
     async def delete_files(self, files: Sequence[LeftoverFile]) -> None:
         await self._run(functools.partial(self._unlink, [each.name for each in files]))
@@ -196,8 +205,8 @@ class DiskRecords(OfflineStore):
             if self._change:
                 self._directory.prepare()
                 return ""
-            self._directory.look()
-            return holder_of(self._directory.fd)
+            self._directory.open_shared()
+            return lock_holder(self._directory.fd)
         except FileNotFoundError as error:
             raise TierUnavailableError(
                 f"there is no directory {self.name}: name the `path` of a disk tier, with its rank-<n>"
@@ -221,8 +230,8 @@ class DiskRecords(OfflineStore):
         with self._file(key) as descriptor:
             return None if descriptor is None else read_all(descriptor, view)
 
-    def _write(self, job: WriteJob) -> None:
-        error = self._files.write(job)
+    def _write(self, key: ChunkKey, view: memoryview, stamp: int) -> None:
+        error = self._files.write(key, view, stamp)
         if isinstance(error, OSError):
             raise error
         if error is not None:
@@ -265,14 +274,14 @@ class DiskRecords(OfflineStore):
     def _files_in(self, folder: str, names: re.Pattern[str]) -> Sequence[LeftoverFile]:
         try:
             found = self._directory.list_files(folder, names)
-            with self._directory.directory(folder) as descriptor:
+            with self._directory.folder(folder) as descriptor:
                 return [LeftoverFile(f"{folder}/{name}", _size(name, descriptor)) for name in found]
         except FileNotFoundError:
             return []
 
     def _sync(self) -> None:
         for folder in sorted(self._changed):
-            with self._directory.directory(folder) as descriptor:
+            with self._directory.folder(folder) as descriptor:
                 os.fsync(descriptor)
         self._changed.clear()
         os.fsync(self._directory.fd)

@@ -1,45 +1,67 @@
-"""Chunks as files of a directory that one process owns."""
+"""The disk tier: chunks as files of a directory that one process owns."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import contextlib
+import errno
 import itertools
-from typing import TYPE_CHECKING, Self
+import logging
+import mmap
+import stat
+from typing import TYPE_CHECKING, Any, Self
 
-from lmcache_async.errors import TierClosedError, TierError
+from lmcache_async.errors import (
+    ChunkCorruptError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.header import MAX_RECORD_BYTES
+from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.config import DiskConfig
+from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
+from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long, wait_ended
+from lmcache_async.plugins.disk.index import DiskIndex
+from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
-from lmcache_async.plugins.disk.scrub import scrub
-from lmcache_async.plugins.disk.store import RecordStore
 from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
+    from lmcache_async.plugins.disk.files import Failure
+    from lmcache_async.plugins.disk.index import Entry
     from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
     from lmcache_async.types import ChunkKey
 
+logger = logging.getLogger(__name__)
+
 _UNBOUNDED = 1 << 62  # a directory named without its config has no limit
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DELETE_BATCH = 256  # records deleted by a thread in one call
 
 
 class DiskTier(Tier):
-    """One file a record, by direct I/O where the file system can.
+    """One file per record, by direct I/O if the file system supports it.
 
-    A record is written under a temporary name and renamed when it is whole, so whatever kills the
-    process, a file under its final name was written to its end. What is there is found again at the
-    next start. A record that is being read is not evicted; removing one does not disturb its readers,
-    whose file is open. A record found broken is a miss, counted by cause and told at most twice a
-    minute, and is deleted or put aside.
+    A record is written under a temporary name and renamed when it is complete, so a file under its final name is
+    whole, however the process ended. The records are found again at the next start. A record that is being read
+    is not evicted. Removing a record does not disturb its readers, whose file is open. A corrupt record is a miss,
+    counted by cause, logged at most twice a minute, and deleted or moved to the quarantine.
 
-    Cancelled, a call that a thread works on ends when the thread has ended; what it published stays.
+    If a call is cancelled while a thread works on it, it ends when the thread has ended; a record that the thread
+    has published stays.
     """
 
     config_type = DiskConfig
@@ -51,7 +73,7 @@ class DiskTier(Tier):
         self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
         self._max_record_bytes: int | None = None
-        self._numbers = itertools.count()  # of reading calls, in their order
+        self._numbers = itertools.count()  # of reading calls, in order of arrival
         self._calls = Calls()
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
@@ -74,7 +96,7 @@ class DiskTier(Tier):
         )
 
     def bind(self, arena: Arena) -> None:
-        """A record fits into a slab: a file that is longer is broken."""
+        """Limit records to the slabs of the arena. A longer file is corrupt."""
         self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
@@ -97,7 +119,7 @@ class DiskTier(Tier):
         with self._call() as store:
             buffer = None
             try:
-                async with store.using([key]):
+                async with store.in_use([key]):
                     buffer = await store.read(key, allocate, next(self._numbers))
             except BaseException:
                 if buffer is not None:
@@ -106,7 +128,7 @@ class DiskTier(Tier):
             return buffer
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """`get` for each key; where there is no memory for one in time, those after it are misses."""
+        """`get` for each key. If there is no memory for a chunk in time, the chunks after it are misses."""
         with self._call() as store, reads(len(keys)) as results:
             left = iter([(index, key) for index, key in enumerate(keys) if key in store.index])
             call = next(self._numbers)
@@ -116,8 +138,8 @@ class DiskTier(Tier):
                     if not await settle(results, index, store.read(key, allocate, call)):
                         collections.deque(left, maxlen=0)
 
-            async with store.using(keys):
-                await self._side_by_side(work, len(keys))
+            async with store.in_use(keys):
+                await self._run_concurrently(work, len(keys))
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -137,7 +159,7 @@ class DiskTier(Tier):
                     except TierError as error:
                         results[index] = error
 
-            await self._side_by_side(work, len(items))
+            await self._run_concurrently(work, len(items))
             store.index.touch_each([key for key, _ in items])
         return results
 
@@ -146,14 +168,14 @@ class DiskTier(Tier):
             return await store.delete([key]) == 1
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        """Delete the record, or move it to the quarantine; should neither be possible, it is used no more."""
+        """Delete a corrupt record or move it to the quarantine. It is not served again, even if both fail."""
         with self._call() as store:
             return await store.reject(key, cause)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
-        """Prove every record in the order of the index; closing the tier ends it with TierClosedError."""
+        """Verify every record in the order of the index. Closing the tier ends it with TierClosedError."""
         with self._call() as store:
-            task = asyncio.ensure_future(scrub(store, max_bytes_per_s))
+            task = asyncio.ensure_future(store.scrub(max_bytes_per_s))
             self._scrubs.add(task)
             task.add_done_callback(self._scrubs.discard)
             try:
@@ -169,12 +191,12 @@ class DiskTier(Tier):
             yield key
 
     async def clear(self) -> int:
-        """Delete our records; other files in the directory stay."""
+        """Delete the records. Other files in the directory stay."""
         with self._call() as store:
             return await store.delete(tuple(store.index))
 
     def statistics(self) -> TierStatistics:
-        """After the end: what there was then."""
+        """Return the statistics; after the tier was closed, the last ones."""
         if self._opened is not None:
             index = self._opened.index
             self._statistics = TierStatistics(
@@ -188,26 +210,26 @@ class DiskTier(Tier):
         return self._statistics
 
     async def __aenter__(self) -> Self:
-        """Open: the directory is listed, nothing is read.
+        """Open: the directory is listed, no record is read.
 
         Raises:
             ConfigError: `odirect` is true and the file system refuses it.
-            TierUnavailableError: Another process has the directory, or it cannot be used.
+            TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
         self._opened = await RecordStore.open(self._config)
         self._opened.index.on_evicted = self.on_evicted
         if self._max_record_bytes is not None:
             self._opened.max_record_bytes = self._max_record_bytes
         if self._config.scrub_interval_s:
-            self._scrubbing = asyncio.create_task(self._scrub_for_ever(self._config.scrub_interval_s))
+            self._scrubbing = asyncio.create_task(self._scrub_periodically(self._config.scrub_interval_s))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, after the calls under way have ended. Content stays.
+        """Close after the running calls have ended. The records stay.
 
-        Cancelled, it waits no longer; the directory stays ours until the last of them has ended.
+        If cancelled, it does not wait for them. The directory stays locked until the last of them has ended.
         """
         store = self._store
         self.statistics()
@@ -219,11 +241,11 @@ class DiskTier(Tier):
         try:
             await self._calls.wait_ended()
         except BaseException:
-            store.abandon()
+            store.close_later()
             raise
         store.close()
 
-    async def _scrub_for_ever(self, interval_s: float) -> None:
+    async def _scrub_periodically(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
@@ -232,27 +254,398 @@ class DiskTier(Tier):
     def _store(self) -> RecordStore:
         if self._opened is None:
             raise TierClosedError(f"the disk tier of {self._config.root} is not open")
-        if not self._opened.held:
+        if not self._opened.directory.is_open:
             raise TierClosedError(
                 f"the disk tier of {self._config.root} was opened before this process was forked:"
-                " open one here, with a path or a subdirectory of its own"
+                " open another one here, with a path or a subdirectory of its own"
             )
         return self._opened
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[RecordStore]:
-        """The store, which is not closed meanwhile."""
+        """The store, which is not closed in the block."""
         store = self._store
         with self._calls.one():
             yield store
 
-    async def _side_by_side(self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int) -> None:
-        """As many of `work` as have all the turns there are, with as many again to take them over."""
+    async def _run_concurrently(
+        self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int
+    ) -> None:
+        """Run `work` in as many tasks as use all slots and threads, with as many again waiting."""
         count = min(num_chunks, 4 * self._config.io_threads)
         if count == 1:
-            await asyncio.sleep(0)  # as a task would: the reads of calls before this one come first
+            await asyncio.sleep(0)  # as a task would: the reads of earlier calls come first
             await work()
         elif count > 1:
             async with asyncio.TaskGroup() as group:
                 for _ in range(count):
                     group.create_task(work())
+
+
+class RecordStore:
+    """The records of one open directory: its index, files and threads. Used on one event loop.
+
+    The index agrees with the files at every moment. If a call is cancelled while a thread works on it, it ends
+    when the thread has ended, and the outcome is in the index.
+
+    Attributes:
+        directory: Locked by this process; not open in a forked child.
+        corrupt: Number of corrupt records, by cause.
+        max_record_bytes: Maximum size of a file. A longer one is corrupt.
+    """
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        threads: DiskThreads,
+        directory: RecordDirectory,
+        files: RecordFiles,
+        index: DiskIndex,
+        corrupt: Mapping[str, int],
+    ) -> None:
+        self.index = index
+        self.corrupt: collections.Counter[str] = collections.Counter(corrupt)
+        self.max_record_bytes = MAX_RECORD_BYTES
+        self._threads = threads
+        self.directory = directory
+        self._files = files
+        self._logger = LimitedLogger(logger)
+        self._locks = KeyLocks()
+        # While each thread reads one record, another one waits for it.
+        self._read_slots = PrioritySemaphore(2 * config.io_threads)
+
+    @classmethod
+    async def open(cls, config: DiskConfig) -> RecordStore:
+        """Lock the directory, delete temporary files, list the records, and delete excess and corrupt ones.
+
+        Raises:
+            ConfigError: Direct I/O is required and the file system refuses it.
+            TierUnavailableError: Another process has locked the directory, or it cannot be used.
+        """
+        threads = DiskThreads(config.io_threads)
+        future = threads.start(_open_store, config, threads)
+        try:
+            await wait_ended(future, abandon=True)
+        except BaseException:
+            threads.close_later(lambda: _close_directory(future))
+            raise
+        try:
+            return future.result()
+        except OSError as error:
+            threads.close()
+            raise TierUnavailableError(f"cannot open {config.root}: {error}") from error
+        except BaseException:
+            threads.close()
+            raise
+
+    def close(self) -> None:
+        self._threads.close()
+        self.directory.close()
+
+    def close_later(self) -> None:
+        """Close when the calls in threads have ended, without waiting for them.
+
+        The directory stays locked until then, so these calls do not write to a directory of another owner.
+        """
+        self._threads.close_later(self.directory.close)
+
+    async def read(self, key: ChunkKey, allocate: Allocate, call: int) -> Buffer | None:
+        """Read the record into a buffer of `allocate`; None if it does not exist or is corrupt.
+
+        Args:
+            call: Number of the call of the tier; reads of lower numbers come first.
+
+        Raises:
+            TierUnavailableError: The file cannot be read.
+        """
+        entry = self.index.entry(key)
+        if entry is None:
+            return None
+        if entry.nbytes > self.max_record_bytes:
+            await self._drop_unreadable(key, entry, too_long(key, entry.nbytes, self.max_record_bytes))
+            return None
+        with self.index.reading(key):
+            buffer = await allocate(entry.nbytes)
+            try:
+                async with self._read_slots.slot(call):
+                    future = self._threads.start(self._files.read, key, buffer.padded_view)
+                    await wait_ended(future)
+                result = future.result()
+                if isinstance(result, int):
+                    buffer.resize(result)
+                    return buffer
+            except BaseException:
+                buffer.release()
+                raise
+            buffer.release()
+        await self._drop_unreadable(key, entry, result)
+        return None
+
+    async def write(self, key: ChunkKey, buffer: Buffer) -> None:
+        """Publish the record unless it exists. A running write of the same key is awaited first.
+
+        Raises:
+            TierFullError: There is no room for it.
+            TierUnavailableError: The file cannot be written.
+            ChunkCorruptError: The bytes are not a record of that length.
+        """
+        async with self._locks.locked(key):
+            if await self._exists(key):
+                return
+            view = buffer.padded_view
+            error = await self._write(key, view)
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                # The file system has less room than `max_bytes`: evict that much, once.
+                with contextlib.suppress(TierFullError):  # nothing can be evicted
+                    error = await self._write(key, view, evict_bytes=len(view))
+        if error is None:
+            return
+        if isinstance(error, TierError):
+            raise error
+        kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
+        raise kind(f"cannot write {self._path(key)}: {error}") from error
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Delete records. Return the number of those that existed.
+
+        Raises:
+            TierUnavailableError: Some could not be deleted; those are still in the index.
+        """
+        deleted = 0
+        left = collections.deque(keys)
+        while left:
+            batch: list[ChunkKey] = []
+            while left and len(batch) < _DELETE_BATCH and left[0] not in self._locks:
+                batch.append(left.popleft())
+            if batch:
+                with self._locks.locked_now(batch):
+                    deleted += await self._delete(batch)
+            else:
+                await self._locks.wait_released(left[0])
+        return deleted
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        """Delete a corrupt record or move it to the quarantine. Return whether it existed."""
+        async with self._locks.locked(key):
+            return await self._reject(key, cause)
+
+    async def scrub(self, max_bytes_per_s: int | None) -> ScrubReport:
+        """Verify the records that exist now.
+
+        One record is read at a time, in one thread and without a slab. It does not count as use.
+
+        Args:
+            max_bytes_per_s: Maximum rate of reading.
+        """
+        chunks = nbytes = errors = 0
+        corrupt: collections.Counter[str] = collections.Counter()
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        scratch = memoryview(mmap.mmap(-1, PIECE_BYTES))  # aligned
+        for key in tuple(self.index):
+            entry = self.index.entry(key)
+            if entry is None or key in self._locks:
+                continue
+            record_bytes = entry.nbytes
+            try:
+                error = await self._verify(key, entry, scratch)
+            except TierUnavailableError as failure:
+                self._logger.report("scrub", "scrub: %s; the record is read again by the next scrub", failure)
+                errors += 1
+                record_bytes = 0
+            else:
+                if error is None:
+                    chunks += 1
+                elif isinstance(error, ChunkCorruptError):
+                    corrupt[error.cause] += 1
+                else:  # it was deleted
+                    continue
+            nbytes += record_bytes
+            if max_bytes_per_s is not None:
+                due = max(due, loop.time() - 1) + record_bytes / max_bytes_per_s
+                await asyncio.sleep(max(0.0, due - loop.time()))
+        return ScrubReport(chunks=chunks, bytes=nbytes, corrupt=dict(corrupt), errors=errors)
+
+    @contextlib.asynccontextmanager
+    async def in_use(self, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
+        """Note the use of chunks of one prompt, in memory and, while the block reads them, on disk."""
+        self.index.touch(keys, gapless=True)
+        stamps = self.index.restamp(keys)
+        stamped = self._threads.start(self._files.set_stamps, stamps) if stamps else None
+        try:
+            yield
+        finally:
+            if stamped is not None:
+                await wait_ended(stamped)
+
+    async def _verify(self, key: ChunkKey, entry: Entry, scratch: memoryview) -> Failure | None:
+        with self.index.reading(key):
+            future = self._threads.start(self._files.verify, key, entry.nbytes, scratch)
+            await wait_ended(future)
+        error = future.result()
+        if error is not None:
+            await self._drop_unreadable(key, entry, error)
+        return error
+
+    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: Failure) -> None:
+        """Remove a record that is missing or corrupt from the index.
+
+        Raises:
+            TierUnavailableError: Its file could not be read for another reason.
+        """
+        is_current = self.index.entry(key) is entry and key not in self._locks
+        if isinstance(error, ChunkCorruptError):
+            self.corrupt[error.cause] += 1
+            line = "%s is corrupt (%s: %s); it is a miss and is not served again"
+            self._logger.report(f"corrupt.{error.cause}", line, self._path(key), error.cause, error)
+            if is_current:
+                with self._locks.locked_now([key]):
+                    await self._reject(key, error.cause)
+        elif isinstance(error, FileNotFoundError):
+            if is_current and (taken := self.index.take(key)) is not None:
+                self.index.forget(taken)
+        else:
+            raise TierUnavailableError(f"cannot read {self._path(key)}: {error}") from error
+
+    async def _exists(self, key: ChunkKey) -> bool:
+        """Whether the record is in the index and on disk: the directory may have been emptied."""
+        entry = self.index.entry(key)
+        if entry is None:
+            return False
+        if await self._threads.run(self._files.has, key, entry.nbytes):
+            return True
+        await self._delete([key])
+        return False
+
+    async def _write(self, key: ChunkKey, view: memoryview, *, evict_bytes: int = 0) -> Failure | None:
+        """Make room, write and publish the record. After a failure no part of it is left.
+
+        Args:
+            view: As in `RecordFiles.write`.
+            evict_bytes: As in `DiskIndex.reserve`.
+
+        Raises:
+            TierFullError: There is no room, and not enough can be evicted.
+        """
+        reservation = self.index.reserve(key, len(view), busy=self._locks, evict_bytes=evict_bytes)
+        victims = tuple(reservation.victims)
+        undeletable = tuple(each for each in self.index.undeletable if each not in self._locks)
+        room: Future[tuple[frozenset[ChunkKey], Failure | None]] | None = None
+        written: Future[Failure | None] | None = None
+        with self._locks.locked_now([*victims, *undeletable]):
+            try:
+                if victims or undeletable:
+                    room = self._threads.start_deletion(self._files.make_room, victims, undeletable)
+                    await wait_ended(room)
+                    _, error = room.result()
+                    if error is not None:
+                        return error
+                written = self._threads.start(self._files.write, key, view, reservation.entry.stamp)
+                await wait_ended(written)
+                return written.result()
+            finally:
+                left = frozenset(victims)
+                if room is not None and _succeeded(room):
+                    left, _ = room.result()
+                    self.index.drop_undeletable([each for each in undeletable if each not in left])
+                if written is not None and _succeeded(written) and written.result() is None:
+                    self.index.commit(reservation)
+                else:
+                    self.index.cancel(reservation, left=left)
+
+    async def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
+        if not entries:
+            return 0
+        future = self._threads.start(self._files.delete, tuple(entries))
+        try:
+            await wait_ended(future)
+        finally:
+            left, error = (frozenset(entries), None) if future.cancelled() else future.result()
+            for key, entry in entries.items():
+                if key in left:
+                    self.index.restore(key, entry)
+                else:
+                    self.index.forget(entry)
+        if error is not None:
+            raise TierUnavailableError(f"cannot delete records of {self.directory.root}: {error}") from error
+        return len(entries)
+
+    async def _reject(self, key: ChunkKey, cause: str) -> bool:
+        entry = self.index.take(key)
+        if entry is None:
+            return False
+        future = self._threads.start(self._files.reject, key, cause)
+        try:
+            await wait_ended(future)
+        finally:
+            if future.cancelled() or (error := future.result()) is not None:
+                self.index.add_undeletable(key, entry)
+            else:
+                self.index.forget(entry)
+        if error is not None:
+            self._logger.report(
+                "reject", "cannot delete %s: %s; it is not served again", self._path(key), error
+            )
+        return True
+
+    def _path(self, key: ChunkKey) -> str:
+        return str(self.directory.record_path(key))
+
+
+def _open_store(config: DiskConfig, threads: DiskThreads) -> RecordStore:
+    """Open the directory and its index. Blocking."""
+    directory = RecordDirectory(config.root)
+    with contextlib.ExitStack() as stack:
+        stack.callback(directory.close)
+        found = directory.open()
+        _warn_if_shared(directory)
+        quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
+        files = RecordFiles(
+            directory,
+            direct=detect_direct(directory, config.odirect),
+            fsync=config.fsync,
+            quarantine=quarantine,
+            reads=ParallelReads(threads=config.io_threads, start_helper=threads.start_helper),
+        )
+        whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]
+        kept = {record.key for record in whole}
+        corrupt = [record.key for record in found if record.key not in kept]
+        for key in corrupt:
+            if (error := files.reject(key, "length")) is not None:
+                raise error
+        if quarantine is not None:
+            quarantine.trim()
+        if corrupt:
+            logger.warning(
+                "%s: %d record files of an invalid size were deleted or quarantined",
+                config.root,
+                len(corrupt),
+            )
+        index = DiskIndex(config.max_bytes)
+        _, failure = files.delete(index.load(whole))
+        if failure is not None:
+            raise failure
+        counts = {"length": len(corrupt)} if corrupt else {}
+        stack.pop_all()
+        return RecordStore(config, threads, directory, files, index, counts)
+
+
+def _warn_if_shared(directory: RecordDirectory) -> None:
+    mode = stat.S_IMODE(directory.status().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        logger.warning(
+            "%s has mode %o: other users can write records to it; run chmod 700 unless this is intended",
+            directory.root,
+            mode,
+        )
+
+
+def _close_directory(future: Future[RecordStore]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().directory.close()
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    """Whether the call ended without an exception."""
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -11,11 +11,11 @@ import pytest
 
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk import io as disk_io
+from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 
-RECORD_BYTES = disk_io.pages(FORMAT.record_bytes(5000))
+RECORD_BYTES = disk_files.pages(FORMAT.record_bytes(5000))
 
 
 def path_of(config: DiskConfig, number: int) -> Path:
@@ -65,7 +65,7 @@ class FailingCall:
                 raise OSError(self.error, os.strerror(self.error))
             return real(*args, **options)
 
-        monkeypatch.setattr(disk_io.os, name, call)
+        monkeypatch.setattr(disk_files.os, name, call)
 
     def fail(self, error: int, times: int = 1) -> None:
         self.error, self.times = error, times
@@ -88,7 +88,7 @@ class Gate:
                 assert self._open.wait(60)
             return real(*args, **options)
 
-        monkeypatch.setattr(disk_io.os, name, call)
+        monkeypatch.setattr(disk_files.os, name, call)
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._entered.acquire, timeout=60)

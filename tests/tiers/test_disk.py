@@ -26,7 +26,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk import io as disk_io
+from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
 from lmcache_async.testing.records import key_of, record
@@ -546,7 +546,7 @@ async def test_a_file_system_without_direct_io_is_found_out(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(disk_io.os, "open", refuse)
+    monkeypatch.setattr(disk_files.os, "open", refuse)
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
         assert await get(tier, allocate, 1)

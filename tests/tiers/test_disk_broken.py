@@ -18,7 +18,7 @@ from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.memory import proof
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk import scrub as disk_scrub
+from lmcache_async.plugins.disk import tier as disk_tier
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
@@ -162,7 +162,7 @@ async def test_files_found_broken_at_the_start_go_to_the_quarantine(
         async with DiskTier(keeping) as tier:
             assert tier.statistics().corrupt_by_cause == {"length": 1}
             assert kept(keeping) == {f"{key_of(1).hex()}.length": b"x" * 100}
-    assert "1 files were no whole records" in caplog.text
+    assert "1 record files of an invalid size" in caplog.text
 
 
 async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_count(
@@ -346,7 +346,7 @@ async def test_a_scrub_keeps_its_rate(
 
     async with DiskTier(config) as tier:
         await put(tier, arena, *range(4))
-        monkeypatch.setattr(disk_scrub.asyncio, "sleep", note)
+        monkeypatch.setattr(disk_tier.asyncio, "sleep", note)
         await tier.scrub(max_bytes_per_s=RECORD_BYTES // 96)
         monkeypatch.undo()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import TierFullError
-from lmcache_async.plugins.disk.directory import Found
+from lmcache_async.plugins.disk.directory import RecordFile
 from lmcache_async.plugins.disk.index import STAMP_AGE_NS, DiskIndex, Entry, Reservation
 from lmcache_async.testing.records import key_of
 
@@ -48,9 +48,9 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             reservation = writing.pop(number)
             for victim in reservation.victims:
                 del disk[int.from_bytes(victim, "big")]
-            disk[number] = reservation.entry.nbytes  # in the place of one condemned, if there is one
+            disk[number] = reservation.entry.nbytes  # replaces an undeletable one
             index.commit(reservation)
-            assert key not in index.condemned
+            assert key not in index.undeletable
         elif verb == "f" and number in writing:
             reservation = writing.pop(number)
             victims = sorted(reservation.victims)
@@ -69,10 +69,10 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
         elif verb == "s" and number in taken:
             index.restore(key, taken.pop(number))
         elif verb == "d" and number in taken:
-            index.condemn(key, taken.pop(number))
+            index.add_undeletable(key, taken.pop(number))
             assert key not in index
-        elif verb == "a" and key in index.condemned and number not in writing:
-            index.absolve([key])
+        elif verb == "a" and key in index.undeletable and number not in writing:
+            index.drop_undeletable([key])
             del disk[number]
         elif verb == "x":
             index.touch([key_of(n) for n in data.draw(st.lists(numbers))], gapless=False)
@@ -83,12 +83,12 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
         assert sum(disk.values()) + being_written <= index.used_bytes <= 10 * PAGE
         if not writing:
             assert index.used_bytes == sum(disk.values())
-            assert len(index) == len(disk) - len(taken) - len(index.condemned)
+            assert len(index) == len(disk) - len(taken) - len(index.undeletable)
 
 
 def test_a_record_read_or_busy_is_not_evicted() -> None:
     index = DiskIndex(2 * PAGE)
-    index.load([Found(key_of(1), PAGE, 1), Found(key_of(2), PAGE, 2)])
+    index.load([RecordFile(key_of(1), PAGE, 1), RecordFile(key_of(2), PAGE, 2)])
 
     with index.reading(key_of(1)), index.reading(key_of(1)):
         with pytest.raises(TierFullError, match="in use"):
@@ -99,7 +99,11 @@ def test_a_record_read_or_busy_is_not_evicted() -> None:
 
 def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
     index = DiskIndex(4 * PAGE)
-    found = [Found(key_of(1), PAGE, 1), Found(key_of(2), 1 << 50, 3), Found(key_of(3), 4 * PAGE, 2)]
+    found = [
+        RecordFile(key_of(1), PAGE, 1),
+        RecordFile(key_of(2), 1 << 50, 3),
+        RecordFile(key_of(3), 4 * PAGE, 2),
+    ]
 
     assert index.load(found) == [key_of(1), key_of(2)]
     assert list(index) == [key_of(3)]
@@ -110,7 +114,9 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
     clock = Clock()
     index = DiskIndex(5 * PAGE, clock_ns=clock)
     stamps = [-(2**90), -1, clock.now, clock.now + 1, 2**90]
-    assert index.load([Found(key_of(n), PAGE, stamp) for n, stamp in reversed([*enumerate(stamps)])]) == []
+    assert (
+        index.load([RecordFile(key_of(n), PAGE, stamp) for n, stamp in reversed([*enumerate(stamps)])]) == []
+    )
 
     assert [index.entry(key_of(n)).stamp for n in range(5)] == [0, 0, clock.now, clock.now, clock.now]
     assert [*index.reserve(key_of(9), 3 * PAGE, busy=set()).victims] == [key_of(0), key_of(1), key_of(2)]
@@ -120,7 +126,7 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
 
 def test_what_a_record_continues_is_not_evicted_for_it() -> None:
     index = DiskIndex(2 * PAGE)
-    index.load([Found(key_of(1), PAGE, 2), Found(key_of(2), PAGE, 1)])
+    index.load([RecordFile(key_of(1), PAGE, 2), RecordFile(key_of(2), PAGE, 1)])
     index.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
 
     with pytest.raises(TierFullError):

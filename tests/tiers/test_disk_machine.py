@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk.io import pages
+from lmcache_async.plugins.disk.files import pages
 from lmcache_async.testing.conformance.base import listed
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS

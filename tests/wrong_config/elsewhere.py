@@ -43,7 +43,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/unit/test_registry.py",
         "which is not installed",
     ),
-    "plugins/disk/direct.py: ConfigError(f'odirect is true, but the file system of {directory.root} refuses direct I/O: set odirect to auto or false')": (
+    "plugins/disk/directory.py: ConfigError(f'odirect is true, but the file system of {directory.root} refuses direct I/O: set odirect to auto or false')": (
         "tests/tiers/test_disk.py",
         'ConfigError, match="odirect"',
     ),

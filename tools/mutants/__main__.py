@@ -57,7 +57,7 @@ def verdict(status: int, output: str) -> tuple[bool, str]:
 
 def check_origin(tree: Path) -> None:
     """The copy's package is what tests in the copy import."""
-    code = "import lmcache_async.memory.record as r, lmcache_async.plugins.disk.io as d; print(r.__file__, d.__file__)"
+    code = "import lmcache_async.memory.record as r, lmcache_async.plugins.disk.files as d; print(r.__file__, d.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tree,

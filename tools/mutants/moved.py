@@ -32,7 +32,7 @@ MOVED = (
         "a directory that an engine holds is changed",
         "plugins/disk/offline.py",
         "                self._directory.prepare()\n",
-        "                self._directory.look()\n",
+        "                self._directory.open_shared()\n",
         ("tests/maintenance/test_beside_an_engine.py",),
     ),
     Mutation(

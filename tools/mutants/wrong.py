@@ -8,6 +8,7 @@ RECORD = "lmcache_async/memory/record.py"
 HEADER = "lmcache_async/memory/header.py"
 DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
+FILES = "plugins/disk/files.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
 TEST_LEFT_BEHIND = (
     "tests/unit/vllm/test_simulated.py::test_nobody_reads_what_a_layerwise_load_that_failed_left_behind",
@@ -184,11 +185,11 @@ OUTSIDE = (
 DISK = (
     Mutation(
         "records are written in place",
-        "plugins/disk/io.py",
-        "name = self._directory.temporary_name(job.key)\n",
-        "name = self._directory.record_name(job.key)\n"
-        "        with contextlib.suppress(OSError):\n"
-        "            os.mkdir(name[:2], 0o700, dir_fd=self._directory.fd)\n",
+        FILES,
+        "name = self._directory.temporary_name(key)\n",
+        "name = self._directory.record_name(key)\n"
+        "            with contextlib.suppress(OSError):\n"
+        "                os.mkdir(name[:2], 0o700, dir_fd=self._directory.fd)\n",
         TEST_CRASH,
     ),
     Mutation(
@@ -208,20 +209,20 @@ DISK = (
     Mutation(
         "the start does not sweep what dead writers left",
         DIRECTORY,
-        'os.unlink(f"tmp/{name}", dir_fd=self.fd)',
+        'os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)',
         "pass",
         TEST_CRASH,
     ),
     Mutation(
         "a directory may have two owners",
-        "plugins/disk/lock.py",
+        DIRECTORY,
         "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         ("tests/tiers/test_disk.py::test_a_second_owner_is_refused_until_the_first_has_closed",),
     ),
     Mutation(
         "others may read records",
-        "plugins/disk/io.py",
+        FILES,
         "return os.open(name, flags, 0o600, ",
         "return os.open(name, flags, 0o644, ",
         ("tests/tiers/test_disk.py::test_only_the_owner_may_read",),
@@ -242,7 +243,7 @@ DISK = (
     ),
     Mutation(
         "a cancelled disk call does not wait for its thread",
-        "plugins/disk/workers.py",
+        FILES,
         "if not future.cancel() and not abandon:",
         "if False:",
         ("tests/tiers/test_disk.py::test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended",),

@@ -1,4 +1,4 @@
-"""Files read together in pieces: each gets its own bytes, the first comes first, and nothing is held at the end."""
+"""Parallel reads: each file gets its own bytes, in order of tickets, and no memory is held at the end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_async.memory.buffer import PAGE
-from lmcache_async.plugins.disk import reading
-from lmcache_async.plugins.disk.reading import SharedReads, even_piece
+from lmcache_async.plugins.disk import files as disk_files
+from lmcache_async.plugins.disk.files import ParallelReads, piece_size
 
 PIECE = 4 * PAGE
 WAIT_S = 30.0
@@ -35,7 +35,7 @@ class Files:
         self.folder = folder
         self.helpers = ThreadPoolExecutor(helpers) if helpers else None
         self.asked = 0
-        self.reads = SharedReads(PIECE, threads=THREADS, ask=self.ask if helpers else None)
+        self.reads = ParallelReads(PIECE, threads=THREADS, start_helper=self.ask if helpers else None)
         self.pool = ThreadPoolExecutor(THREADS)
         self.descriptors: list[int] = []
 
@@ -46,9 +46,9 @@ class Files:
         self.descriptors.append(os.open(path, os.O_RDONLY))
         return self.descriptors[-1], content
 
-    def start(self, descriptor: int, memory: Bytes, place: int | None = None) -> Future[int]:
-        place = self.reads.place() if place is None else place
-        return self.pool.submit(self.reads.read, place, descriptor, memory.data)
+    def start(self, descriptor: int, memory: Bytes, ticket: int | None = None) -> Future[int]:
+        ticket = self.reads.ticket() if ticket is None else ticket
+        return self.pool.submit(self.reads.read, ticket, descriptor, memory.data)
 
     def ask(self, call: Callable[[], None]) -> None:
         assert self.helpers is not None
@@ -96,7 +96,7 @@ class Log:
         self.held: dict[int, threading.Event] = {}
         self.begun = threading.Semaphore(0)
         self.fail: Callable[[int, int], None] = lambda descriptor, offset: None
-        real = reading.read_all
+        real = disk_files.read_all
 
         def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
             self.pieces.append((descriptor, offset))
@@ -106,7 +106,7 @@ class Log:
             self.fail(descriptor, offset)
             return real(descriptor, view, offset)
 
-        monkeypatch.setattr(reading, "read_all", read_all)
+        monkeypatch.setattr(disk_files, "read_all", read_all)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,7 +131,7 @@ def test_each_file_gives_its_own_bytes_up_to_its_end(
 
 @given(nbytes=st.integers(0, 64 << 20), about=st.integers(1, 1024).map(lambda pages: pages * PAGE))
 def test_pieces_are_whole_pages_and_nearly_alike(nbytes: int, about: int) -> None:
-    piece = even_piece(nbytes, about)
+    piece = piece_size(nbytes, about)
 
     assert piece % PAGE == 0
     assert PAGE <= piece <= max(1.5 * about + PAGE, PAGE)
@@ -143,7 +143,7 @@ def test_pieces_are_whole_pages_and_nearly_alike(nbytes: int, about: int) -> Non
 
 @pytest.mark.parametrize(("payload", "count"), [(2 << 20, 1), (8 << 20, 4), (16 << 20, 8), (3 << 20, 2)])
 def test_a_record_s_page_of_header_is_no_piece_of_its_own(payload: int, count: int) -> None:
-    piece = even_piece(payload + PAGE, 2 << 20)
+    piece = piece_size(payload + PAGE, 2 << 20)
 
     assert -(-(payload + PAGE) // piece) == count
 
@@ -166,14 +166,14 @@ def test_all_threads_read_the_first_file_before_the_next(
     assert order.index(second) >= 7  # not before the first's pieces were all begun, but for one at most
 
 
-def test_a_place_taken_earlier_comes_first(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lower_ticket_comes_first(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log(monkeypatch)
-    place = files.reads.place()
+    ticket = files.reads.ticket()
     late, early = (files.add(3 * PIECE)[0] for _ in range(2))
     log.held = {late: threading.Event(), early: threading.Event()}
     futures = [files.start(late, np.zeros(3 * PIECE, np.uint8))]
     assert log.begun.acquire(timeout=WAIT_S)
-    futures.append(files.start(early, np.zeros(3 * PIECE, np.uint8), place))
+    futures.append(files.start(early, np.zeros(3 * PIECE, np.uint8), ticket))
     assert log.begun.acquire(timeout=WAIT_S)
     log.held[late].set()
     assert log.begun.acquire(timeout=WAIT_S)
@@ -248,7 +248,7 @@ def test_no_read_is_left_early_because_help_cannot_be_asked_for(
     def ask(call: Callable[[], None]) -> None:
         raise refused
 
-    reads = SharedReads(PIECE, threads=THREADS, ask=ask)
+    reads = ParallelReads(PIECE, threads=THREADS, start_helper=ask)
 
     assert reads.read(0, descriptor, np.zeros(5 * PIECE, np.uint8).data) == 5 * PIECE
     assert len(log.pieces) == 5

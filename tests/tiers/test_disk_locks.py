@@ -1,4 +1,4 @@
-"""Reads of an older call come before those of a newer one; a turn is never lost."""
+"""The priority semaphore admits reads of older calls first, and loses no slot."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.plugins.disk.io import RecordFiles
-from lmcache_async.plugins.disk.turns import Turns
+from lmcache_async.plugins.disk.files import RecordFiles
+from lmcache_async.plugins.disk.locks import PrioritySemaphore
 from lmcache_async.testing.records import SLAB_BYTES, key_of
 from lmcache_async.types import ChunkKey
 from tests.tiers.disk_tools import put, turns
@@ -28,14 +28,14 @@ def arena() -> Iterator[Arena]:
 
 
 class Caller:
-    """Takes a turn and keeps it until told."""
+    """Takes a slot and keeps it until `end`."""
 
-    def __init__(self, turns: Turns, call: int, log: list[int]) -> None:
+    def __init__(self, semaphore: PrioritySemaphore, call: int, log: list[int]) -> None:
         self.go_on = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run(turns, call, log))
+        self.task = asyncio.ensure_future(self._run(semaphore, call, log))
 
-    async def _run(self, turns: Turns, call: int, log: list[int]) -> None:
-        async with turns.turn(call):
+    async def _run(self, semaphore: PrioritySemaphore, call: int, log: list[int]) -> None:
+        async with semaphore.slot(call):
             log.append(call)
             await self.go_on.wait()
 
@@ -44,10 +44,10 @@ class Caller:
         await self.task
 
 
-async def test_turns_go_to_the_oldest_call_that_waits() -> None:
+async def test_slots_go_to_the_oldest_waiting_call() -> None:
     log: list[int] = []
-    pool = Turns(2)
-    callers = [Caller(pool, call, log) for call in (7, 3, 9, 5, 4, 5)]
+    semaphore = PrioritySemaphore(2)
+    callers = [Caller(semaphore, call, log) for call in (7, 3, 9, 5, 4, 5)]
     await turns()
     assert log == [7, 3]
     async with asyncio.timeout(30):
@@ -59,15 +59,15 @@ async def test_turns_go_to_the_oldest_call_that_waits() -> None:
     assert log == [7, 3, 4, 5, 5, 9]
 
 
-@pytest.mark.parametrize("moment", ["waiting", "given"])
-async def test_a_cancelled_caller_passes_its_turn_on(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["waiting", "admitted"])
+async def test_a_cancelled_caller_passes_its_slot_on(moment: str) -> None:
     log: list[int] = []
-    pool = Turns(1)
-    first, second, third = (Caller(pool, call, log) for call in (1, 2, 3))
+    semaphore = PrioritySemaphore(1)
+    first, second, third = (Caller(semaphore, call, log) for call in (1, 2, 3))
     await turns()
-    if moment == "given":
+    if moment == "admitted":
         first.go_on.set()
-        while not first.task.done():  # its turn is given away in its last step
+        while not first.task.done():  # its slot is passed on in its last step
             await asyncio.sleep(0)
     second.task.cancel()
     await turns()
@@ -76,7 +76,7 @@ async def test_a_cancelled_caller_passes_its_turn_on(moment: str) -> None:
     await third.end()
 
     assert log in ([1, 3], [1, 2, 3])
-    async with pool.turn(9):
+    async with semaphore.slot(9):
         await asyncio.sleep(0)
 
 
