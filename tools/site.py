@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
-    from pydantic.fields import FieldInfo
 
 SOURCE = "source"
 NEWS = "changes/README.md"
@@ -105,31 +104,18 @@ def _further_names(module: str, markdown: str) -> str:
 
 def _with_options(match: re.Match[str]) -> str:
     """The reference of a part of the config, with a table of its keys where it has some."""
+    from tools.config_page import format_default
+
     model = pydoc.locate(match["name"])
     fields = getattr(model, "model_fields", {})
     rows = [
-        f"| `{name}` | {_default(field)} | {html.escape(field.description)} |"
+        f"| `{name}` | {format_default(field)} | {html.escape(field.description)} |"
         for name, field in fields.items()
         if field.description
     ]
     if not rows:
         return match[0]
     return "\n".join([match[0], "| key | default | meaning |", "|---|---|---|", *rows, ""])
-
-
-def _default(field: FieldInfo) -> str:
-    from lmcache_async.config import format_size
-
-    value = field.default
-    if field.is_required():
-        return "required"
-    if field.default_factory is not None:
-        return "its own"
-    if value is None or isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`{', '.join(map(str, value))}`"
-    return f"`{format_size(value) if isinstance(value, int) and value >= 1 << 20 else value}`"
 
 
 def _is_fragment(page: str) -> bool:

@@ -1,4 +1,4 @@
-"""docs/cli.md and docs/compatibility.md say what is."""
+"""docs/cli.md, docs/config.md and docs/compatibility.md are up to date."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_async.cli.app import load_commands
 from lmcache_async.cli.checks.tested import MATRIX, PYTHON, UVLOOP, minor
-from tools import cli_page
+from tools import cli_page, config_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +21,12 @@ def test_the_page_of_commands_is_todays():
     text = cli_page.PAGE.read_text(encoding="utf-8")
 
     assert text == cli_page.page(text), "run: python -m tools.cli_page"
+
+
+def test_the_page_of_the_configuration_is_up_to_date():
+    text = config_page.PAGE.read_text(encoding="utf-8")
+
+    assert text == config_page.page(text), "run: python -m tools.config_page"
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
