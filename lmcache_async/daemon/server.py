@@ -96,7 +96,7 @@ class Daemon:
                 segment_bytes=config.segment_bytes,
             )
             if config.http.listen is not None:
-                page = status_server(DaemonSource(self), config.http)
+                page = status_server(DaemonSource(self.pool, self.path, lambda: self.clients), config.http)
                 self.status_url = (await stack.enter_async_context(page)).url
             stack.push_async_callback(self._end_sessions)
             listener = stack.enter_context(_listener(self.path, for_all=bool(config.allow_uids)))

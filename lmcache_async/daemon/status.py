@@ -13,23 +13,32 @@ from lmcache_async.observability.families import exposition
 from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from lmcache_async.daemon.server import Daemon
+    from lmcache_async.daemon.pool import Pool
 
 MAX_TENANTS = 8
 """Tenants in samples and charts, the largest ones. The table lists all of them."""
 
 
 class DaemonSource:
-    """Samples, charts and status of a daemon for the status page, `top` and Prometheus."""
+    """Samples, charts and status of a daemon for the status page, `top` and Prometheus.
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
+    Args:
+        pool: The daemon's pool.
+        path: Path of the daemon's socket.
+        clients: Returns the number of connected clients.
+    """
+
+    def __init__(self, pool: Pool, path: Path, clients: Callable[[], int]) -> None:
+        self._pool = pool
+        self._path = path
+        self._clients = clients
         self._opened = time.time()
 
     def sample(self) -> Sample:
-        pool = self._daemon.pool.statistics()
+        pool = self._pool.statistics()
         largest = heapq.nlargest(MAX_TENANTS, pool.tenants.items(), key=lambda item: item[1].bytes)
         gauges: dict[str, float] = {f"tenant.{name}": tenant.bytes for name, tenant in largest}
         gauges["readers"] = sum(tenant.readers for tenant in pool.tenants.values())
@@ -45,23 +54,23 @@ class DaemonSource:
                 "bytes",
                 [Series(name.removeprefix("tenant."), gauge_values(samples, name)) for name in largest],
                 stacked=True,
-                note="what each holds" if len(held) < MAX_TENANTS else "the largest",
+                note="bytes of each tenant" if len(held) < MAX_TENANTS else "the largest tenants",
             ),
             Chart(
                 "Leases",
                 "count",
                 [Series(name, gauge_values(samples, name)) for name in ("readers", "writers")],
-                note="records that somebody reads or writes now",
+                note="records that are being read or written",
             ),
         ]
 
     def status(self) -> dict[str, Any]:
-        daemon, pool = self._daemon, self._daemon.pool.statistics()
+        pool = self._pool.statistics()
         return {
             "kind": "daemon",
             "title": "host pool",
             "facts": [
-                ["socket", str(daemon.path)],
+                ["socket", str(self._path)],
                 ["host", socket.gethostname()],
                 ["process", str(os.getpid())],
                 ["lmcache-async", package_version()],
@@ -73,7 +82,7 @@ class DaemonSource:
                 "max_bytes": pool.max_bytes,
                 "unused_bytes": pool.unused_bytes,
                 "segments": pool.segments,
-                "clients": daemon.clients,
+                "clients": self._clients(),
             },
             "tenants": [
                 {
@@ -90,4 +99,4 @@ class DaemonSource:
         }
 
     def metrics(self) -> bytes:
-        return exposition(daemon_families(self._daemon.pool.statistics()))
+        return exposition(daemon_families(self._pool.statistics()))

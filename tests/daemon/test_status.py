@@ -49,7 +49,7 @@ async def test_tenants_are_told(daemon: ThreadedDaemon) -> None:
 def test_samples_are_of_the_largest_tenants_alone(daemon: ThreadedDaemon) -> None:
     for number in range(MAX_TENANTS + 5):
         put(daemon, f"t{number}", 4096 * (number + 1))
-    source = DaemonSource(daemon.daemon)
+    source = DaemonSource(daemon.daemon.pool, daemon.daemon.path, lambda: daemon.daemon.clients)
     samples = [daemon.call(source.sample) for _ in range(2)]
     chart, leases = daemon.call(lambda: source.charts(samples))
 
