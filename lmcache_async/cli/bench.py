@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lmcache_async.bench import disk, memory, tier
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
 from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.errors import LMCacheAsyncError
@@ -45,6 +44,8 @@ def memory_command(
     quick: Quick = False,
 ) -> None:
     """Store and retrieve in host memory, beside memcpy of the same bytes."""
+    from lmcache_async.bench import memory  # imports torch, which --help does not need
+
     settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
     _run("memory", memory.SUMMARY, memory.run, settings, json_file, rounds, quick)
 
@@ -68,6 +69,8 @@ def disk_command(
     quick: Quick = False,
 ) -> None:
     """Store and retrieve on disk, beside pwrite and pread with O_DIRECT."""
+    from lmcache_async.bench import disk  # imports torch, which --help does not need
+
     given = _settings(
         disk.QUICK if quick else disk.Settings(),
         path=None if path is None else str(path),
@@ -105,6 +108,8 @@ def tier_command(
 
     Records have random keys and are removed again. A tier with a limit of bytes may evict others for them.
     """
+    from lmcache_async.bench import tier  # imports torch, which --help does not need
+
     made = tier.quick(name, config) if quick else tier.Settings(name, config)
     settings = _settings(made, mib=mib, connections=connections)
     _run("tier", tier.SUMMARY, tier.run, settings, json_file, rounds, quick)
