@@ -18,12 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.integration.vllm.chains import RequestChain
-from lmcache_async.integration.vllm.link import Link
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup import Lookup, RankConnection, query
+from lmcache_async.integration.vllm.lookup_protocol import MAX_MESSAGE_BYTES, PROTOCOL, Identity, encode
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.lookups import Lookup
-from lmcache_async.integration.vllm.query import query
-from lmcache_async.integration.vllm.wire import MAX_MESSAGE_BYTES, PROTOCOL, Identity, encode
 from tests.fuzz.effort import effort, keep_at_it
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
@@ -223,10 +221,10 @@ class Changes(list):
         self.append(None)
 
 
-async def hear(data: bytes) -> Link:
+async def hear(data: bytes) -> RankConnection:
     """A link that was told these bytes, the answer to its `hello` among them or not."""
     ours, theirs = socket.socketpair()
-    link = Link(0, Path("/fuzzed"), Changes())
+    link = RankConnection(0, Path("/fuzzed"), Changes())
     try:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
@@ -288,7 +286,7 @@ def test_no_answer_of_a_rank_is_believed_beyond_what_was_asked():
     @effort
     @given(st.lists(st.lists(replies, max_size=3), min_size=2, max_size=2))
     def check(said):
-        chain = RequestChain("r", list(range(37)), 37)
+        chain = RequestKeys("r", list(range(37)), 37)
         chain.open([b"0" * 16, b"1" * 16], IDENTITY, "")
         chain.extend(37, lambda: None)
         lookup = Lookup("r#1", 37, 0, 0.0, 0)

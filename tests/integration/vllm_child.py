@@ -131,8 +131,8 @@ class Child:
         return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM keeps one for itself
 
     def asks(self) -> bool:
-        """Whether our scheduler half asks the worker half: connected, and no reset under way."""
-        return bool(self._scheduler.connector._scheduler._client.ready)
+        """Whether our scheduler connector asks the worker connector: connected, and no reset under way."""
+        return bool(self._scheduler.connector.scheduler.ready)
 
     def state(self, name: str) -> str:
         """Where vLLM has the request; empty if it does not know it any more."""

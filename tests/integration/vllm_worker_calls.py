@@ -49,5 +49,5 @@ def let_copies_go(worker: Any) -> None:
 def _engine() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    half: Any = get_kv_transfer_group()
-    return half._worker._transfers._engine
+    connector: Any = get_kv_transfer_group()
+    return connector.worker.engine

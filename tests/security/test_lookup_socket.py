@@ -17,10 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm import lookup_server, wire
-from lmcache_async.integration.vllm.link import Link
-from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.wire import (
+from lmcache_async.integration.vllm import lookup_protocol, lookup_server
+from lmcache_async.integration.vllm.lookup import RankConnection
+from lmcache_async.integration.vllm.lookup_protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Identity,
@@ -28,6 +27,7 @@ from lmcache_async.integration.vllm.wire import (
     receive,
     socket_path,
 )
+from lmcache_async.integration.vllm.lookup_server import LookupServer
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
 NOBODY = 65534
@@ -112,7 +112,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
     if os.getuid():  # only root can become somebody else, so we pretend to be
-        monkeypatch.setattr(wire.os, "geteuid", lambda: NOBODY)
+        monkeypatch.setattr(lookup_protocol.os, "geteuid", lambda: NOBODY)
     path = directory / "s"
     server = server_at(path)
     await server.start()
@@ -139,12 +139,12 @@ async def test_a_server_of_another_user_is_not_believed(directory, monkeypatch):
     server = server_at(directory / "s")
     await server.start()
     changes = []
-    link = Link(0, directory / "s", lambda: changes.append(link.identity))
+    link = RankConnection(0, directory / "s", lambda: changes.append(link.identity))
     own = os.geteuid()
     reader, writer = await asyncio.open_unix_connection(directory / "s")
 
-    monkeypatch.setattr(wire.os, "geteuid", lambda: own + 1)
-    assert not await link._converse(reader, writer)
+    monkeypatch.setattr(lookup_protocol.os, "geteuid", lambda: own + 1)
+    assert not await link.serve(reader, writer)
     monkeypatch.undo()
 
     assert changes == [None]
@@ -338,7 +338,7 @@ async def test_who_does_not_read_answers_is_not_served_on(directory, monkeypatch
 
 
 async def test_a_prompt_with_more_keys_than_a_message_holds_is_no_message():
-    with pytest.raises(ValueError, match="above"):
+    with pytest.raises(ValueError, match="exceeds"):
         encode({"op": "lookup", "keys": bytes(MAX_MESSAGE_BYTES)})
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.hashing import ChunkHasher, Extra, Namespace, RequestNamespace, weights_fingerprint
-from lmcache_async.integration.vllm.adapters import AdapterNames
-from lmcache_async.integration.vllm.chains import Adapter
+from lmcache_async.integration.vllm.keys import Adapter, AdapterFingerprints
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import Chunk
@@ -231,41 +230,41 @@ async def test_weights_replaced_under_the_same_name_are_another_model(tmp_path):
 
 
 def test_an_adapter_loaded_again_with_other_weights_is_another_one(tmp_path):
-    names = AdapterNames()
+    names = AdapterFingerprints()
     folder = model_at(tmp_path / "lora", b"1" * 100)
-    first = names.content(Adapter("sql", str(folder), load_id=1))
+    first = names.of(Adapter("sql", str(folder), load_id=1))
     model_at(folder, b"2" * 100)  # unloaded, replaced, loaded: the same name and path
 
-    assert names.content(Adapter("sql", str(folder), load_id=1)) == first
-    assert names.content(Adapter("sql", str(folder), load_id=2)) != first
-    assert names.content(Adapter("sql", str(folder), reloaded_in_place=True)) != first
+    assert names.of(Adapter("sql", str(folder), load_id=1)) == first
+    assert names.of(Adapter("sql", str(folder), load_id=2)) != first
+    assert names.of(Adapter("sql", str(folder), reloaded_in_place=True)) != first
 
 
 def test_one_adapter_under_two_paths_is_one(tmp_path):
     one, other = (model_at(tmp_path / name, b"1" * 100) for name in ("a", "b"))
 
-    assert AdapterNames().content(Adapter("sql", str(one))) == AdapterNames().content(
+    assert AdapterFingerprints().of(Adapter("sql", str(one))) == AdapterFingerprints().of(
         Adapter("sql", str(other))
     )
 
 
 def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path):
-    names = AdapterNames()
+    names = AdapterFingerprints()
     adapter = Adapter("sql", str(tmp_path / "none"), load_id=1)
     again = dataclasses.replace(adapter, load_id=2)
 
-    assert names.content(adapter) == names.content(adapter)
-    assert len({names.content(adapter), names.content(again), AdapterNames().content(adapter)}) == 3
+    assert names.of(adapter) == names.of(adapter)
+    assert len({names.of(adapter), names.of(again), AdapterFingerprints().of(adapter)}) == 3
 
 
 def test_hostile_tenants_adapters_are_told_apart_by_every_byte(tmp_path):
     content = bytearray(40_000)
     folder = model_at(tmp_path / "lora", bytes(content))
-    careless, careful = AdapterNames(), AdapterNames("blake3")
-    before = [names.content(Adapter("sql", str(folder), load_id=1)) for names in (careless, careful)]
+    careless, careful = AdapterFingerprints(), AdapterFingerprints("blake3")
+    before = [names.of(Adapter("sql", str(folder), load_id=1)) for names in (careless, careful)]
     content[7000] = 1  # between the samples
     model_at(folder, bytes(content))
-    after = [names.content(Adapter("sql", str(folder), load_id=2)) for names in (careless, careful)]
+    after = [names.of(Adapter("sql", str(folder), load_id=2)) for names in (careless, careful)]
 
     assert before[0] == after[0]
     assert before[1] != after[1]

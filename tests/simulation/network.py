@@ -101,7 +101,7 @@ class Network:
         nobody: Callable[[Any], int] = lambda _: 0
         with (
             patch("asyncio.open_unix_connection", self.connect),
-            patch("lmcache_async.integration.vllm.link.check_peer", nobody),
+            patch("lmcache_async.integration.vllm.lookup.check_peer", nobody),
             patch("lmcache_async.integration.vllm.lookup_server.check_peer", nobody),
         ):
             yield

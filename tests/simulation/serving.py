@@ -16,11 +16,9 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.integration.vllm import connector as connector_module
 from lmcache_async.integration.vllm.config import namespace_of
-from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
-from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.transfers import Transfers
-from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.observability.instrument import Instrument
 from lmcache_async.registry import Registry
 from tests.simulation.base import SimulatedRegistry, Simulation, SimulationReport, run_to_report
@@ -37,26 +35,26 @@ async def open_vllm(
     setup: Setup, registry: Registry, loop: SimulatedLoop, network: Network
 ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
     """All of vLLM, and in it our connector, with its threads and sockets on this loop."""
-    halves: list[tuple[WorkerHalf, Any]] = []
+    workers: list[tuple[WorkerConnector, Any]] = []
     clients: list[LookupClient] = []
 
     def client(*args: Any, **options: Any) -> LookupClient:
         clients.append(LookupClient(*args, **options, clock=loop.time, loop=loop))
         return clients[-1]
 
-    def opened(half: WorkerHalf, config: Any, cache_config: Any, caches: Any) -> bool:
-        halves.append((half, (config, cache_config, caches)))
+    def opened(side: WorkerConnector, config: Any, cache_config: Any, caches: Any) -> bool:
+        workers.append((side, (config, cache_config, caches)))
         return True
 
     with (
-        patch("lmcache_async.integration.vllm.lookup_client.LookupClient", client),
-        patch.object(connector_module, "open_worker_half", opened),
+        patch("lmcache_async.integration.vllm.lookup.LookupClient", client),
+        patch.object(connector_module, "open_worker", opened),
     ):
         sim = SimulatedVLLM(setup)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(network.connected())
         engines = [
-            await _open_rank(setup, registry, loop, network, stack, half, *given) for half, given in halves
+            await _open_rank(setup, registry, loop, network, stack, side, *given) for side, given in workers
         ]
         try:
             yield sim, engines
@@ -72,30 +70,25 @@ async def _open_rank(
     loop: SimulatedLoop,
     network: Network,
     stack: contextlib.AsyncExitStack,
-    half: WorkerHalf,
+    side: WorkerConnector,
     config: Any,
     cache_config: Any,
     caches: Any,
 ) -> CacheEngine:
     size = setup.block_size
     layout = KVLayout.from_block_views(caches, num_blocks=setup.num_blocks, block_size=size)
-    namespace = namespace_of(config, cache_config, half.config, layout.text)
+    namespace = namespace_of(config, cache_config, side.config, layout.text)
     engine = await stack.enter_async_context(
         CacheEngine.open(
-            half.config,
+            side.config,
             layout=layout,
             namespace=namespace,
             instrument=Instrument(),
             registry=registry,
         )
     )
-    transfers = Transfers(
-        engine, _Steps(loop), rank=half.rank, chunk_size=half.config.chunk_size, block_size=size
-    )
-    half._transfers = transfers
-    half._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
-    server = LookupServer(engine, half._identity(namespace), half._socket, clear=transfers.clear)
-    network.listen(half._socket, server._accept)
+    server = side.attach(engine, _Steps(loop), layout, namespace)
+    network.listen(side.socket, server.accept)
     stack.push_async_callback(_hang_up, server)
     return engine
 
@@ -262,9 +255,9 @@ class Serving(Simulation):
     async def _check(self, sim: SimulatedVLLM, engines: list[CacheEngine], deadline: float) -> None:
         """Nothing is held any more, by vLLM's pool or by the engines."""
         loop = asyncio.get_running_loop()
-        half = sim.connector._scheduler
+        side = sim.connector.scheduler
         free = sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if (half.has_work, len(half._requests), bool(half.loads), free) != (
+        if (side.has_work, side.num_requests, side.loads_active, free) != (
             False,
             0,
             False,

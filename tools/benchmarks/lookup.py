@@ -1,6 +1,6 @@
-"""A lookup of a long prompt that is all there: in the engine, and as the scheduler half of the connector asks.
+"""A lookup of a long prompt that is all there: in the engine, and as the scheduler connector of the connector asks.
 
-The scheduler half's lookups go the whole way: its thread, the message, the server and the engine in another
+The scheduler connector's lookups go the whole way: its thread, the message, the server and the engine in another
 process, and back until the scheduler's thread can see the answer. The limits are an echo of as many bytes
 between the same two processes, and one look into a dict for each key.
 """
@@ -24,10 +24,10 @@ import uvloop
 
 from lmcache_async.bench.measure import Case
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
-from lmcache_async.integration.vllm.chains import RequestChain
-from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup import LookupClient
+from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, encode
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, encode
 from lmcache_async.testing.rig import Rig
 from tools.benchmarks.command import option
 
@@ -140,8 +140,8 @@ LIMITS = {
     "engine, keys": ("one dict lookup a key",),
     "engine, keys, pinned": ("one dict lookup a key",),
     "engine, int32 array": ("one dict lookup a key",),
-    "scheduler half, hashed before": ("one dict lookup a key", "echo through a unix socket"),
-    "scheduler half, fresh list": ("echo through a unix socket", "np.array(list, int32)"),
+    "scheduler connector, hashed before": ("one dict lookup a key", "echo through a unix socket"),
+    "scheduler connector, fresh list": ("echo through a unix socket", "np.array(list, int32)"),
 }
 _START_S = 120.0
 _ANSWER_S = 10.0
@@ -222,26 +222,27 @@ def _probes(
         "engine, keys": by_keys,
         "engine, keys, pinned": pinned,
         "engine, int32 array": by_tokens,
-        "scheduler half, hashed before": hashed_before,
-        "scheduler half, fresh list": fresh,
+        "scheduler connector, hashed before": hashed_before,
+        "scheduler connector, fresh list": fresh,
     }
     return {name: functools.partial(frame.mean, probe) for name, probe in once.items()}
 
 
-def _chain(tokens: list[int]) -> RequestChain:
-    return RequestChain("benchmark", tokens, len(tokens))
+def _chain(tokens: list[int]) -> RequestKeys:
+    return RequestKeys("benchmark", tokens, len(tokens))
 
 
-def _ask(client: LookupClient, chain: RequestChain, num_tokens: int, keys: Sequence[ChunkKey]) -> float:
+def _ask(client: LookupClient, chain: RequestKeys, num_tokens: int, keys: Sequence[ChunkKey]) -> float:
     """Milliseconds until the scheduler's thread sees the answer."""
     start = time.perf_counter()
-    lookup = client.ask(chain, num_tokens, 0)
-    while (answer := lookup.answer) is None:
+    lookup = client.ask(chain, num_tokens)
+    while not (answers := client.take_answers()):
         if time.perf_counter() - start > _ANSWER_S:
             raise RuntimeError(f"no answer within {_ANSWER_S:.0f} s")
         time.sleep(_LOOK_S)
+    answer = answers[-1].answer
     milliseconds = _checked(start, answer.chunks, keys)
-    client.release(lookup)
+    client.release(lookup, answer)
     return milliseconds
 
 

@@ -1,6 +1,6 @@
 """What the connector costs vLLM's scheduler thread: each call, timed on that thread, for long prompts.
 
-The scheduler half and its lookup thread are the real ones, so are vLLM's requests and block pool; lookups
+The scheduler connector and its lookup thread are the real ones, so are vLLM's requests and block pool; lookups
 are answered by the real server in another process, over an engine that has exactly the keys of every
 second prompt. Each request goes through all calls that vLLM makes for it: arrival, matching until the
 answer is there, then either a load and its end, or a prefill in steps with its stores, and the end.
@@ -29,8 +29,8 @@ from lmcache_async.bench.measure import Row
 from lmcache_async.config import load_config
 from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
+from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, socket_path
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, socket_path
 from tools.benchmarks.command import option
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Driver:
         return metadata
 
     def _report(self, *, finished: set[str] | None = None, copied: dict[int, int] | None = None) -> None:
-        from lmcache_async.integration.vllm.metadata import WorkerReport
+        from lmcache_async.integration.vllm.jobs import WorkerReport
 
         output = SimpleNamespace(
             invalid_block_ids=set(),
@@ -243,16 +243,16 @@ class Driver:
 
 
 @contextlib.contextmanager
-def scheduler_half(load: Workload, path: Path) -> Iterator[Any]:
-    from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.requests import Roles
-    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
+def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
+    from lmcache_async.integration.vllm.lookup import LookupClient
+    from lmcache_async.integration.vllm.request import Roles
+    from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
     config = load_config(
         env={}, extra={"chunk_size": CHUNK, "vllm": {"lookup_timeout_s": 10, "max_pinned_fraction": 1}}
     )
     client = LookupClient([path], chunk_size=CHUNK, block_size=load.block_size, lookup_timeout_s=10.0)
-    half = SchedulerHalf(config, block_size=load.block_size, world_size=1, roles=Roles(), client=client)
+    half = SchedulerConnector(config, block_size=load.block_size, world_size=1, roles=Roles(), client=client)
     try:
         while not client.ready:
             time.sleep(0.01)
@@ -279,7 +279,7 @@ def measure(load: Workload, frame: Frame) -> tuple[Times, list[float]]:
         try:
             if not ready.wait(_START_S):
                 raise RuntimeError(f"the lookup server did not start within {_START_S:.0f} s")
-            with scheduler_half(load, path) as half:
+            with scheduler_of(load, path) as half:
                 driver = Driver(load, half)
                 floors = [_one_request(driver, frame, index) for index in range(load.requests)]
                 return driver.times, floors

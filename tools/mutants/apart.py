@@ -4,74 +4,76 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
-WAITING = "lmcache_async/integration/vllm/waiting.py"
-HANDOVER = "lmcache_async/integration/vllm/handover.py"
-TEST_WAITING = ("tests/unit/vllm/test_waiting.py",)
-TEST_HANDOVER = ("tests/unit/vllm/test_handover.py",)
+LOOKUP = "lmcache_async/integration/vllm/lookup.py"
+PROMISE = "lmcache_async/integration/vllm/promise.py"
+REQUEST = "lmcache_async/integration/vllm/request.py"
+SCHEDULER = "lmcache_async/integration/vllm/scheduler.py"
+TEST_WAITER = ("tests/unit/vllm/test_promise_waiter.py",)
+TEST_PROMISE = ("tests/unit/vllm/test_promise.py",)
 
 APART = (
     Mutation(
         "apart: what is promised is not waited for",
-        WAITING,
+        LOOKUP,
         "deadline = lookup.asked_at + lookup.wait_s",
         "deadline = lookup.asked_at",
-        TEST_WAITING,
+        TEST_WAITER,
     ),
     Mutation(
         "apart: who is gone is waited for",
-        WAITING,
-        "if lookup.abandoned:",
+        LOOKUP,
+        "if pending.abandoned:",
         "if False:",
-        TEST_WAITING,
+        TEST_WAITER,
     ),
     Mutation(
         "apart: all that wait ask as often as one",
-        WAITING,
+        LOOKUP,
         "LAST_PAUSE_S), waiting * SPACING_S)",
         "LAST_PAUSE_S), 0.0)",
-        TEST_WAITING,
+        TEST_WAITER,
     ),
     Mutation(
         "apart: a promise of another prompt is believed",
-        HANDOVER,
-        'return "" if marks[1] == self.end else',
+        PROMISE,
+        'return "" if digests[1] == self.end else',
         'return "" if self.end else',
-        TEST_WAITING,
+        TEST_WAITER,
     ),
     Mutation(
         "apart: a hole before the last chunk is not seen",
-        WAITING,
+        LOOKUP,
         "while answer.hit_tokens(size) < promise.tokens and",
         "while not asks and",
-        TEST_WAITING,
+        TEST_WAITER,
     ),
     Mutation(
         "apart: the wait begins again with every preemption",
-        "lmcache_async/integration/vllm/asking.py",
-        "if state.wait_until is None:",
+        REQUEST,
+        "if self._promise_until is None:",
         "if True:",
-        TEST_HANDOVER,
+        TEST_PROMISE,
     ),
     Mutation(
         "apart: a tier that refuses everything is promised",
-        HANDOVER,
-        "self._reaches = not chunks",
-        "self._reaches = True",
-        TEST_HANDOVER,
+        SCHEDULER,
+        "self._reaches_shared_tier = not chunks",
+        "self._reaches_shared_tier = True",
+        TEST_PROMISE,
     ),
     Mutation(
         "apart: what was lost is promised",
-        HANDOVER,
-        "if lost is not None and lost <= full:",
+        REQUEST,
+        "if cursor.lost_chunk is not None and cursor.lost_chunk <= full:",
         "if False:",
-        TEST_HANDOVER,
+        TEST_PROMISE,
     ),
     Mutation(
         "apart: what memory alone has is not written to the shared tier",
-        "lmcache_async/integration/vllm/scheduler.py",
-        "if state.load_failed or state.hands_over:",
-        "if state.load_failed:",
-        TEST_HANDOVER,
+        REQUEST,
+        "if self._load_failed or self._hands_over:",
+        "if self._load_failed:",
+        TEST_PROMISE,
     ),
     Mutation(
         "apart: a producer's loads are given blocks that a step still writes",
@@ -82,9 +84,9 @@ APART = (
     ),
     Mutation(
         "apart: a promise is compared with the time to compute",
-        "lmcache_async/integration/vllm/decide.py",
+        "lmcache_async/integration/vllm/load_policy.py",
         "if not (self._always or promised) and",
         "if not self._always and",
-        TEST_HANDOVER,
+        TEST_PROMISE,
     ),
 )

@@ -16,7 +16,7 @@ import torch
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import ChunkHasher, as_tokens
-from lmcache_async.integration.vllm.decide import Hit, LoadDecider, PrefillClock
+from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RequestPlan
 
@@ -74,7 +74,7 @@ class Traffic:
         self._engine = engine
         self._rig = rig
         self._dice = random.Random(7)
-        self._decider = LoadDecider(PrefillClock(time.monotonic, TOKENS_PER_S), CHUNK)
+        self._decider = LoadPolicy(PrefillClock(time.monotonic, TOKENS_PER_S), CHUNK)
         self._system = self._tokens(SYSTEM)
         self._sessions = [self._new_session() for _ in range(SESSIONS)]
         self._asked = 0

@@ -1,4 +1,4 @@
-"""Makes the two halves out of vLLM's configuration. What one half imports the other never needs."""
+"""Create the scheduler and worker connectors from vLLM's configuration. Each imports only what it needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_async.engine.check import persistent_tiers
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.integration.vllm.config import (
+    backend_reason,
     block_size_of,
     engine_config,
     layerwise_tokens,
@@ -16,30 +17,29 @@ from lmcache_async.integration.vllm.config import (
     roles_of,
     steps_overlap,
 )
-from lmcache_async.integration.vllm.support import backend_reason
+from lmcache_async.integration.vllm.lookup_protocol import socket_path
 from lmcache_async.integration.vllm.versions import shutdown_timeout_s
-from lmcache_async.integration.vllm.wire import socket_path
 from lmcache_async.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lmcache_async.config import EngineConfig
-    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
-    from lmcache_async.integration.vllm.worker import WorkerHalf
+    from lmcache_async.integration.vllm.scheduler import SchedulerConnector
+    from lmcache_async.integration.vllm.worker import WorkerConnector
 
 logger = logging.getLogger(__name__)
 
 
-def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
-    """Start the scheduler half; its thread looks for the workers by itself.
+def build_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerConnector:
+    """Start the scheduler connector. Its thread connects to the workers when they are ready.
 
     Raises:
         ConfigError: A key or value is wrong.
     """
-    from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.media import MediaIdentity
-    from lmcache_async.integration.vllm.scheduler import SchedulerHalf
+    from lmcache_async.integration.vllm.keys import MediaIdentity
+    from lmcache_async.integration.vllm.lookup import LookupClient
+    from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
     transfer = vllm_config.kv_transfer_config
     block_size = block_size_of(kv_cache_config)
@@ -55,7 +55,7 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
         adapter_algorithm=config.hash_algorithm,
     )
     roles = roles_of(transfer, config)
-    return SchedulerHalf(
+    return SchedulerConnector(
         config,
         block_size=block_size,
         world_size=world_size,
@@ -68,27 +68,27 @@ def build_scheduler_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHal
 
 
 def _warn_of_lost_writes(vllm_config: Any, config: EngineConfig) -> None:
-    """Name the flag that lets the engine write its queue, where what is written outlives the process."""
+    """Name the flag that leaves the engine time to write its queue to persistent tiers."""
     timeout_s = shutdown_timeout_s(vllm_config)
     if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
         return
     if tiers := persistent_tiers(config, Registry()):
         logger.warning(
-            "a stop of vllm serve loses what waits to be written to %s: vLLM kills its workers after %g s, and"
-            " closing takes up to %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",
+            "stopping vllm serve loses writes queued for %s: vLLM kills its workers after %g s, and closing takes up to"
+            " %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",
             ", ".join(tiers),
             timeout_s,
             config.shutdown_timeout_s,
         )
 
 
-def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
-    """Make this rank's half; it opens when the KV cache is there.
+def build_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerConnector:
+    """Create this rank's worker connector. It is opened when the KV cache is registered.
 
     Raises:
         ConfigError: A key or value is wrong.
     """
-    from lmcache_async.integration.vllm.worker import WorkerHalf
+    from lmcache_async.integration.vllm.worker import WorkerConnector
 
     block_size = block_size_of(kv_cache_config)
     config = engine_config(vllm_config, block_size)
@@ -96,7 +96,7 @@ def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
     socket = socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank)
     events = vllm_config.kv_events_config
     kv_events = events is not None and events.enable_kv_cache_events
-    return WorkerHalf(
+    return WorkerConnector(
         config,
         rank=rank,
         block_size=block_size,
@@ -106,13 +106,13 @@ def build_worker_half(vllm_config: Any, kv_cache_config: Any) -> WorkerHalf:
     )
 
 
-def open_worker_half(
-    half: WorkerHalf, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+def open_worker(
+    worker: WorkerConnector, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
 ) -> bool:
-    """Open it over the KV cache. False if that cannot be: then all lookups are misses.
+    """Open the worker connector over the KV cache. False if that fails: then all lookups are misses.
 
     Raises:
-        ConfigError: The configuration cannot work, so that vLLM does not start with it.
+        ConfigError: The configuration is invalid, so vLLM must not start with it.
         MissingDependencyError: A tier or stage needs a package.
     """
     from lmcache_async.device.layout import KVLayout
@@ -125,7 +125,7 @@ def open_worker_half(
         layout = KVLayout.from_block_views(
             kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=block_size
         )
-        half.open(layout, namespace_of(vllm_config, kv_cache_config, half.config, layout.text))
+        worker.open(layout, namespace_of(vllm_config, kv_cache_config, worker.config, layout.text))
     except (ConfigError, MissingDependencyError):
         raise
     except Exception:

@@ -1,9 +1,10 @@
-"""From vLLM's configuration to ours: the engine's config, what the KV depends on."""
+"""From vLLM's configuration to ours: supported models, the engine's configuration, the namespace of the KV."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import platform
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,12 +20,11 @@ from lmcache_async.hashing import (
     processor_fingerprint,
     weights_fingerprint,
 )
-from lmcache_async.integration.vllm.adapters import local_path
-from lmcache_async.integration.vllm.requests import Roles
-from lmcache_async.integration.vllm.support import backends_of, specs_of
+from lmcache_async.integration.vllm.keys import local_path
+from lmcache_async.integration.vllm.request import Roles
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,16 @@ _MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: what changes how media become
     "video_pruning_method",
     "video_pruning_rate",
 )
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in the model's config, but of the machine
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of the machine
+
+_SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# --disable-hybrid-kv-cache-manager makes full attention of these, if there is full attention besides.
+_LOCAL = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
+_NOT_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})  # a prefix changes the order of their sums
 
 
 def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
-    """The engine's config, its chunk size rounded up to whole blocks.
+    """The engine's configuration, with the chunk size rounded up to whole blocks.
 
     Raises:
         ConfigError: A key or value is wrong.
@@ -51,7 +56,7 @@ def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
     rounded = -(-config.chunk_size // block_size) * block_size
     if rounded != config.chunk_size:
         logger.info(
-            "chunk_size %d is no multiple of vLLM's block size %d; %d is used",
+            "chunk_size %d is not a multiple of vLLM's block size %d; using %d",
             config.chunk_size,
             block_size,
             rounded,
@@ -82,10 +87,10 @@ def steps_overlap(vllm_config: Any) -> bool:
 
 
 def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
-    """The longest hit that the batch itself waits for; 0 for none.
+    """Longest hit that is loaded by the step that uses it; 0 for none.
 
-    Blocks of such a load are in vLLM's prefix cache before they are filled. Should it fail, then nobody
-    may have used them, which holds where a step's end is known before the next one is planned.
+    Blocks of such a load are in vLLM's prefix cache before they are filled. If the load fails, no other request may
+    have used them. That holds if the end of a step is known before the next one is planned.
     """
     wanted = config.vllm.layerwise_load
     overlapping = steps_overlap(vllm_config)
@@ -99,7 +104,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
 
 
 def roles_of(transfer: Any, config: EngineConfig) -> Roles:
-    """What this vLLM does, by its `kv_transfer_config`."""
+    """What this vLLM does, from its `kv_transfer_config`."""
     consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
     return Roles(
         loads=consumes or config.vllm.producer_loads,
@@ -109,9 +114,9 @@ def roles_of(transfer: Any, config: EngineConfig) -> Roles:
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:
-    """What this rank's KV depends on besides tokens and request. Reads the model's files.
+    """Everything that this rank's KV depends on besides tokens and request. Reads the model's files.
 
-    Ranks whose KV is the same have the same namespace, and so the same keys in a tier that they share.
+    Ranks with equal KV have equal namespaces, and therefore equal keys in a shared tier.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size
@@ -145,7 +150,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
 
 
 def replica_of(vllm_config: Any) -> int:
-    """The number of the data-parallel replica that this engine is; 0 without data parallelism.
+    """Number of the data-parallel replica of this engine; 0 without data parallelism.
 
     Each replica of a dense model is an engine with `data_parallel_size` 1 and `data_parallel_rank` 0; only the
     index differs.
@@ -154,13 +159,13 @@ def replica_of(vllm_config: Any) -> int:
 
 
 def _replicated(kv_cache_config: Any) -> bool:
-    """Whether all tensor-parallel ranks have the same KV: MLA's latents are of no head, and are not split."""
+    """Whether all tensor-parallel ranks have the same KV, as with MLA, whose latents are not split by head."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
     return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
 def _model_name(model: Any) -> str:
-    """As it was asked for; of a local folder its name, since the place differs between machines."""
+    """The name passed to vLLM; of a local directory its last component, because paths differ between machines."""
     path = Path(model.model)
     return path.name if path.is_dir() else str(model.model)
 
@@ -170,7 +175,7 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
     if mode.startswith(_TEXT):
         return mode
     if load_format == "dummy":
-        return "dummy"  # vLLM makes them from a seed of its own
+        return "dummy"  # generated by vLLM from a seed
     try:
         return weights_fingerprint(
             local_path(model.model, model.revision),
@@ -179,8 +184,8 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
         )
     except (OSError, ValueError) as error:
         logger.warning(
-            "the weights of %s cannot be told apart (%s): what is cached now serves this process alone. "
-            "Set weights_fingerprint to text:<a name of these weights> to keep it",
+            "the weights of %s cannot be read (%s): cached KV is used by this process only. "
+            "Set weights_fingerprint to text:<name of these weights> to keep it",
             model.model,
             error,
         )
@@ -188,9 +193,9 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
 
 
 def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
-    """What embeddings of images, audio and video depend on besides their content; nothing for a text model.
+    """What embeddings of images, audio and video depend on besides their content; empty for a text model.
 
-    With it a changed image processor is another namespace, also where `weights_fingerprint` is the user's text.
+    A changed image processor is therefore another namespace, also if `weights_fingerprint` is a text.
     """
     media = model.multimodal_config
     if media is None:
@@ -201,7 +206,7 @@ def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
         files = processor_fingerprint(
             local_path(model.model, model.revision), algorithm=config.hash_algorithm
         )
-    except (OSError, ValueError):  # then the weights are unknown too, or are what the user says
+    except (OSError, ValueError):  # then the weights are unknown too, or named by the user
         files = ""
     return (("media_processor", files), ("media_settings", _digest(settings)))
 
@@ -222,7 +227,7 @@ def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _speculative(config: Any) -> str:
-    """A draft model's layers may lie in the same pages."""
+    """The draft model, whose layers may be in the same pages."""
     return "" if config is None else f"{config.method}:{config.model}"
 
 
@@ -242,3 +247,85 @@ def _vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this model or setup is not supported, with a remedy if there is one; None if it is.
+
+    The result is the same in the scheduler's process and in every worker process.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not model.is_prefix_caching_supported:
+        pooling = " with this pooling type" if model.pooler_config is not None else ""
+        return f"vLLM does not support prefix caching for this model{pooling}"
+    if reason := _groups_reason(kv_cache_config.kv_cache_groups):
+        return reason
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on; it is not supported"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales is on: the KV would depend on the first prompt that was served"
+    return _prefix_reason(vllm_config, kv_cache_config)
+
+
+def _groups_reason(groups: Sequence[Any]) -> str | None:
+    """Why KV cache groups of these kinds are not supported."""
+    kinds = {type(spec).__name__ for group in groups for spec in specs_of(group.kv_cache_spec)}
+    if len(groups) != 1:
+        reason = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))}); one is supported"
+        if kinds & _SUPPORTED and kinds <= _SUPPORTED | _LOCAL:
+            # vLLM then keeps the KV of every layer for the whole prompt, as full attention does.
+            reason += (
+                ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
+            )
+        return reason
+    if not groups[0].enable_kv_transfer:
+        return "vLLM does not allow the model's KV cache to be transferred"
+    if unknown := sorted(kinds - _SUPPORTED):
+        reason = f"the KV cache is a {', '.join(unknown)}; full attention and MLA are supported"
+        if kinds == {"SlidingWindowSpec"}:  # vLLM takes the window for the longest prompt then
+            reason += ". Start vLLM with --disable-sliding-window if no request is longer than the window"
+        return reason
+    return None
+
+
+def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why a prefill cannot continue after a cached prefix: the cases in which vLLM disables its own prefix caching.
+
+    `enable_prefix_caching` alone does not show them, because users may disable prefix caching and use this connector
+    instead.
+    """
+    model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+    if any(
+        getattr(spec, "non_causal", False)
+        for spec in specs_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    ):
+        return "the model's attention is not causal; vLLM does not support prefix caching for it"
+    if vllm_config.device_config.device_type != "cuda" and not (
+        cache.enable_prefix_caching or scheduler.enable_chunked_prefill
+    ):
+        # A platform that cannot continue a prefill forces both off, which no user's --no-enable-prefix-caching does.
+        if model.use_mla:
+            return "vLLM does not support prefix caching for MLA on this platform; a CPU needs AMX for it"
+        if platform.machine().startswith("riscv"):
+            return "vLLM does not support prefix caching on RISC-V"
+    return None
+
+
+def backend_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why the attention backends, which only a worker knows, are not supported; None if they are."""
+    if envs.VLLM_BATCH_INVARIANT and (variant := backends_of(vllm_config, kv_cache_config) & _NOT_INVARIANT):
+        return f"vLLM does not support prefix caching for {min(variant)} with VLLM_BATCH_INVARIANT"
+    return None
+
+
+def specs_of(spec: Any) -> Iterable[Any]:
+    """The spec, or the spec of each layer if layers differ in size."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return inner.values() if isinstance(inner, dict) else (spec,)
+
+
+def backends_of(vllm_config: Any, kv_cache_config: Any) -> set[str]:
+    """Names of the attention backends; empty in a process without the model."""
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    group = kv_cache_config.kv_cache_groups[0]
+    return {layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers}

@@ -1,7 +1,7 @@
-"""The worker half's answers: which of these keys are there. Runs in the engine's loop.
+"""Lookup server of a rank: answers which of the asked keys are stored. Runs on the engine's loop.
 
-Only processes of the same user reach it: the socket lies in a directory of mode 0700, and what connects
-is asked for its user. A connection that sends nonsense, or does not read its answers, is alone in that.
+Only processes of the same user can connect: the socket is in a directory of mode 0700, and the user of each peer is
+checked. An invalid message, or a peer that does not read its answers, affects only its own connection.
 """
 
 from __future__ import annotations
@@ -17,24 +17,33 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.wire import Identity, Message, check_peer, encode, pack_costs, receive
+from lmcache_async.integration.vllm.lookup_protocol import (
+    Identity,
+    Message,
+    check_peer,
+    encode,
+    pack_costs,
+    receive,
+    unpack_keys,
+)
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
+    from lmcache_async.types import ChunkKey
+
 logger = LimitedLogger(logging.getLogger(__name__))
 
-_MAX_CONNECTIONS = 16  # one scheduler half asks; the others are those it has lost
-_MAX_REQUESTS = 256  # of one connection at a time; more wait in its socket
+_MAX_CONNECTIONS = 16  # one scheduler connects; the others are connections that it has lost
+_MAX_REQUESTS = 256  # of one connection at the same time; more wait in its socket
 _MAX_REQUEST_BYTES = 32 << 20  # the same in bytes, one more request allowed
 _RETRY_S = 0.05
 
 
 class Lookups(Protocol):
-    """What the server needs of the engine."""
+    """The parts of the engine that the server uses."""
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
 
@@ -47,7 +56,7 @@ class LookupServer:
     """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket.
 
     Args:
-        clear: Called with the new epoch and whether only memory is meant.
+        clear: Clears the cache; called with the new epoch and whether only memory is cleared.
     """
 
     def __init__(
@@ -66,16 +75,16 @@ class LookupServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running: Counter[str] = Counter()  # lookups that may still pin
         self._closing = False
-        self._unwanted: set[str] = set()  # of these, those whose pins nobody wants any more
+        self._released: set[str] = set()  # lookups of these that were released meanwhile
 
     async def start(self, *, wait_s: float = 5.0) -> None:
         """Listen.
 
         Args:
-            wait_s: How long a process before us may need to let go of the place.
+            wait_s: Longest wait for a former process to close its socket.
 
         Raises:
-            ConfigError: A living process listens there, or it is no place for a socket.
+            ConfigError: A running process listens there, or the socket cannot be created.
         """
         deadline = time.monotonic() + wait_s
         while (process := await _listener(self._path)) is not None:
@@ -86,8 +95,8 @@ class LookupServer:
                 )
             await asyncio.sleep(_RETRY_S)
         try:
-            self._path.unlink(missing_ok=True)  # left by a process that was killed
-            self._server = await asyncio.start_unix_server(self._accept, self._path)
+            self._path.unlink(missing_ok=True)  # left by a killed process
+            self._server = await asyncio.start_unix_server(self.accept, self._path)
             self._path.chmod(0o600)
         except OSError as error:
             raise ConfigError(f"vllm.socket_dir: cannot listen at {self._path}: {error}") from error
@@ -97,24 +106,25 @@ class LookupServer:
             return
         self._path.unlink(
             missing_ok=True
-        )  # first: once we do not listen any more, the next one may take the place
+        )  # before closing, because afterwards another process may create a socket at this path
         self._closing = True
         self._server.close()
         self._say_goodbye()
-        connections = list(self._connections)  # each is a task of ours, so that it can be cancelled
+        connections = list(self._connections)  # each is a task, so that it can be cancelled
         for connection in connections:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
         await self._server.wait_closed()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing:  # the loop had accepted it, and tells us now
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a new connection. Called by the server that `start` opens."""
+        if self._closing:  # accepted by the loop before it was closed
             writer.close()
             return
         try:
             check_peer(writer)
             if len(self._connections) >= _MAX_CONNECTIONS:
-                raise ConnectionRefusedError(f"there are {_MAX_CONNECTIONS} already")
+                raise ConnectionRefusedError(f"{_MAX_CONNECTIONS} connections are open already")
         except OSError as error:
             logger.report(type(error).__name__, "lookup server: connection refused: %s", error)
             writer.close()
@@ -124,7 +134,7 @@ class LookupServer:
         task.add_done_callback(lambda task: self._connections.pop(task).close())
 
     def _say_goodbye(self) -> None:
-        """The other ends need not wonder where we went: workers end before the scheduler does."""
+        """Announce the end, because workers stop before the scheduler does."""
         for writer in self._connections.values():
             if not writer.is_closing():
                 writer.write(encode({"op": "goodbye"}))
@@ -142,8 +152,8 @@ class LookupServer:
                     )
                     del message
         except* (EOFError, ConnectionError):
-            pass  # the scheduler half went away
-        except* Exception as error:  # noqa: BLE001 - a border: a bad message ends its connection alone
+            pass  # the scheduler closed the connection
+        except* Exception as error:  # noqa: BLE001 - an invalid message ends only its connection
             logger.report("connection", "lookup server: connection closed: %s", error.exceptions[0])
         finally:
             writer.close()
@@ -153,14 +163,14 @@ class LookupServer:
     async def _serve(self, message: Message, writer: asyncio.StreamWriter) -> None:
         try:
             answer = await self._answer(message)
-        except Exception as error:  # noqa: BLE001 - a border: what fails here is a miss there
+        except Exception as error:  # noqa: BLE001 - a failure here is a miss there
             text = f"{error!r:.200}"
             logger.report(type(error).__name__, "lookup server: a request failed: %s", text)
             answer = {"error": text}
         if answer is not None and not writer.is_closing():
             message_id = message.get("id")
             writer.write(encode({"id": message_id if isinstance(message_id, int) else None, **answer}))
-            await writer.drain()  # who does not read is not served on
+            await writer.drain()  # a peer that does not read is not served further
 
     async def _answer(self, message: Message) -> Message | None:
         match message:
@@ -175,7 +185,7 @@ class LookupServer:
                 return {"removed": await self._clear(epoch, memory_only)}
             case {"op": "hello"}:
                 return asdict(self._identity)
-        raise ValueError(f"no message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
+        raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
         result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
@@ -195,7 +205,7 @@ class LookupServer:
         return {"first": found.position, "first_pinned": found.pinned}
 
     def _claim(self, message: Message) -> str | None:
-        """The lookup that this message may pin for. An `unpin` of it may be served before it."""
+        """The lookup id that this message may pin for. Its `unpin` may be served before the message."""
         match message:
             case {"op": "lookup" | "first", "lookup_id": str(lookup_id)}:
                 self._running[lookup_id] += 1
@@ -203,26 +213,26 @@ class LookupServer:
         return None
 
     def _served(self, load: _Load, nbytes: int, lookup_id: str | None, _: object) -> None:
-        """A message has been answered or given up: who has let go in the meantime is left nothing to hold."""
+        """A message was answered or given up. Unpin if the lookup was released meanwhile."""
         load.remove(nbytes)
         if lookup_id is None:
             return
         self._running[lookup_id] -= 1
         if not self._running[lookup_id]:
             del self._running[lookup_id]
-            if lookup_id in self._unwanted:
-                self._unwanted.discard(lookup_id)
+            if lookup_id in self._released:
+                self._released.discard(lookup_id)
                 self._engine.unpin(lookup_id)
 
     def _unpin(self, lookup_id: str) -> None:
         if lookup_id in self._running:
-            self._unwanted.add(lookup_id)
+            self._released.add(lookup_id)
         else:
             self._engine.unpin(lookup_id)
 
 
 class _Load:
-    """What one connection has asked and not been answered yet."""
+    """Unanswered requests of one connection."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -247,7 +257,7 @@ class _Load:
 
 
 async def _listener(path: Path) -> int | None:
-    """The living process that listens at `path`; None if there is none, whatever else is there."""
+    """Process id of the running process that listens at `path`; None if there is none."""
     try:
         async with asyncio.timeout(1.0):
             _, writer = await asyncio.open_unix_connection(path)
@@ -255,18 +265,12 @@ async def _listener(path: Path) -> int | None:
         return None
     try:
         process = check_peer(writer)
-        if process:  # 0: of another PID namespace, so it lives
+        if process:  # 0 means another PID namespace, so it is running
             os.kill(process, 0)
     except ProcessLookupError:
-        return None  # its children have inherited the socket
+        return None  # only its children still have the socket
     except PermissionError:
-        return None  # another user's; the path lies in a directory of ours, where it has no place
+        return None  # another user's process; the directory is ours
     finally:
         writer.close()
     return process
-
-
-def unpack_keys(packed: bytes) -> list[ChunkKey]:
-    if len(packed) % KEY_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of keys")
-    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

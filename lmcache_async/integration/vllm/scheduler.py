@@ -1,51 +1,276 @@
-"""The scheduler half, on the scheduler's thread: finds hits, plans loads and stores. It waits for nothing."""
+"""Scheduler side of the connector: finds hits, plans loads and stores. Runs on vLLM's scheduler thread."""
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from lmcache_async.integration.vllm.accounts import Accounts
-from lmcache_async.integration.vllm.asking import Asking
-from lmcache_async.integration.vllm.decide import LoadDecider, PrefillClock
-from lmcache_async.integration.vllm.handover import Handover, Promise
-from lmcache_async.integration.vllm.loads import Loads, LoadSpan, load_job, lost_job
-from lmcache_async.integration.vllm.media import MediaIdentity
-from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.notices import MAX_NOTICES
-from lmcache_async.integration.vllm.pins import Pins
-from lmcache_async.integration.vllm.plans import Plans
-from lmcache_async.integration.vllm.requests import RequestState, Roles, new_state
-from lmcache_async.integration.vllm.stores import StorePlanner, StorePolicy
+from lmcache_async.hashing import Extra
+from lmcache_async.integration.vllm.events import MAX_NOTICES
+from lmcache_async.integration.vllm.jobs import Job, StepMetadata, WorkerReport, load_job, pack_blocks
+from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, RequestKeys
+from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
+from lmcache_async.integration.vllm.metrics import SchedulerMetrics
+from lmcache_async.integration.vllm.request import (
+    RequestOptions,
+    RequestPolicy,
+    RequestTracker,
+    Roles,
+    track,
+)
+from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.types import RequestPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lmcache_async.config import EngineConfig
-    from lmcache_async.integration.vllm.lookup_client import LookupClient
-    from lmcache_async.integration.vllm.metadata import Job
-    from lmcache_async.integration.vllm.notices import Notice
+    from lmcache_async.integration.vllm.events import Notice
+    from lmcache_async.integration.vllm.lookup import LookupClient, PromiseCounts
+    from lmcache_async.integration.vllm.promise import Promise
+    from lmcache_async.integration.vllm.request import Admission, LoadSpan, Release, StoreSpan
     from lmcache_async.observability.families import Family
 
+logger = LimitedLogger(logging.getLogger(__name__))
+
+MAX_REPEATS = 8
+"""Lookups repeated in one step because of their age. The requests of a long queue all age at the same time."""
+
+MAX_PLANS = 256
+"""Load decisions of one step that are sent to the status page."""
 
 _CLOSE_S = 3.0
-"""Longest wait for the lookup thread at the end; it has nothing to write."""
+"""Longest wait for the lookup thread at the end. It has nothing to write."""
+
+HASH_WAIT_S = 2.0
+"""Time that the last chunks of a finished request wait for their keys, with their blocks pinned."""
 
 
-class SchedulerHalf:
-    """Forwarded to by the connector in vLLM's EngineCore.
+class BlockPins:
+    """Blocks of vLLM's pool that a store still reads, kept from reuse until every rank has copied them.
+
+    The references are counted here, as the pool's `touch` and `free_blocks` count them, because a prompt has
+    thousands of blocks and the scheduler's thread must not wait. The pool is called when a block becomes free.
 
     Args:
-        layerwise_tokens: The longest hit that is loaded by the step that uses it.
-        overlapped: vLLM plans a step before the one before it has ended.
-        media: Which identifiers of images, audio and video stand for their content.
+        max_fraction: Largest part of the pool that may be pinned at the same time.
+    """
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._pool: Any = None
+        self._max_blocks = 0
+        self._pinned_blocks = 0
+        self._jobs: dict[int, Sequence[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """References held; a block of two jobs counts twice."""
+        return self._pinned_blocks
+
+    @property
+    def room(self) -> int:
+        """Blocks that may still be pinned."""
+        return self._max_blocks - self._pinned_blocks
+
+    def bind(self, block_pool: Any) -> None:
+        self._pool = block_pool
+        self._max_blocks = max(1, int(block_pool.num_gpu_blocks * self._max_fraction))
+
+    def pin(self, job_id: int, blocks: Sequence[Any]) -> None:
+        """Pin blocks that a request holds, so that none of them is in the pool's free queue."""
+        for block in blocks:
+            block.ref_cnt += 1
+        self._jobs[job_id] = blocks
+        self._pinned_blocks += len(blocks)
+
+    def unpin(self, job_id: int) -> None:
+        blocks = self._jobs.pop(job_id)
+        self._pinned_blocks -= len(blocks)
+        last: list[Any] = []
+        for block in blocks:
+            if block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            else:
+                last.append(block)
+        if last:
+            self._pool.free_blocks(reversed(last))  # vLLM evicts in this order: suffixes before prefixes
+
+    def would_free(self) -> bool:
+        """Whether the end of a store makes some block free."""
+        pinned: Counter[int] = Counter()
+        for blocks in self._jobs.values():
+            for block in blocks:
+                pinned[block.block_id] += 1
+                if block.ref_cnt == pinned[block.block_id]:
+                    return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStore:
+    """A store whose blocks are pinned. It is sent to the workers when its chunks have keys."""
+
+    job_id: int
+    keys: RequestKeys
+    span: StoreSpan
+    epoch: int
+    block_ids: bytes
+    deadline: float
+    hand_over: bool
+
+
+class StoreQueue:
+    """Stores of all requests: pinned, sent to the workers, and unpinned when every rank has copied the blocks.
+
+    Args:
+        world_size: Number of ranks that report each job.
+        pins: Pins of the blocks.
+        metrics: Counts the chunks that are skipped.
+    """
+
+    def __init__(
+        self, pins: BlockPins, metrics: SchedulerMetrics, *, world_size: int, chunk_size: int, block_size: int
+    ) -> None:
+        self._pins = pins
+        self._metrics = metrics
+        self._world_size = world_size
+        self._chunk_size = chunk_size
+        self._block_size = block_size
+        self._planned: list[_PlannedStore] = []
+        self._job_keys: dict[int, tuple[bytes, ...]] = {}
+        self._copied: dict[int, int] = {}
+        self.keys_in_flight: set[bytes] = set()
+
+    def add(
+        self,
+        job_id: int,
+        tracker: RequestTracker,
+        span: StoreSpan,
+        blocks: Sequence[Any],
+        *,
+        epoch: int,
+        now: float,
+    ) -> None:
+        """Pin the blocks of a store.
+
+        Args:
+            blocks: All blocks of the request, as vLLM has them.
+
+        Raises:
+            RuntimeError: The request does not have these blocks.
+        """
+        start = span.first * self._chunk_size // self._block_size
+        count = span.num_tokens // self._block_size
+        pinned = blocks[start : start + count]
+        if len(pinned) != count:
+            raise RuntimeError(
+                f"request {tracker.request_id} does not have blocks {start} to {start + count}"
+            )
+        self._pins.pin(job_id, pinned)
+        ids = pack_blocks([block.block_id for block in pinned])
+        store = _PlannedStore(
+            job_id, tracker.keys, span, epoch, ids, now + HASH_WAIT_S, hand_over=tracker.hands_over
+        )
+        self._planned.append(store)
+        if span.hashed and not span.is_tail:
+            keys = tuple(tracker.keys.key(0, chunk) for chunk in range(span.first, span.stop))
+            self._job_keys[job_id] = keys
+            self.keys_in_flight.update(keys)
+
+    def take(self, now: float) -> tuple[Job, ...]:
+        """Stores whose chunks have keys. Stores whose keys do not arrive in time are dropped."""
+        jobs: list[Job] = []
+        waiting: list[_PlannedStore] = []
+        for store in self._planned:
+            if store.keys.num_hashed >= self._needed_tokens(store):
+                jobs.append(self._job(store))
+            elif store.keys.failed or now > store.deadline:
+                self._pins.unpin(store.job_id)
+                self._metrics.skipped_chunks["keys"] += store.span.stop - store.span.first
+                logger.report(
+                    "keys",
+                    "the end of request %s is not stored: its chunks had no keys within %g s",
+                    store.keys.request_id,
+                    HASH_WAIT_S,
+                )
+            else:
+                waiting.append(store)
+        self._planned = waiting
+        return tuple(jobs)
+
+    def copied(self, ranks: Mapping[int, int]) -> None:
+        """More ranks have copied the blocks of these jobs."""
+        for job_id, count in ranks.items():
+            total = self._copied.pop(job_id, 0) + count
+            if total < self._world_size:
+                self._copied[job_id] = total
+                continue
+            self._pins.unpin(job_id)
+            self.keys_in_flight.difference_update(self._job_keys.pop(job_id, ()))
+
+    def _needed_tokens(self, store: _PlannedStore) -> int:
+        span = store.span
+        return store.keys.num_prompt_tokens if span.is_tail else span.stop * self._chunk_size
+
+    def _job(self, store: _PlannedStore) -> Job:
+        keys, span, size = store.keys, store.span, self._chunk_size
+        if span.is_tail and keys.tail is not None:
+            tail = keys.tail
+            start, stop, packed = tail.start, tail.start + tail.num_tokens, tail.keys
+            texts = {0: tail.text} if tail.text else {}
+        else:
+            start, stop = span.first * size, span.stop * size
+            packed = keys.packed_keys(span.first, span.stop)
+            texts = keys.texts_of(span.first, span.stop)
+        has_parent = bool(start) and not span.is_tail
+        return Job(
+            job_id=store.job_id,
+            request_id=keys.request_id,
+            request_namespace=keys.request_namespace,
+            epoch=store.epoch,
+            start=start,
+            tokens=keys.packed_tokens(start, stop),
+            keys=packed,
+            texts=tuple(texts.items()),
+            block_ids=store.block_ids,
+            hand_over=store.hand_over,
+            parents=keys.packed_keys(span.first - 1, span.first) if has_parent else (),
+            event_lora_name=None if span.is_tail else keys.event_lora_name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load that not every rank has finished."""
+
+    tracker: RequestTracker
+    job: Job
+    local_tokens: int
+
+
+class SchedulerConnector:
+    """The connector in vLLM's EngineCore process.
+
+    Args:
+        block_size: Tokens per block of vLLM's cache.
+        world_size: Number of ranks.
+        roles: What this vLLM does.
+        client: Looks requests up.
+        layerwise_tokens: Longest hit that is loaded by the step that uses it; 0 for none.
+        overlapped: VLLM plans a step before the one before it has ended.
+        media: Which identifiers of images, audio and video identify their content.
 
     Attributes:
-        roles: What it does.
-        asking: Counts lookups that were late.
-        decider: Counts what was decided: `load`, `recompute` or `partial`.
+        load_policy: Decides how much of a hit is loaded.
+        metrics: Counts of lookups and loads.
         tier_kinds: The tiers' names by their ids.
     """
 
@@ -66,187 +291,237 @@ class SchedulerHalf:
         self.roles = roles
         self._media = media or MediaIdentity()
         self._client = client
-        self._policy = StorePolicy(
-            chunk_size=config.chunk_size,
-            block_size=block_size,
-            world_size=world_size,
-            partial_chunks=config.store.partial_chunks,
-            generated_tokens=config.store.generated_tokens,
-        )
-        self.decider = LoadDecider(
+        self.load_policy = LoadPolicy(
             PrefillClock(client.now, config.vllm.prefill_tokens_per_s, overlapped=overlapped),
             config.chunk_size,
             always=config.vllm.load_policy == "always",
         )
-        self._pins = Pins(config.vllm.max_pinned_fraction)
-        self._stores = StorePlanner(self._policy, self._pins, client)
-        self._requests: dict[str, RequestState] = {}
-        self._layerwise_tokens = layerwise_tokens
-        self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
-        self.asking = Asking(client, config, block_size)
-        self._accounts = Accounts(config.chunk_size)
-        self.tier_kinds = {tier.id: tier.name for tier in config.tiers}
-        self._handover = Handover(self._policy, wait_s=config.store.timeout_s)
-        self._plans = Plans(block_size, config.chunk_size, wanted=config.http.listen is not None)
-        self._manager: Any = None
-        self.loads = Loads(
-            client,
+        self._policy = RequestPolicy(
             chunk_size=config.chunk_size,
             block_size=block_size,
-            blocks_of=lambda name: [block.block_id for block in self._blocks_of(name)],
-            evict=lambda blocks: self._manager.evict_blocks(blocks),
-            on_ended=lambda name, failed: self._accounts.load_ended(name, self.decider, failed=failed),
+            partial_chunks=config.store.partial_chunks,
+            generated_tokens=config.store.generated_tokens,
+            lookup_timeout_s=config.vllm.lookup_timeout_s,
+            lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,
+            wait_for_producer_s=config.vllm.wait_for_producer_s,
+            layerwise_tokens=layerwise_tokens,
+            decide=self.load_policy.decide,
         )
+        self.tier_kinds = {tier.id: tier.name for tier in config.tiers}
+        self.metrics = SchedulerMetrics()
+        self._trackers: dict[str, RequestTracker] = {}
+        self._loads: dict[str, _Load] = {}  # by request id
+        self._layerwise_loads: dict[str, _Load] = {}  # those of them that are part of the current step
+        self._new_loads: list[Job] = []
+        self._pins = BlockPins(config.vllm.max_pinned_fraction)
+        self._stores = StoreQueue(
+            self._pins,
+            self.metrics,
+            world_size=world_size,
+            chunk_size=config.chunk_size,
+            block_size=block_size,
+        )
+        self._next_job = 0
+        self._repeats_left = MAX_REPEATS
+        # Until a store reports otherwise. The first consumers then wait in vain at worst.
+        self._reaches_shared_tier = True
+        self._wants_plans = config.http.listen is not None
+        self._plans: deque[RequestPlan] = deque(maxlen=MAX_PLANS)
+        self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self._manager: Any = None
+
+    # Called through the connector's methods, whose names are in the comments.
 
     def bind_cache_manager(self, manager: Any) -> None:
-        """Of vLLM's KVCacheManager we use the block pool and the requests' block tables."""
+        """Use the block pool and the requests' block tables of vLLM's KVCacheManager."""
         self._pins.bind(manager.block_pool)
         self._manager = manager
 
     def on_new_request(self, request: Any) -> None:
-        """First sight of a request: its lookup begins before it is queued."""
-        state = self._state(request)
-        if state.may_load and not request.skip_reading_prefix_cache:
-            self.asking.ask(state)
-        elif state.may_store:
-            self._client.hash(state.chain, request.num_tokens)
+        """Start the lookup of a request before it is queued."""
+        tracker = self._tracker(request)
+        if tracker.looks_up:
+            self._ask(tracker)
+        elif tracker.stores:
+            self._client.hash(tracker.keys, tracker.num_tokens)
 
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """For get_num_new_matched_tokens; vLLM may ask any number of times."""
-        state = self._state(request)
-        state.local_tokens = local_tokens
-        if self.loads.may_be_empty(local_tokens):
-            return None, False  # until their step has ended
-        if self.asking.waits_for_keys(state):
+        """get_num_new_matched_tokens: vLLM calls it any number of times for one request."""
+        tracker = self._tracker(request)
+        tracker.local_found(local_tokens)
+        self._deliver_answers()
+        if self._may_be_unfilled(local_tokens):
+            return None, False  # until the step that fills the blocks has ended
+        now = self._client.now()
+        if tracker.waits_for_keys(now, connected=self._client.connected):
             return None, False
-        if not state.may_load or request.skip_reading_prefix_cache:
+        if not tracker.looks_up or tracker.local_suffices:
             return 0, False
-        if local_tokens >= (request.num_tokens - 1) // self._block_size * self._block_size:
-            return 0, False  # vLLM has all that it can use; there is nothing to wait for
-        lookup = self.asking.current(state)
-        if state.load_failed or not self._client.ready:
-            return 0, False
-        if lookup.answer is None:
-            return None if self.asking.may_wait(state, lookup) else 0, False
-        hit = self.decider.worth(request, lookup, lookup.answer, local_tokens)
-        external = max(0, hit - local_tokens)
-        fits = hit < request.num_tokens and external <= self._layerwise_tokens  # a token is left to compute
-        state.layerwise = lookup.answer.resident and fits
-        return external, external > 0 and not state.layerwise
+        refresh = tracker.refresh_lookup(now, self._client.epoch, may_repeat=self._repeats_left > 0)
+        if refresh.ask:
+            self._repeats_left -= refresh.repeated
+            self._release(refresh.release)
+            self._ask(tracker)
+        offer = tracker.offer(now, ready=self._client.ready)
+        self.metrics.late_lookups += offer.late
+        return offer.tokens, offer.is_async
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
-        """For update_state_after_alloc: the request is admitted, and so many tokens are to be loaded."""
-        state = self._state(request)
-        lookup = state.lookup
-        self._accounts.admitted(state, external_tokens)
-        self._plans.note(state, external_tokens)
+        """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
+        tracker = self._tracker(request)
+        admission = tracker.admitted(external_tokens)
+        self.metrics.admitted(admission)
+        self._note_plan(admission)
         if external_tokens == 0:
-            if lookup is not None and not state.loading:
-                self._client.release(lookup)
-            return True
-        if lookup is None or lookup.answer is None:
-            raise RuntimeError(f"{external_tokens} tokens of {request.request_id} were never offered")
-        span = LoadSpan(
-            state.local_tokens,
-            state.local_tokens + external_tokens,
-            self._policy.chunk_size,
-            self._block_size,
-        )
-        job = load_job(
-            self._stores.new_job_id(),
-            self._client.epoch,
-            state.chain,
-            lookup.answer,
-            span,
-            blocks.blocks[0],
-            layerwise=state.layerwise,
-        )
-        self._start_load(state, job)
+            self._release(tracker.lookup_unused())
+        else:
+            self._start_load(tracker, tracker.load_started(external_tokens), blocks)
         return True
 
     def lose_load(self, request: Any, blocks: Any) -> None:
-        """A load was promised to vLLM and cannot be planned: have all of its blocks reported as failed."""
-        state = self._state(request)
-        if state.loading:
-            return
-        ids = [block.block_id for block in blocks.blocks[0][state.local_tokens // self._block_size :]]
-        job_id, epoch = self._stores.new_job_id(), self._client.epoch
-        job = lost_job(job_id, epoch, request.request_id, ids, layerwise=state.layerwise)
-        self._start_load(state, job)
+        """A load that vLLM waits for cannot be planned: report all of its blocks as failed."""
+        tracker = self._tracker(request)
+        span = tracker.load_impossible()
+        if span is not None:
+            self._start_load(tracker, span, blocks)
 
     def plan_step(self, output: Any) -> StepMetadata:
-        """For build_connector_meta, at the end of every scheduling step."""
-        self.asking.new_step()
+        """build_connector_meta: the end of every scheduling step."""
+        self._repeats_left = MAX_REPEATS
+        self._deliver_answers()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is not None and state.may_store:
-                self._plan_stores(state, num_tokens)
-        self.decider.prefill.begin(sum(output.num_scheduled_tokens.values()))
+            tracker = self._trackers.get(request_id)
+            if tracker is not None and tracker.stores:
+                # Tokens beyond the known ones are drafts or not sampled yet.
+                self._plan_stores(tracker, tracker.known_after(num_tokens))
+        self.load_policy.prefill.begin(sum(output.num_scheduled_tokens.values()))
         stores = self._stores.take(self._client.now())
-        return StepMetadata(loads=self.take_loads(), stores=stores, plans=self._plans.take())
+        plans = tuple(self._plans)
+        self._plans.clear()
+        return StepMetadata(loads=self.take_loads(), stores=stores, plans=plans)
 
     def take_loads(self) -> tuple[Job, ...]:
-        """Loads planned since the last step. They must reach the workers whatever else fails."""
-        return self.loads.take()
+        """Loads planned since the last step. They must reach the workers even if planning the step fails."""
+        loads, self._new_loads = tuple(self._new_loads), []
+        return loads
 
     def update(self, output: Any) -> None:
-        """For update_connector_output: what the ranks have ended."""
+        """update_connector_output: results of the ranks."""
         if output.invalid_block_ids:
-            self.loads.failed(output.invalid_block_ids)
+            self._loads_failed(output.invalid_block_ids)
         for request_id in output.finished_recving or ():
-            self.loads.ended(request_id)
-        self.loads.step_ended()
+            self._load_ended(request_id)
+        for request_id in list(self._layerwise_loads):
+            self._load_ended(request_id)  # its step has ended, and its failures are recorded above
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
             report = output.kv_connector_worker_meta
             self._stores.copied(report.copied)
-            self._handover.written(report.unshared, self._requests.values)
+            self.stores_answered(report.unshared)
             self._notices.extend(report.notices)
-        self.decider.prefill.end()
+        self.load_policy.prefill.end()
 
     def finished(self, request: Any) -> Promise | None:
-        """For request_finished: its blocks are freed right after this, but for those held by us.
+        """request_finished: after this call vLLM frees all of its blocks that we have not pinned.
 
         Returns:
-            What another vLLM, which is to go on with it, will find.
+            The promise for the vLLM that continues the request.
         """
-        state = self._requests.pop(request.request_id, None)
-        if state is None:
+        self._deliver_answers()
+        tracker = self._trackers.pop(request.request_id, None)
+        if tracker is None:
             return None
-        if state.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
-            self.loads.ended(request.request_id)  # it has an answer, so its step found nothing missing
-        if state.lookup is not None and not state.loading:
-            self._client.release(state.lookup)
-        self._adopt(state)
-        computed = min(request.num_computed_tokens, request.num_tokens)
-        self._stores.finish(state, computed, lambda: self._blocks_of(request.request_id))
-        return self._handover.promise(state)
+        if request.request_id in self._layerwise_loads and request.status != RequestStatus.FINISHED_ABORTED:
+            self._load_ended(request.request_id)  # it has an output token, so its step loaded everything
+        self._release(tracker.lookup_unused())
+        tracker.skip_stored(self._client.epoch)
+        computed = tracker.known_after(0)
+        if tracker.tokens_to_hash(computed):
+            self._client.hash(tracker.keys, computed)
+        spans, dropped = tracker.finished(computed, self._pins.room)
+        if dropped:
+            self.metrics.skipped_chunks["blocks"] += dropped
+            logger.report(
+                "blocks",
+                "%d chunks at the end of request %s are not stored: copies of stores already pin %d blocks, which"
+                " vllm.max_pinned_fraction limits",
+                dropped,
+                tracker.request_id,
+                self._pins.pinned_blocks,
+            )
+        self._add_stores(tracker, spans)
+        return tracker.promise(self._config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
-        """For reset_cache. KV computed before it is not stored any more."""
+        """reset_cache: KV that was computed before is not stored any more."""
         self._client.reset(memory_only=self._config.vllm.reset_cache == "memory")
-        for state in self._requests.values():
-            if state.loading or state.request.num_computed_tokens:
-                state.may_store = False
-            else:
-                state.next_chunk, state.adopted, state.tail_pending = 0, False, state.tail_tokens > 0
+        for tracker in self._trackers.values():
+            tracker.cache_reset()
+
+    def stores_answered(self, unshared: Mapping[int, int]) -> None:
+        """Tiers have answered stores that are handed over.
+
+        Args:
+            unshared: By job, the number of chunks that no shared tier has taken.
+        """
+        for job_id, chunks in unshared.items():
+            self._reaches_shared_tier = not chunks
+            if not chunks:
+                continue
+            logger.report(
+                "unshared",
+                "%d chunks of a store did not reach a tier that other processes read;"
+                " consumers do not wait for this producer until a store does",
+                chunks,
+            )
+            for tracker in self._trackers.values():
+                tracker.store_not_shared(job_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for us to hear of the end of copies."""
-        return self._stores.busy
+        """Whether vLLM must keep stepping for us to learn of the end of copies."""
+        return bool(self._pins)
 
     @property
     def would_free_blocks(self) -> bool:
         return self._pins.would_free()
 
+    def tracker(self, request_id: str) -> RequestTracker | None:
+        """The state of a request that is not finished."""
+        self._deliver_answers()
+        return self._trackers.get(request_id)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are not finished."""
+        return len(self._trackers)
+
+    @property
+    def loads_active(self) -> bool:
+        """Whether a load is not finished."""
+        return bool(self._loads)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that stores keep from reuse; a block of two jobs counts twice."""
+        return self._pins.pinned_blocks
+
+    @property
+    def ready(self) -> bool:
+        """Whether lookups can be answered."""
+        return self._client.ready
+
+    @property
+    def promises(self) -> PromiseCounts:
+        """Outcomes of producers' promises."""
+        return self._client.promises
+
     def hit_tiers(self, request: Any) -> Mapping[str, int]:
-        """Chunks of the request's hit by the id of the tier that has them."""
-        state = self._requests.get(request.request_id)
-        lookup = state.lookup if state is not None else None
-        return lookup.answer.tiers if lookup is not None and lookup.answer is not None else {}
+        """Number of chunks of the request's hit by the id of the tier that has them."""
+        tracker = self._trackers.get(request.request_id)
+        return tracker.hit_tiers if tracker is not None else {}
 
     def take_notices(self) -> list[Notice]:
-        """For take_events: what tiers have got and given up since the last call."""
+        """take_events: chunks that tiers stored or removed since the last call."""
         if not self._notices:
             return []
         notices = list(self._notices)
@@ -254,48 +529,154 @@ class SchedulerHalf:
         return notices
 
     def take_stats(self) -> list[Family]:
-        """For get_kv_connector_stats: what was counted since the last call."""
-        return self._accounts.changed(self.decider, self.asking, self.loads, self._client.waits)
+        """get_kv_connector_stats: what was counted since the last call."""
+        return self.metrics.changed(self.load_policy, self._client.promises)
 
     def close(self) -> None:
         self._client.close(min(self._config.shutdown_timeout_s, _CLOSE_S))
 
-    def _state(self, request: Any) -> RequestState:
-        state = self._requests.get(request.request_id)
-        if state is None:
-            tail = self._policy.tail_tokens(request.num_prompt_tokens)
-            state = new_state(request, tail, self.roles, self._media)
-            self._requests[request.request_id] = state
-        return state
+    # Requests and lookups
 
-    def _start_load(self, state: RequestState, job: Job) -> None:
-        self._adopt(state)
-        self.loads.start(state, job)
+    def _tracker(self, request: Any) -> RequestTracker:
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            options = RequestOptions.of(request.kv_transfer_params)
+            # Prompts given as embeddings have no token ids, and the tokens of a streaming session may be revoked.
+            usable = (
+                request.prompt_embeds is None
+                and not request.resumable
+                and request.prompt_token_ids is not None
+                and self._media.all_by_content(request.mm_features)
+            )
+            keys = _keys_of(request, options.tags)
+            tracker = track(request, keys, options, self.roles, self._policy, usable=usable)
+            self._trackers[request.request_id] = tracker
+        return tracker
 
-    def _plan_stores(self, state: RequestState, num_tokens: int) -> None:
-        request = state.request
-        # Tokens beyond the known ones are guesses of a draft model or not sampled yet.
-        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-        self._adopt(state)
-        self._stores.plan(state, computed, lambda: self._blocks_of(request.request_id))
+    def _ask(self, tracker: RequestTracker) -> None:
+        promise, wait_s = tracker.promise_to_wait_for(self._client.now())
+        tracker.lookup_sent(self._client.ask(tracker.keys, tracker.num_tokens, promise, wait_s))
 
-    def _adopt(self, state: RequestState) -> None:
-        """What the lookup found need not be stored; but what was computed all the same may reach a faster tier."""
-        lookup = state.lookup
-        if state.adopted or lookup is None or lookup.answer is None or lookup.epoch != self._client.epoch:
+    def _deliver_answers(self) -> None:
+        for answered in self._client.take_answers():
+            tracker = self._trackers.get(answered.request_id)
+            if tracker is not None:
+                tracker.lookup_answered(answered)
+
+    def _release(self, release: Release | None) -> None:
+        if release is not None:
+            self._client.release(release.lookup, release.answer)
+
+    def _note_plan(self, admission: Admission) -> None:
+        if self._wants_plans and admission.first:
+            self._plans.append(
+                RequestPlan(
+                    request_id=admission.request_id,
+                    prompt_tokens=admission.asked_tokens,
+                    local_tokens=admission.local_tokens,
+                    hit_tokens=admission.hit_tokens,
+                    load_tokens=admission.load_tokens,
+                    decided=admission.decided,
+                    why=admission.why,
+                )
+            )
+
+    # Loads
+
+    def _start_load(self, tracker: RequestTracker, span: LoadSpan, blocks: Any) -> None:
+        tracker.skip_stored(self._client.epoch)
+        self._next_job += 1
+        job = load_job(
+            self._next_job,
+            self._client.epoch,
+            tracker.keys,
+            span,
+            [block.block_id for block in blocks.blocks[0]],
+            chunk_size=self._policy.chunk_size,
+            block_size=self._block_size,
+        )
+        self._new_loads.append(job)
+        load = self._loads[tracker.request_id] = _Load(tracker, job, span.local)
+        if job.layerwise:
+            self._layerwise_loads[tracker.request_id] = load
+        self.metrics.loads += 1
+
+    def _load_ended(self, request_id: str) -> None:
+        load = self._loads.pop(request_id, None)
+        self._layerwise_loads.pop(request_id, None)
+        if load is not None:
+            self._release(load.tracker.load_ended())
+            self.metrics.load_ended(request_id, self.load_policy, failed=load.tracker.load_failed)
+
+    def _loads_failed(self, bad_blocks: set[int]) -> None:
+        for request_id, load in self._loads.items():
+            first_token = load.job.first_token_in(bad_blocks, self._block_size)
+            if first_token is None:
+                continue
+            self.metrics.failed_loads += load.tracker.load_tokens_failed(first_token)
+            if load.job.layerwise:
+                # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
+                own = self._block_ids(request_id)[first_token // self._block_size :]
+                self._manager.evict_blocks({*own, *(bad_blocks & set(load.job.touched_blocks()))})
+            logger.report(
+                "load",
+                "a load of request %s failed; its tokens from %d on are computed",
+                request_id,
+                first_token,
+            )
+
+    def _may_be_unfilled(self, tokens: int) -> bool:
+        """Whether some of the leading tokens that vLLM has may be in blocks that a layer-wise load still fills."""
+        return any(load.local_tokens < tokens for load in self._layerwise_loads.values())
+
+    # Stores
+
+    def _plan_stores(self, tracker: RequestTracker, computed_tokens: int) -> None:
+        tracker.skip_stored(self._client.epoch)
+        needed = tracker.tokens_to_hash(computed_tokens)
+        if not needed:
             return
-        state.adopted = True
-        if state.load_failed or state.hands_over:
-            return  # what is to be handed over is offered to every tier that lacks it
-        answer, size = lookup.answer, self._policy.chunk_size
-        chunks = answer.chunks if lookup.worth is None else min(answer.chunks, lookup.worth[1] // size)
-        state.next_chunk = max(state.next_chunk, chunks)
-        ends_there = chunks == state.chain.num_prompt_tokens // size
-        if ends_there and answer.partial_tokens >= state.tail_tokens:
-            state.tail_pending = False
+        if tracker.keys.requested < needed:
+            self._client.hash(tracker.keys, tracker.num_tokens)
+        spans = tracker.plan_stores(computed_tokens, self._stores.keys_in_flight, self._pins.room)
+        self._add_stores(tracker, spans)
 
-    def _blocks_of(self, request_id: str) -> Sequence[Any]:
+    def _add_stores(self, tracker: RequestTracker, spans: Sequence[StoreSpan]) -> None:
+        if not spans:
+            return
+        blocks, now = self._blocks(tracker.request_id), self._client.now()
+        for span in spans:
+            self._next_job += 1
+            self._stores.add(self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now)
+            tracker.store_started(self._next_job, span)
+
+    def _blocks(self, request_id: str) -> Sequence[Any]:
+        """All blocks of the request, as vLLM has them."""
         if self._manager is None:
-            raise RuntimeError(f"the cache manager with the blocks of {request_id} was never bound")
+            raise RuntimeError(f"the cache manager with the blocks of request {request_id} was never bound")
         blocks: Sequence[Any] = self._manager.get_blocks(request_id).blocks[0]
         return blocks
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        return [block.block_id for block in self._blocks(request_id)]
+
+
+def _keys_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestKeys:
+    lora = request.lora_request
+    adapter = None
+    if lora is not None:
+        adapter = Adapter(lora.lora_name, lora.lora_path, bool(lora.load_inplace), lora.lora_int_id)
+    return RequestKeys(
+        request_id=request.request_id,
+        source=request.all_token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        adapter=adapter,
+        cache_salt=request.cache_salt or "",
+        tags=tags,
+        extras=tuple(map(_extra, request.mm_features)),
+    )
+
+
+def _extra(feature: Any) -> Extra:
+    start = feature.mm_position.offset
+    return Extra(start, start + feature.mm_position.length, feature.identifier)

@@ -1,38 +1,447 @@
-"""The worker half: owns the cache engine, its event loop and the lookup server of one rank."""
+"""Worker side of the connector: the cache engine of one rank, its event loop, its lookup server, loads and stores."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import logging
+import threading
+import time
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
+from lmcache_async.engine.metrics import engine_families
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.hashing import hash_key_id
-from lmcache_async.integration.vllm.feed import StatsFeed
-from lmcache_async.integration.vllm.layerwise import LayerwiseLoads
+from lmcache_async.integration.vllm.events import Notices
+from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.metadata import StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.notices import Notices
-from lmcache_async.integration.vllm.transfers import Transfers
-from lmcache_async.integration.vllm.wire import PROTOCOL, Identity
+from lmcache_async.observability.families import Family, since
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from lmcache_async.config import EngineConfig
+    from lmcache_async.device.copier import Copier, Fence
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.hashing import Namespace
-    from lmcache_async.integration.vllm.metadata import Job
-    from lmcache_async.observability.families import Family
+    from lmcache_async.integration.vllm.jobs import Job
     from lmcache_async.tiers.layers.notice import Watcher
+    from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
 
 logger = LimitedLogger(logging.getLogger(__name__))
+
+BEGIN_S = 0.5
+"""Deadline for a layer-wise load to start copying, because the whole batch waits for it. Chunks in host memory wait
+for nothing, so only an event loop or copy threads that are held up take this long."""
+
+STATS_INTERVAL_S = 0.5
+"""Shortest time between two collections of the engine's metrics."""
+
+
+class Engine(Protocol):
+    """The parts of the cache engine that transfers use."""
+
+    @property
+    def copier(self) -> Copier: ...
+
+    async def store_chunks(self, request: StoreRequest) -> StoreReport: ...
+
+    async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport: ...
+
+    async def clear(self, *, memory_only: bool = False) -> int: ...
+
+    def planned(self, plan: RequestPlan) -> None: ...
+
+
+class Loop(Protocol):
+    """Runs coroutines submitted by another thread."""
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]: ...
+
+
+class Transfers:
+    """Loads and stores of one rank. Started by the model's thread, run on the engine's loop.
+
+    The end of every job is reported exactly once, also after a failure: of a load by its request, of a store by its
+    job. `load`, `store` and the `take_*` methods are called by the model's thread and do not block.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: Loop,
+        *,
+        rank: int,
+        chunk_size: int,
+        block_size: int,
+        notices: Notices | None = None,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._rank = rank
+        self._notices = notices
+        self._sizes = (chunk_size, block_size)
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._copied: dict[int, int] = {}
+        self._unshared: dict[int, int] = {}
+        self._loading: set[int] = set()  # jobs whose end is not reported yet
+        self._storing: set[int] = set()  # jobs whose blocks are not reported as copied yet
+
+    def load(self, jobs: Sequence[Job], progress: Mapping[int, LoadProgress] | None = None) -> None:
+        """Start loads, ordered after the work that the model's thread has queued on the device.
+
+        Args:
+            progress: By job, the progress of layer-wise loads.
+        """
+        if not jobs:
+            return
+        waited = progress or {}
+        self._expect(jobs)
+        try:
+            started = self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
+        except Exception as error:  # the loads fail, and vLLM computes instead
+            logger.log(logging.ERROR, repr(error), "loads could not be started: %r", error, exc_info=True)
+            self._loads_lost(jobs, waited)
+        else:
+            started.add_done_callback(lambda _: self._loads_lost(jobs, waited))
+
+    def store(self, jobs: Sequence[Job]) -> None:
+        """Start stores of what the forward passes so far have computed."""
+        if not jobs:
+            return
+        with self._lock:
+            self._storing.update(job.job_id for job in jobs)
+        try:
+            started = self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
+        except Exception as error:  # the stores are dropped
+            logger.log(logging.ERROR, repr(error), "stores could not be started: %r", error, exc_info=True)
+            self._copies_ended(jobs)
+        else:
+            started.add_done_callback(lambda _: self._copies_ended(jobs))
+
+    def report_plans(self, plans: Sequence[RequestPlan]) -> None:
+        """Pass load decisions of admitted requests to the engine's status."""
+        if not plans:
+            return
+        try:
+            self._loop.submit(self._report_plans(plans))
+        except Exception as error:  # only the status page needs them
+            logger.log(logging.ERROR, repr(error), "load decisions are not shown: %r", error, exc_info=True)
+
+    def lose_loads(self, jobs: Iterable[Job]) -> None:
+        """Report loads that were not started as failed in every block."""
+        for job in jobs:
+            self._expect([job])
+            self._load_ended(job, job.touched_blocks())
+
+    def give_up(self, job: Job) -> None:
+        """Report a layer-wise load that was started as failed in every block, whatever its outcome."""
+        self._load_ended(job, ())
+        with self._lock:
+            self._failed_blocks.update(job.touched_blocks())
+
+    def drop_stores(self, jobs: Iterable[Job]) -> None:
+        """Report the blocks of stores that were not started as copied."""
+        for job in jobs:
+            with self._lock:
+                self._storing.add(job.job_id)
+            self._copy_ended(job)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads have ended since the last call."""
+        with self._lock:
+            finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and were not; known no later than their request's end."""
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_copied(self) -> dict[int, int]:
+        """Stores that no longer read their blocks, as a count by job."""
+        with self._lock:
+            copied, self._copied = self._copied, {}
+        return copied
+
+    def take_unshared(self) -> dict[int, int]:
+        """By store to be handed over that the tiers have answered, the number of chunks that no shared tier took."""
+        with self._lock:
+            unshared, self._unshared = self._unshared, {}
+        return unshared
+
+    async def clear(self, epoch: int, memory_only: bool) -> int:
+        """Clear the cache. Stores planned before `epoch` that arrive later are dropped."""
+        self._epoch = max(self._epoch, epoch)
+        return await self._engine.clear(memory_only=memory_only)
+
+    async def _report_plans(self, plans: Sequence[RequestPlan]) -> None:
+        for plan in plans:
+            self._engine.planned(plan)
+
+    async def _load_all(
+        self, jobs: Sequence[Job], fence: Fence | None, progress: Mapping[int, LoadProgress]
+    ) -> None:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(self._load(job, fence, progress.get(job.job_id)))
+
+    async def _store_all(self, jobs: Sequence[Job], fence: Fence | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(self._store(job, fence))
+
+    async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
+        failed = job.touched_blocks()  # until the engine reports otherwise
+        try:
+            if not job.keys:
+                return
+            parts = self._parts(job)
+            report = await self._engine.retrieve_chunks(
+                RetrieveRequest(
+                    request_id=job.request_id,
+                    chunks=tuple(chunk for chunk, _ in parts),
+                    rows=tuple(rows for _, rows in parts),
+                    request_namespace=job.request_namespace,
+                    fence=fence,
+                    progress=progress,
+                )
+            )
+            missing = parts[report.hit_chunks :]
+            failed = [block for _, rows in missing for block in rows.tolist() if block != SKIP]
+        except Exception as error:  # the load fails, and vLLM computes instead
+            logger.log(
+                logging.ERROR, repr(error), "load of %s failed: %r", job.request_id, error, exc_info=True
+            )
+        finally:
+            self._load_ended(job, failed)
+            if progress is not None:
+                progress.end()
+
+    async def _store(self, job: Job, fence: Fence | None) -> None:
+        copied = _Once(lambda: self._copy_ended(job))
+        unshared: int | None = job.num_chunks
+        try:
+            if job.epoch < self._epoch:
+                return
+            parts = self._parts(job)
+            report = await self._engine.store_chunks(
+                StoreRequest(
+                    request_id=job.request_id,
+                    chunks=tuple(chunk for chunk, _ in parts),
+                    rows=tuple(rows for _, rows in parts),
+                    request_namespace=job.request_namespace,
+                    fence=fence,
+                    on_copied=copied,
+                )
+            )
+            unshared = len(parts) - report.present - report.shared
+            if not unshared and not report.shared:
+                unshared = None  # stored before: that says nothing about the tiers now
+        except Exception as error:  # the store is dropped
+            logger.log(
+                logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True
+            )
+        finally:
+            copied()
+            if job.hand_over and unshared is not None:
+                with self._lock:
+                    self._unshared[job.job_id] = unshared
+
+    def _parts(self, job: Job) -> list[tuple[Chunk, BlockIds]]:
+        parts = list(job.chunks(self._rank, *self._sizes))
+        if self._notices is not None:
+            parent = job.parents[self._rank] if job.parents else b""
+            self._notices.know([chunk for chunk, _ in parts], parent, job.event_lora_name)
+        return parts
+
+    def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
+        with self._lock:
+            if job.job_id not in self._loading:
+                return  # reported already; its blocks may belong to another request by now
+            self._loading.discard(job.job_id)
+            if not job.layerwise:  # vLLM does not wait for layer-wise loads
+                self._finished.add(job.request_id)
+            self._failed_blocks.update(failed_blocks)
+
+    def _expect(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            self._loading.update(job.job_id for job in jobs)
+
+    def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
+        """No load of these runs any more: report those that were not reported, and end their progress."""
+        for job in jobs:
+            if job.job_id in self._loading:
+                self._load_ended(job, job.touched_blocks())
+        for waited in progress.values():
+            waited.end()
+
+    def _copies_ended(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._copy_ended(job)
+
+    def _copy_ended(self, job: Job) -> None:
+        with self._lock:
+            if job.job_id in self._storing:
+                self._storing.discard(job.job_id)
+                self._copied[job.job_id] = 1
+
+
+class _Once:
+    """A callable that calls a function once."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+
+class LayerwiseLoads:
+    """Loads that the forward of their own step awaits, each layer when the model reaches it.
+
+    Used on the model's thread.
+
+    Args:
+        layer_ends: For each layer, the number of leading planes that contain all of it. A layer that is missing here
+            waits for every plane.
+        num_planes: Planes of the layout.
+    """
+
+    def __init__(self, transfers: Transfers, layer_ends: Mapping[str, int], num_planes: int) -> None:
+        self._transfers = transfers
+        self._ends = layer_ends
+        self._num_planes = num_planes
+        self._jobs: list[tuple[Job, LoadProgress]] = []
+        self._unasked: set[str] = set()
+        self._deadline = 0.0
+
+    def start(self, jobs: Sequence[Job]) -> Mapping[int, LoadProgress]:
+        """Start before the forward. Returns the progress of each job for `Transfers.load`."""
+        if not jobs:
+            return {}
+        self.settle()
+        self._jobs = [(job, LoadProgress(self._num_planes)) for job in jobs]
+        self._unasked = set(self._ends)
+        self._deadline = time.monotonic() + BEGIN_S
+        return {job.job_id: progress for job, progress in self._jobs}
+
+    def wait(self, layer_name: str) -> None:
+        """Wait, before a layer's attention, until its part of each load is copied or has failed."""
+        if not self._jobs:
+            return
+        planes = self._ends.get(layer_name)
+        for _, progress in self._jobs:
+            progress.wait(self._num_planes if planes is None else planes, deadline=self._deadline)
+        if planes is not None:
+            self._unasked.discard(layer_name)
+        elif len(self._unasked) == len(self._ends):  # the first layer has waited for all of them
+            self._unasked.clear()
+
+    def settle(self) -> None:
+        """Report, after the forward, the loads as failed that it did not wait for, or not long enough.
+
+        When this returns, nothing is written to their blocks any more.
+        """
+        if not self._jobs:
+            return
+        jobs, self._jobs = self._jobs, []
+        for job, progress in jobs:
+            proven = False
+            try:
+                proven = self._is_proven(progress)
+            except Exception as error:  # what is not known to be loaded is computed
+                logger.log(
+                    logging.ERROR, repr(error), "the outcome of a load is unknown: %r", error, exc_info=True
+                )
+            if not proven:
+                self._transfers.give_up(job)
+
+    def _is_proven(self, progress: LoadProgress) -> bool:
+        """Whether the forward waited for every layer, and the outcome of the load is known."""
+        if not progress.wait_ended(deadline=max(self._deadline, time.monotonic() + BEGIN_S)):
+            logger.report("late", "a load made no progress for %.1f s; its tokens are computed", BEGIN_S)
+            return False
+        if self._unasked:
+            logger.report(
+                "unasked",
+                "vLLM did not wait for layer %s (%d in all); set vllm.layerwise_load to never",
+                min(self._unasked),
+                len(self._unasked),
+            )
+            return False
+        return True
+
+
+class StatsFeed:
+    """Metrics of an engine, collected on its loop and taken by the model's thread without waiting.
+
+    The loop collects after a store or retrieve has ended, once for all that end within `STATS_INTERVAL_S`. Only `take`
+    may be called by another thread.
+    """
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._lock = threading.Lock()
+        self._taken: list[Family] = []
+        self._ready: tuple[list[Family], list[Family]] | None = None  # all values, and those that are new
+        engine.totals.changed = self._changed
+        self._changed()  # exported zeros make the first increase visible
+
+    def take(self) -> list[Family]:
+        """What was counted since the last call; empty if that is not available without waiting."""
+        if self._ready is None or not self._lock.acquire(blocking=False):
+            return []
+        try:
+            return self._take_ready()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        self._engine.totals.changed = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _take_ready(self) -> list[Family]:
+        ready, self._ready = self._ready, None
+        if ready is None:  # the loop has found no change since
+            return []
+        self._taken, new = ready
+        return new
+
+    def _changed(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_at(max(self._due, self._loop.time()), self._collect)
+
+    def _collect(self) -> None:
+        self._timer = None
+        self._due = self._loop.time() + STATS_INTERVAL_S
+        try:
+            families = engine_families(self._engine.statistics(), self._engine.totals)
+        except Exception as error:  # noqa: BLE001  # of a user's tier or layer
+            logger.report("statistics", "metrics cannot be collected: %s: %s", type(error).__name__, error)
+            return
+        with self._lock:
+            new = since(families, self._taken)
+            self._ready = (families, new) if new else None
 
 
 class OpenEngine(Protocol):
@@ -47,19 +456,21 @@ class OpenEngine(Protocol):
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
-class WorkerHalf:
-    """Forwarded to by the connector in a vLLM worker. Only `open` and `close` wait.
+class WorkerConnector:
+    """The connector in a vLLM worker process. Only `open` and `close` block.
 
     Attributes:
-        config: The engine's.
-        rank: Of this worker in the engine.
+        config: Configuration of the engine.
+        rank: Rank of this worker in the engine.
+        socket: Path of the lookup server's socket.
+        engine: The engine, once it is open.
 
     Args:
-        rank: Of this worker in the engine; says which keys of a job are its own.
-        socket: Where lookups are answered.
-        open_engine: Makes the engine.
-        kv_events: VLLM publishes KV events; the first rank tells of its tiers.
-        replica: The number of the data-parallel replica.
+        rank: Rank of this worker in the engine; selects its keys in a job.
+        socket: Path of the lookup server's socket.
+        open_engine: Opens the engine.
+        kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
+        replica: Number of the data-parallel replica.
     """
 
     def __init__(
@@ -77,11 +488,12 @@ class WorkerHalf:
         self._replica = replica
         self.rank = rank
         self._block_size = block_size
-        self._socket = socket
+        self.socket = socket
         self._open_engine = open_engine
         self._loop: LoopThread | None = None
         self._serving: concurrent.futures.Future[None] | None = None
         self._stop = asyncio.Event()
+        self.engine: CacheEngine | None = None
         self._transfers: Transfers | None = None
         self._layerwise: LayerwiseLoads | None = None
         self._feed: StatsFeed | None = None
@@ -91,50 +503,70 @@ class WorkerHalf:
         self._stores: Sequence[Job] = ()
 
     def open(self, layout: KVLayout, namespace: Namespace) -> None:
-        """Open the engine over the registered KV cache, and serve.
+        """Open the engine over the registered KV cache, and start the lookup server.
 
         Raises:
-            ConfigError: The engine cannot be made as configured.
+            ConfigError: The engine cannot be opened as configured.
         """
-        # On a CPU the forward is done when its call returns, and new blocks were zeroed before: a load
-        # may begin with the step. On a device it waits behind the forward that was just launched.
+        # On a CPU a forward has ended when its call returns, and new blocks are zeroed before it, so a load may start
+        # with the step. On a device it is ordered after the forward that was just launched.
         self._loads_early = layout.device.type == "cpu"
-        opened: concurrent.futures.Future[Transfers] = concurrent.futures.Future()
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
         self._serving = self._loop.submit(self._serve(layout, namespace, opened))
         try:
-            self._transfers = opened.result()
-            self._layerwise = LayerwiseLoads(self._transfers, layout.layer_ends, layout.num_planes)
+            opened.result()
         except BaseException:
             self._loop.close()
             raise
 
+    def attach(self, engine: CacheEngine, loop: Loop, layout: KVLayout, namespace: Namespace) -> LookupServer:
+        """Run loads and stores of the following steps on an open engine.
+
+        Args:
+            loop: Runs coroutines on the engine's loop.
+
+        Returns:
+            The lookup server of the engine, not started.
+        """
+        self.engine = engine
+        self._transfers = transfers = Transfers(
+            engine,
+            loop,
+            rank=self.rank,
+            chunk_size=self.config.chunk_size,
+            block_size=self._block_size,
+            notices=self._notices,
+        )
+        self._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
+        return LookupServer(engine, self._identity(namespace), self.socket, clear=transfers.clear)
+
     def begin_step(self, metadata: StepMetadata) -> bool:
-        """For bind_connector_metadata; True like all parts of a step: it was done."""
+        """bind_connector_metadata. Like all parts of a step it returns True when it is done."""
         self._loads, self._stores = metadata.loads, metadata.stores
-        self._running.tell(metadata.plans)
+        self._running.report_plans(metadata.plans)
         return self.start_loads() if self._loads_early else True
 
     def start_loads(self) -> bool:
-        """For start_load_kv."""
+        """start_load_kv."""
         loads, self._loads = self._loads, ()
         progress = self._waits.start([job for job in loads if job.layerwise])
         self._running.load(loads, progress)
         return True
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """For wait_for_layer_load: its part of this step's layer-wise loads must be there."""
+        """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
         self._waits.wait(layer_name)
         return True
 
     def start_stores(self) -> bool:
-        """For wait_for_save: the forward has been launched. Does not wait."""
+        """wait_for_save: the forward was launched. Does not block."""
         stores, self._stores = self._stores, ()
         self._running.store(stores)
         return True
 
     def abandon_step(self) -> None:
-        """Something of ours broke: report all that has not been started as failed or dropped."""
+        """Report jobs that were not started as failed or dropped, after an error."""
         loads, stores, self._loads, self._stores = self._loads, self._stores, (), ()
         self._running.lose_loads(loads)
         self._running.drop_stores(stores)
@@ -152,11 +584,11 @@ class WorkerHalf:
         return WorkerReport(copied, unshared, notices) if copied or unshared or notices else None
 
     def take_stats(self) -> list[Family]:
-        """For get_kv_connector_stats: what is new of the engine's metrics."""
+        """get_kv_connector_stats: what the engine counted since the last call."""
         return self._feed.take() if self._feed is not None else []
 
     def close(self) -> None:
-        """Close the engine and the loop; waits at most the configured time and a little more."""
+        """Close the engine and the loop. Blocks for at most `shutdown_timeout_s` and one second."""
         if self._loop is None or self._serving is None:
             return
         loop, self._loop = self._loop, None
@@ -164,7 +596,7 @@ class WorkerHalf:
             loop.call_soon(self._stop.set)
             self._serving.result(self.config.shutdown_timeout_s + 0.5)
         except (TimeoutError, concurrent.futures.CancelledError, EngineClosedError):
-            logger.report("close", "the engine did not close in time; what was not written is lost")
+            logger.report("close", "the engine did not close in time; queued writes are lost")
         finally:
             loop.close(0.5)
 
@@ -181,28 +613,20 @@ class WorkerHalf:
         return self._layerwise
 
     async def _serve(
-        self, layout: KVLayout, namespace: Namespace, opened: concurrent.futures.Future[Transfers]
+        self, layout: KVLayout, namespace: Namespace, opened: concurrent.futures.Future[None]
     ) -> None:
-        """Hold engine and server open until told to stop, in one task from the first to the last."""
+        """Keep engine and server open until stopped. One task opens and closes them."""
         try:
             watched = {} if self._notices is None else {"watcher": self._notices}
             opening = self._open_engine(
                 self.config, layout=layout, namespace=namespace, replica=self._replica, **watched
             )
             async with opening as engine:
-                transfers = Transfers(
-                    engine,
-                    self._loop_thread,
-                    rank=self.rank,
-                    chunk_size=self.config.chunk_size,
-                    block_size=self._block_size,
-                    notices=self._notices,
-                )
-                server = LookupServer(engine, self._identity(namespace), self._socket, clear=transfers.clear)
+                server = self.attach(engine, self._loop_thread, layout, namespace)
                 await server.start()
                 try:
                     self._feed = StatsFeed(engine)
-                    opened.set_result(transfers)
+                    opened.set_result(None)
                     await self._stop.wait()
                 finally:
                     if self._feed is not None:
@@ -216,7 +640,7 @@ class WorkerHalf:
     @property
     def _loop_thread(self) -> LoopThread:
         if self._loop is None:
-            raise RuntimeError("the worker half is closed")
+            raise RuntimeError("the worker connector is closed")
         return self._loop
 
     def _identity(self, namespace: Namespace) -> Identity:

@@ -29,10 +29,15 @@ from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import worker
-from lmcache_async.integration.vllm.build import build_worker_half
-from lmcache_async.integration.vllm.config import engine_config, namespace_of, replica_of
-from lmcache_async.integration.vllm.support import backend_reason, unsupported_reason
-from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.integration.vllm.build import build_worker
+from lmcache_async.integration.vllm.config import (
+    backend_reason,
+    engine_config,
+    namespace_of,
+    replica_of,
+    unsupported_reason,
+)
+from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
@@ -385,9 +390,11 @@ def test_the_worker_half_opens_its_engine_as_that_replica(config: Any, setup: Se
         raise ConfigError("far enough")
         yield
 
-    monkeypatch.setattr(worker, "WorkerHalf", functools.partial(WorkerHalf, open_engine=open_engine))
+    monkeypatch.setattr(
+        worker, "WorkerConnector", functools.partial(WorkerConnector, open_engine=open_engine)
+    )
     monkeypatch.setattr(config.parallel_config, "data_parallel_index", 3)
-    half = build_worker_half(config, kv_cache_config(setup))
+    half = build_worker(config, kv_cache_config(setup))
     layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
     with pytest.raises(ConfigError, match="far enough"):
         half.open(layout, Rig().namespace)

@@ -28,8 +28,8 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import connector as module
 from lmcache_async.integration.vllm.config import layerwise_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
-from lmcache_async.integration.vllm.hits import hit_sources
-from lmcache_async.integration.vllm.metadata import StepMetadata
+from lmcache_async.integration.vllm.events import hit_sources
+from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
 from lmcache_async.observability.logging import LimitedLogger
@@ -63,7 +63,7 @@ class Broken:
 
 
 class Steps:
-    """A worker half that notes what is called of it."""
+    """A worker connector that notes what is called of it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -79,7 +79,7 @@ class Steps:
 def test_stores_start_with_the_end_of_a_step_that_had_no_forward(setup: Setup):
     connector, steps = made(setup), Steps()
     connector.shutdown()
-    connector._worker = steps  # type: ignore[assignment]
+    connector.worker = steps  # type: ignore[assignment]
 
     connector.bind_connector_metadata(StepMetadata())
     connector.start_load_kv(None)
@@ -93,11 +93,11 @@ def test_stores_start_with_the_end_of_a_step_that_had_no_forward(setup: Setup):
 def broken(setup: Setup) -> LMCacheAsyncConnector:
     connector = made(setup)
     connector.shutdown()
-    connector._scheduler = Broken()  # type: ignore[assignment]
+    connector.scheduler = Broken()  # type: ignore[assignment]
     return connector
 
 
-def test_no_failure_of_the_scheduler_half_reaches_vllm(broken: LMCacheAsyncConnector):
+def test_no_failure_of_the_scheduler_of_reaches_vllm(broken: LMCacheAsyncConnector):
     request, blocks = SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],))
 
     broken.on_new_request(request)
@@ -128,7 +128,7 @@ def test_a_failure_is_logged_once_for_each_cause(broken: LMCacheAsyncConnector, 
 
 def test_loads_reach_the_workers_even_if_stores_cannot_be_planned(broken: LMCacheAsyncConnector, monkeypatch):
     loads = (object(),)
-    monkeypatch.setattr(broken._scheduler, "take_loads", lambda: loads, raising=False)
+    monkeypatch.setattr(broken.scheduler, "take_loads", lambda: loads, raising=False)
 
     assert broken.build_connector_meta(SimpleNamespace()).loads == loads
 
@@ -137,7 +137,7 @@ def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
     broken: LMCacheAsyncConnector, monkeypatch
 ):
     lost: list[Any] = []
-    monkeypatch.setattr(broken._scheduler, "lose_load", lambda *call: lost.append(call), raising=False)
+    monkeypatch.setattr(broken.scheduler, "lose_load", lambda *call: lost.append(call), raising=False)
 
     broken.update_state_after_alloc("request", "blocks", 0)
     assert lost == []
@@ -147,8 +147,8 @@ def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
 
 def test_a_step_of_the_worker_that_breaks_is_abandoned_so_that_its_jobs_are_reported(broken, monkeypatch):
     abandoned: list[int] = []
-    broken._worker = Broken()
-    monkeypatch.setattr(broken._worker, "abandon_step", lambda: abandoned.append(1), raising=False)
+    broken.worker = Broken()
+    monkeypatch.setattr(broken.worker, "abandon_step", lambda: abandoned.append(1), raising=False)
 
     broken.bind_connector_metadata(StepMetadata())
     broken.start_load_kv(None)
@@ -158,13 +158,13 @@ def test_a_step_of_the_worker_that_breaks_is_abandoned_so_that_its_jobs_are_repo
 
 
 def test_a_wait_that_breaks_does_not_reach_vllm(broken: LMCacheAsyncConnector):
-    broken._worker = Broken()  # type: ignore[assignment]
+    broken.worker = Broken()  # type: ignore[assignment]
 
     broken.wait_for_layer_load("layer.0")
 
 
 def test_no_answer_is_not_taken_for_no_failure(broken: LMCacheAsyncConnector):
-    broken._worker = Broken()  # type: ignore[assignment]
+    broken.worker = Broken()  # type: ignore[assignment]
 
     with pytest.raises(RuntimeError, match="take_failed_blocks is broken"):
         broken.get_block_ids_with_load_errors()
@@ -306,7 +306,7 @@ def test_an_engine_that_cannot_be_opened_turns_the_worker_off(setup: Setup, capl
         logging.getLogger("lmcache_async").propagate = True
         worker.register_kv_caches({})
 
-    assert worker._worker is None
+    assert worker.worker is None
     worker.bind_connector_metadata(StepMetadata())
     worker.shutdown()
 
@@ -389,4 +389,4 @@ def test_a_stop_that_loses_queued_writes_is_warned_of_once(
         record.getMessage() for record in caplog.records if "--shutdown-timeout 30" in record.getMessage()
     ]
     assert len(found) == warns
-    assert all("written to disk: " in line for line in found)
+    assert all("queued for disk: " in line for line in found)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.engine import engine as engine_module
-from lmcache_async.integration.vllm.handover import FIELD
+from lmcache_async.integration.vllm.promise import FIELD
 from lmcache_async.testing.fakes import FakeRegistry
 from tests.support.vllm_simulator import SimulatedVLLM
 from tests.unit.vllm.shelf import Shelf
@@ -23,7 +23,7 @@ from tests.unit.vllm.test_simulated import (
     assert_nothing_is_held,
     expected,
     prompt,
-    scheduler_half,
+    scheduler_of,
 )
 
 Params = dict[str, Any] | None
@@ -49,7 +49,7 @@ class Pair:
 
     def waiting(self, consumer: SimulatedVLLM, asks: int = 3) -> None:
         """Step until its requests have asked so often in vain."""
-        counts = scheduler_half(consumer)._client.waits
+        counts = scheduler_of(consumer).promises
 
         def asked() -> bool:
             consumer.step()
@@ -70,7 +70,7 @@ def pair(tmp_path: Path, socket_dir: Path, until: Any, monkeypatch: pytest.Monke
 
 
 def waits(consumer: SimulatedVLLM) -> Any:
-    return scheduler_half(consumer)._client.waits
+    return scheduler_of(consumer).promises
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
@@ -168,8 +168,7 @@ def test_aborting_a_request_that_waits_leaves_nothing_behind(pair: Pair):
     pair.waiting(consumer)
     consumer.abort("d")
     consumer.run()
-    client = scheduler_half(consumer)._client
-    pair.simulators.until(lambda: client._waiting._waiting == 0)
+    pair.simulators.until(lambda: waits(consumer).waiting == 0)
 
     assert_nothing_is_held(consumer)
     pair.shelf.arrive()

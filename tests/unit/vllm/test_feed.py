@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.integration.vllm.feed import StatsFeed
+from lmcache_async.integration.vllm.worker import StatsFeed
 from lmcache_async.testing.rig import Rig
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmcache_async.integration.vllm.notices import MAX_KNOWN, MAX_NOTICES, Gone, Kept, Notices
+from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def make(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Callable[..
         }
         sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, **setup))
         made.append(sim)
-        until(lambda: sim.connector._scheduler._client.ready)
+        until(lambda: sim.connector.scheduler.ready)
         return sim
 
     yield simulator
@@ -115,11 +115,9 @@ def test_what_a_full_tier_gives_up_is_removed(
 
     until(evicted)
 
-    engine = sim.ranks[0].connector._worker._transfers._engine
+    engine = sim.ranks[0].connector.worker.engine
     until(lambda: engine.statistics().running == 0)
-    steps_until(
-        sim, until, lambda: engine.statistics().running == 0 and not sim.connector._scheduler._notices
-    )
+    steps_until(sim, until, lambda: engine.statistics().running == 0 and not sim.connector.scheduler._notices)
     has: set[bytes] = set()
     for event in events:
         if event.ownership == "cpu":
@@ -150,7 +148,7 @@ def test_without_kv_events_no_tier_is_watched(make: Any, until: Until) -> None:
     sim.add("one", prompt(300), max_tokens=1)
     sim.run()
 
-    assert sim.ranks[0].connector._worker._notices is None
+    assert sim.ranks[0].connector.worker._notices is None
     assert list(sim.connector.take_events()) == []
 
 
@@ -162,8 +160,8 @@ def test_notices_are_bounded() -> None:
     taken = notices.take()
 
     assert len(taken) == MAX_NOTICES
-    assert taken[-1] == Gone("cpu", ((MAX_NOTICES + 4).to_bytes(16),))
+    assert taken[-1] == Removed("cpu", ((MAX_NOTICES + 4).to_bytes(16),))
     assert notices.take() == ()
     assert MAX_KNOWN < MAX_NOTICES
     notices.kept("cpu", [b"of nobody knows what"])  # type: ignore[list-item]
-    assert not any(isinstance(notice, Kept) for notice in notices.take())
+    assert not any(isinstance(notice, Stored) for notice in notices.take())

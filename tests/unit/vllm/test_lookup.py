@@ -18,11 +18,11 @@ import uvloop
 from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
-from lmcache_async.integration.vllm import link
-from lmcache_async.integration.vllm.chains import RequestChain
-from lmcache_async.integration.vllm.lookup_client import LookupClient
+from lmcache_async.integration.vllm import lookup as lookup_module
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup import LookupClient
+from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, socket_path
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.wire import PROTOCOL, Identity, socket_path
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from lmcache_async.integration.vllm.lookups import Answer
+    from lmcache_async.integration.vllm.lookup import Lookup
+    from lmcache_async.integration.vllm.lookup_protocol import Answer
 
 CHUNK, BLOCK = 8, 2
 
@@ -83,6 +84,7 @@ class Ranks:
         self.identities = [Identity(PROTOCOL, root, "xxh3_128", CHUNK, BLOCK) for root in self.roots]
         self.servers: list[LookupServer] = []
         self.client = LookupClient(self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0)
+        self._answers: dict[str, Answer] = {}
 
     def serve(self, rank: int) -> None:
         engine = self.engines[rank]
@@ -102,11 +104,16 @@ class Ranks:
         self.loop.close()
 
     def ask(self, tokens: list[int], **options: object) -> Answer:
-        chain = RequestChain("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
-        lookup = self.client.ask(chain, len(tokens), 0)
-        self.until(lambda: lookup.answer is not None)
-        assert lookup.answer is not None
-        return lookup.answer
+        keys = RequestKeys("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
+        return self.wait(self.client.ask(keys, len(tokens)))
+
+    def answer(self, lookup: Lookup) -> Answer | None:
+        self._answers.update({one.lookup_id: one.answer for one in self.client.take_answers()})
+        return self._answers.get(lookup.lookup_id)
+
+    def wait(self, lookup: Lookup) -> Answer:
+        self.until(lambda: self.answer(lookup) is not None)
+        return self._answers[lookup.lookup_id]
 
     def hold(self, rank: int, tokens: list[int], namespace: RequestNamespace | None = None) -> None:
         """This rank has all chunks of these tokens, the partial one at the end too."""
@@ -156,11 +163,11 @@ def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Rank
         ranks.hold(rank, PROMPT[:12])
         ranks.engines[rank].partial_in_memory = in_memory
 
-    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
-    until(lambda: lookup.answer is not None)
-    assert (lookup.answer.partial_tokens, lookup.answer.resident) == (4, in_memory)
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    answer = ranks.wait(lookup)
+    assert (answer.partial_tokens, answer.resident) == (4, in_memory)
 
-    ranks.client.release(lookup)
+    ranks.client.release(lookup, answer)
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
@@ -214,9 +221,9 @@ def test_a_request_finds_only_what_its_own_namespace_stored(ranks: Ranks, namesp
 def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
     ranks.serve(0)
     ranks.hold(0, PROMPT)
-    chain = RequestChain("r", PROMPT, len(PROMPT))
+    chain = RequestKeys("r", PROMPT, len(PROMPT))
 
-    assert ranks.client.ask(chain, len(PROMPT), 0).answer is not None
+    assert ranks.answer(ranks.client.ask(chain, len(PROMPT))) is not None
     assert not ranks.client.connected
 
 
@@ -224,7 +231,7 @@ def test_ranks_that_disagree_on_chunks_are_not_asked(ranks: Ranks, until):
     ranks.identities[1] = replace(ranks.identities[1], chunk_size=16)
     for rank in (0, 1):
         ranks.serve(rank)
-    until(lambda: all(link.identity is not None for link in ranks.client._links))
+    until(lambda: all(rank.identity is not None for rank in ranks.client.ranks))
 
     assert not ranks.client.connected
 
@@ -240,7 +247,7 @@ def test_ranks_with_another_hash_key_are_not_asked(ranks: Ranks, until, socket_d
     )
     for rank in (0, 1):
         ranks.serve(rank)
-    until(lambda: all(link.identity is not None for link in ranks.client._links))
+    until(lambda: all(rank.identity is not None for rank in ranks.client.ranks))
 
     assert not ranks.client.connected
 
@@ -290,23 +297,23 @@ def test_a_lookup_given_up_before_its_answer_leaves_no_pins(ranks: Ranks, until)
     ranks.serve_all()
     ranks.hold(0, PROMPT)
     ranks.engines[0].gate = threading.Event()
-    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
 
-    ranks.client.release(lookup)
+    ranks.client.release(lookup, None)
     ranks.engines[0].gate.set()
 
-    until(lambda: lookup.answer is not None)
+    ranks.wait(lookup)
     until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
 
 
 def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     ranks.serve_all()
     ranks.hold(0, PROMPT)
-    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
-    until(lambda: lookup.answer is not None)
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    answer = ranks.wait(lookup)
 
-    ranks.client.release(lookup)
-    ranks.client.release(lookup)
+    ranks.client.release(lookup, answer)
+    ranks.client.release(lookup, answer)
     ranks.ask(PROMPT)  # an answer that comes after the unpin was served
 
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
@@ -314,14 +321,13 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
 
 def test_a_miss_is_released_without_a_word_to_the_other_thread(ranks: Ranks, until, monkeypatch):
     ranks.serve_all()
-    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
-    until(lambda: lookup.answer is not None)
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    answer = ranks.wait(lookup)
     posted = []
     monkeypatch.setattr(ranks.client, "_post", posted.append)
 
-    ranks.client.release(lookup)
+    ranks.client.release(lookup, answer)
 
-    assert lookup.released
     assert not posted
 
 
@@ -341,11 +347,11 @@ def test_what_one_rank_pinned_is_let_go_when_another_one_failed(ranks: Ranks, un
     for rank in (0, 1):
         ranks.hold(rank, PROMPT)
     ranks.engines[1].broken = True
-    lookup = ranks.client.ask(RequestChain("r", PROMPT, len(PROMPT)), len(PROMPT), 0)
-    until(lambda: lookup.answer is not None)
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    answer = ranks.wait(lookup)
     until(lambda: ranks.engines[0].pins[lookup.lookup_id] > 0)
 
-    ranks.client.release(lookup)
+    ranks.client.release(lookup, answer)
 
     until(lambda: ranks.engines[0].pins[lookup.lookup_id] == 0)
 
@@ -369,14 +375,14 @@ def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
         ranks.hold(rank, PROMPT)
     turn = threading.Semaphore(0)
     ranks.engines[0].gate = SimpleNamespace(wait=turn.acquire)
-    chains = [RequestChain(f"r{number}", PROMPT[: 8 * number], 8 * number) for number in (1, 2, 3)]
+    chains = [RequestKeys(f"r{number}", PROMPT[: 8 * number], 8 * number) for number in (1, 2, 3)]
 
-    lookups = [ranks.client.ask(chain, len(chain.source), 0) for chain in chains]
+    lookups = [ranks.client.ask(chain, len(chain.source)) for chain in chains]
     for count in (1, 2, 3):
         turn.release()
-        until(lambda: sum(lookup.answer is not None for lookup in lookups) == count)  # noqa: B023
+        until(lambda: sum(ranks.answer(lookup) is not None for lookup in lookups) == count)  # noqa: B023
 
-    assert [lookup.answer.chunks for lookup in lookups if lookup.answer] == [1, 2, 3]
+    assert [ranks.wait(lookup).chunks for lookup in lookups] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "lost"])
@@ -396,7 +402,7 @@ def test_a_connection_that_was_ended_is_nothing_to_tell_of(
         return await connect(path)
 
     monkeypatch.setattr(asyncio, "open_unix_connection", connect_again)
-    monkeypatch.setattr(link, "logger", LimitedLogger(logging.getLogger(link.__name__)))
+    monkeypatch.setattr(lookup_module, "logger", LimitedLogger(logging.getLogger(lookup_module.__name__)))
     caplog.set_level(logging.INFO)
     if not goodbye:
         monkeypatch.setattr(LookupServer, "_say_goodbye", lambda server: None)
@@ -405,7 +411,7 @@ def test_a_connection_that_was_ended_is_nothing_to_tell_of(
     for _ in range(2):  # at the second attempt the first one has been told of
         assert attempts.acquire(timeout=20)
 
-    told = [record.levelname for record in caplog.records if record.name == link.__name__]
+    told = [record.levelname for record in caplog.records if record.name == lookup_module.__name__]
     assert told == ([] if goodbye else ["INFO", "WARNING"])
 
 
@@ -427,9 +433,9 @@ def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
 
 def test_tokens_that_are_none_give_no_keys_and_harm_nobody(ranks: Ranks):
     ranks.serve_all()
-    chain = RequestChain("bad", [1, -5, 2**40], 3)
-    lookup = ranks.client.ask(chain, 3, 0)
-    ranks.until(lambda: lookup.answer is not None)
+    chain = RequestKeys("bad", [1, -5, 2**40], 3)
+    lookup = ranks.client.ask(chain, 3)
+    ranks.wait(lookup)
 
     assert chain.failed
     assert ranks.ask(PROMPT).chunks == 0
@@ -438,8 +444,8 @@ def test_tokens_that_are_none_give_no_keys_and_harm_nobody(ranks: Ranks):
 def test_growing_requests_are_hashed_on(ranks: Ranks, until):
     ranks.serve_all()
     tokens = list(range(20))
-    chain = RequestChain("r", tokens, 20)
-    ranks.client.ask(chain, 20, 0)
+    chain = RequestKeys("r", tokens, 20)
+    ranks.client.ask(chain, 20)
     tokens.extend(range(20, 40))
 
     ranks.client.hash(chain, 40)

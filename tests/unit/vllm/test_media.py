@@ -10,8 +10,8 @@ import pytest
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.renderers.base import BaseRenderer
 
-from lmcache_async.integration.vllm import media
-from lmcache_async.integration.vllm.media import MediaIdentity
+from lmcache_async.integration.vllm import keys
+from lmcache_async.integration.vllm.keys import MediaIdentity
 from lmcache_async.observability.logging import LimitedLogger
 
 HASHED, COUNTED = MediaIdentity(hashed=True), MediaIdentity(hashed=False)
@@ -97,7 +97,7 @@ def test_a_hash_is_content_only_where_vllm_hashes_content(algorithm: Any, prefix
 def test_the_log_names_the_cause_once_and_the_remedies(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "logger", LimitedLogger(logging.getLogger("test.media")))
+    monkeypatch.setattr(keys, "logger", LimitedLogger(logging.getLogger("test.media")))
     features = [SimpleNamespace(identifier=name) for name in ("cat.png", "renderer0-mm-1-image-0")]
     with caplog.at_level(logging.WARNING, logger="test.media"):
         for _ in range(3):

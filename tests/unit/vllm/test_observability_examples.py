@@ -24,8 +24,7 @@ from lmcache_async.daemon.metrics import SERIES as DAEMON_SERIES
 from lmcache_async.daemon.metrics import daemon_families
 from lmcache_async.daemon.pool import Pool
 from lmcache_async.engine.metrics import SERIES, engine_families
-from lmcache_async.integration.vllm.accounts import SCHEDULER_SERIES
-from lmcache_async.integration.vllm.prom import _unregister
+from lmcache_async.integration.vllm.metrics import SCHEDULER_SERIES, _unregister
 from lmcache_async.observability.families import exposition
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.rig import Rig

@@ -1,4 +1,4 @@
-"""The scheduler half alone: its client answers when the test says so, its blocks are vLLM's own pool's."""
+"""The scheduler connector alone: its client answers when the test says so, its blocks are vLLM's own pool's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
-from lmcache_async.integration.vllm.chains import RequestChain
-from lmcache_async.integration.vllm.handover import Promise
-from lmcache_async.integration.vllm.lookups import MISS, Answer, Lookup
-from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.requests import Roles
-from lmcache_async.integration.vllm.scheduler import SchedulerHalf
-from lmcache_async.integration.vllm.stores import MAX_JOB_CHUNKS
-from lmcache_async.integration.vllm.wire import Identity
+from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup import Answered, Lookup, PromiseCounts
+from lmcache_async.integration.vllm.lookup_protocol import MISS, Answer, Identity
+from lmcache_async.integration.vllm.promise import Promise
+from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
+from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
 CHUNK, BLOCK, RANKS = 8, 2, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
@@ -37,39 +36,44 @@ class Client:
         self.epoch = 0
         self.ready = self.connected = True
         self.hashes = True
+        self.promises = PromiseCounts()
         self.asked: list[Lookup] = []
         self.released: list[Lookup] = []
+        self.answers: list[Answered] = []
+        self._request_ids: dict[str, str] = {}
 
     def now(self) -> float:
         return self.time
 
     def ask(
-        self,
-        chain: RequestChain,
-        num_tokens: int,
-        preemptions: int,
-        promise: Promise | None = None,
-        wait_s: float = 0.0,
+        self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
     ) -> Lookup:
-        name = f"{len(self.asked)}"
-        lookup = Lookup(name, num_tokens, self.epoch, self.time, preemptions, promise=promise, wait_s=wait_s)
-        if not self.ready:
-            lookup.answer = MISS
+        lookup = Lookup(f"{len(self.asked)}", num_tokens, self.epoch, self.time, promise, wait_s)
+        self._request_ids[lookup.lookup_id] = keys.request_id
         self.asked.append(lookup)
-        self.hash(chain, num_tokens)
+        if not self.ready:
+            self.answer(lookup, MISS)
+        self.hash(keys, num_tokens)
         return lookup
 
-    def hash(self, chain: RequestChain, num_tokens: int) -> None:
+    def answer(self, lookup: Lookup, answer: Answer, **options: Any) -> None:
+        self.answers.append(
+            Answered(self._request_ids[lookup.lookup_id], lookup.lookup_id, answer, **options)
+        )
+
+    def take_answers(self) -> list[Answered]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def hash(self, keys: RequestKeys, num_tokens: int) -> None:
         if not self.hashes:
             return
-        if not chain.opened:
-            chain.open((b"0" * 16, b"1" * 16), IDENTITY, "")
-        chain.extend(num_tokens, lambda: None)
+        if not keys.opened:
+            keys.open((b"0" * 16, b"1" * 16), IDENTITY, "")
+        keys.extend(num_tokens, lambda: None)
 
-    def release(self, lookup: Lookup) -> None:
-        if not lookup.released:
-            lookup.released = True
-            self.released.append(lookup)
+    def release(self, lookup: Lookup, answer: Answer | None) -> None:
+        self.released.append(lookup)
 
     def reset(self, *, memory_only: bool) -> None:
         self.epoch += 1
@@ -80,7 +84,7 @@ class Client:
 
 
 class Bench:
-    """A scheduler half, and the little of vLLM's scheduler that calls it."""
+    """A scheduler connector, and the little of vLLM's scheduler that calls it."""
 
     def __init__(
         self, *, num_blocks: int = 1001, roles: Roles | None = None, layerwise_tokens: int = 0, **options: Any
@@ -88,7 +92,7 @@ class Bench:
         self.client = Client()
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
         config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
-        self.half = SchedulerHalf(
+        self.scheduler = SchedulerConnector(
             config,
             block_size=BLOCK,
             world_size=RANKS,
@@ -98,7 +102,7 @@ class Bench:
         )
         self.evicted: set[int] = set()
         self.blocks: dict[str, list[Any]] = {}
-        self.half.bind_cache_manager(
+        self.scheduler.bind_cache_manager(
             SimpleNamespace(
                 block_pool=self.pool,
                 get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),)),
@@ -114,11 +118,11 @@ class Bench:
         )
         tokens = [next(self.names)] + [1] * (num_tokens - 1)
         request = Request(f"r{tokens[0]}", tokens, sampling, None)
-        self.half.on_new_request(request)
+        self.scheduler.on_new_request(request)
         return request
 
     def answer(self, request: Request, answer: Answer) -> None:
-        self.client.asked[-1].answer = answer
+        self.client.answer(self.client.asked[-1], answer)
 
     def blocks_of(self, request: Request, num_tokens: int) -> list[Any]:
         mine = self.blocks.setdefault(request.request_id, [])
@@ -128,7 +132,7 @@ class Bench:
 
     def allocate(self, request: Request, external: int, num_tokens: int) -> None:
         blocks = SimpleNamespace(blocks=(self.blocks_of(request, num_tokens),))
-        self.half.allocated(request, blocks, external)
+        self.scheduler.allocated(request, blocks, external)
 
     def step(self, *scheduled: tuple[Request, int]) -> StepMetadata:
         for request, count in scheduled:
@@ -136,7 +140,7 @@ class Bench:
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: count for request, count in scheduled}
         )
-        metadata = self.half.plan_step(output)
+        metadata = self.scheduler.plan_step(output)
         for request, count in scheduled:
             request.num_computed_tokens += count
         return metadata
@@ -151,7 +155,7 @@ class Bench:
         finished: set[str] | None = None,
         bad: set[int] = frozenset(),
     ) -> None:
-        self.half.update(
+        self.scheduler.update(
             SimpleNamespace(
                 invalid_block_ids=set(bad),
                 finished_recving=finished,
@@ -160,13 +164,19 @@ class Bench:
         )
 
     def finish(self, request: Request) -> None:
-        self.half.finished(request)
+        self.scheduler.finished(request)
         blocks = self.blocks.pop(request.request_id, [])
         self.pool.free_blocks(reversed(blocks))
 
     def complete(self, jobs: tuple[Job, ...]) -> None:
         for job in jobs:
             self.report(copied={job.job_id: RANKS})
+
+
+def tracker(bench: Bench, request: Request) -> RequestTracker:
+    found = bench.scheduler.tracker(request.request_id)
+    assert found is not None
+    return found
 
 
 def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
@@ -192,7 +202,7 @@ def test_while_the_answer_is_out_vllm_is_told_to_ask_again():
     bench = Bench()
     request = bench.request(20)
 
-    assert [bench.half.match(request, 0) for _ in range(3)] == [(None, False)] * 3
+    assert [bench.scheduler.match(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert len(bench.client.asked) == 1
 
 
@@ -201,18 +211,18 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     request = bench.request(20)
     bench.client.time = 0.2
 
-    assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
-    assert bench.half.asking.timeouts == 1
+    assert [bench.scheduler.match(request, 0) for _ in range(2)] == [(0, False)] * 2
+    assert bench.scheduler.metrics.late_lookups == 1
 
 
 def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():
     bench = Bench()
     request = bench.request(20)
     bench.client.time = 0.2
-    bench.half.match(request, 0)
+    bench.scheduler.match(request, 0)
     bench.answer(request, hit(2))
 
-    assert bench.half.match(request, 0) == (16, True)
+    assert bench.scheduler.match(request, 0) == (16, True)
 
 
 @given(chunks=st.integers(0, 4), partial=st.integers(0, 3), local=st.integers(0, 17))
@@ -223,7 +233,7 @@ def test_only_what_lies_beyond_vllms_own_hit_is_offered_and_always_to_be_loaded_
     request = bench.request(40)
     bench.answer(request, hit(chunks, partial * BLOCK))
 
-    external, is_async = bench.half.match(request, local * BLOCK)
+    external, is_async = bench.scheduler.match(request, local * BLOCK)
 
     assert external == max(0, chunks * CHUNK + partial * BLOCK - local * BLOCK)
     assert is_async == (external > 0)
@@ -234,7 +244,7 @@ def test_a_full_hit_offers_every_token():
     request = bench.request(16)
     bench.answer(request, hit(2))
 
-    assert bench.half.match(request, 0) == (16, True)
+    assert bench.scheduler.match(request, 0) == (16, True)
 
 
 @pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
@@ -242,7 +252,7 @@ def test_nobody_waits_for_a_lookup_where_vllm_has_all_it_can_use(tokens, local, 
     bench = Bench()
     request = bench.request(tokens)
 
-    assert bench.half.match(request, local) == ((None if waits else 0), False)
+    assert bench.scheduler.match(request, local) == ((None if waits else 0), False)
     if not waits:
         bench.allocate(request, 0, tokens)
         assert bench.client.released == bench.client.asked
@@ -258,13 +268,13 @@ def test_a_hit_that_is_sooner_computed_is_not_loaded_let_go_and_stored_for_faste
     request = bench.request(40)
     bench.answer(request, Answer(4, 0, tiers={"disk": 4}, pinned=True, costs=((4, 9.0),)))
 
-    assert [bench.half.match(request, 0) for _ in range(2)] == [(0, False)] * 2
+    assert [bench.scheduler.match(request, 0) for _ in range(2)] == [(0, False)] * 2
     bench.allocate(request, 0, 40)
 
     assert bench.client.released == bench.client.asked
-    assert not bench.half.loads
+    assert not bench.scheduler.loads_active
     assert spans(bench.step((request, 40)).stores) == [(0, 40)]
-    assert bench.half.decider.counts == {"recompute": 1}
+    assert bench.scheduler.load_policy.counts == {"recompute": 1}
 
 
 def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
@@ -273,7 +283,7 @@ def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
     answer = Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 1, "disk": 3}, costs=((1, 0.1), (4, 9.0)))
     bench.answer(request, answer)
 
-    assert bench.half.match(request, 0) == (8, True)
+    assert bench.scheduler.match(request, 0) == (8, True)
     bench.allocate(request, 8, 40)
 
     (load,) = bench.step().loads
@@ -289,14 +299,15 @@ def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_
         bench = Bench(**{"vllm.load_policy": policy})
         first, second = bench.request(160), bench.request(168)
         bench.client.time = 0.01
-        bench.client.asked[0].answer = bench.client.asked[1].answer = Answer(20, costs=((20, 1.0),))
-        assert bench.half.match(first, 0) == (160, True)  # nothing is known yet
+        for lookup in bench.client.asked:
+            bench.client.answer(lookup, Answer(20, costs=((20, 1.0),)))
+        assert bench.scheduler.match(first, 0) == (160, True)  # nothing is known yet
 
         bench.step((first, 160))
         bench.client.time = 0.06
         bench.report()
 
-        assert bench.half.match(second, 0)[0] == offered
+        assert bench.scheduler.match(second, 0)[0] == offered
 
 
 @pytest.mark.parametrize("params", [{"skip_load": True}, {"lmcache.skip_load": 1}], ids=["ours", "lmcache"])
@@ -304,7 +315,7 @@ def test_a_request_may_ask_not_to_be_loaded(params):
     bench = Bench()
     request = bench.request(20, params=params)
 
-    assert bench.half.match(request, 0) == (0, False)
+    assert bench.scheduler.match(request, 0) == (0, False)
     assert not bench.client.asked
     assert spans(bench.step((request, 20)).stores) == [(0, 16), (16, 20)]
 
@@ -313,7 +324,7 @@ def test_a_request_that_must_not_read_caches_is_not_looked_up():
     bench = Bench()
     request = bench.request(20, skip_reading_prefix_cache=True)
 
-    assert bench.half.match(request, 0) == (0, False)
+    assert bench.scheduler.match(request, 0) == (0, False)
     assert not bench.client.asked
 
 
@@ -321,9 +332,9 @@ def test_a_producer_never_loads_and_a_consumer_never_stores():
     producer, consumer = Bench(roles=Roles(loads=False)), Bench(roles=Roles(stores=False))
     first, second = producer.request(20), consumer.request(20)
 
-    assert producer.half.match(first, 0) == (0, False)
+    assert producer.scheduler.match(first, 0) == (0, False)
     assert spans(producer.step((first, 20)).stores) == [(0, 16), (16, 20)]
-    assert consumer.half.match(second, 0) == (None, False)
+    assert consumer.scheduler.match(second, 0) == (None, False)
     assert consumer.step((second, 20)).stores == ()
 
 
@@ -332,14 +343,14 @@ def test_media_that_vllm_counts_are_neither_looked_up_nor_stored(identifier: str
     image = MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=2, length=9))
     bench = Bench()
     request = Request("image", [1] * 20, SamplingParams(max_tokens=1), None, mm_features=[image])
-    bench.half.on_new_request(request)
+    bench.scheduler.on_new_request(request)
 
     stores = bench.step((request, 20)).stores
 
     assert bool(bench.client.asked) == cached
     assert bool(stores) == cached
     if not cached:
-        assert bench.half.match(request, 0) == (0, False)
+        assert bench.scheduler.match(request, 0) == (0, False)
 
 
 def test_prompts_given_as_embeddings_and_streaming_sessions_are_left_alone():
@@ -348,9 +359,9 @@ def test_prompts_given_as_embeddings_and_streaming_sessions_are_left_alone():
     request.resumable = True
     other = Request("other", [1] * 20, SamplingParams(max_tokens=1), None, resumable=True)
 
-    bench.half.on_new_request(other)
+    bench.scheduler.on_new_request(other)
 
-    assert bench.half.match(other, 0) == (0, False)
+    assert bench.scheduler.match(other, 0) == (0, False)
     assert len(bench.client.asked) == 1
 
 
@@ -358,8 +369,7 @@ def test_tags_of_both_spellings_name_one_namespace():
     bench = Bench()
     bench.request(20, params={"tags": {"team": "a"}, "lmcache.tag.user": 7})
 
-    (state,) = bench.half._requests.values()
-    assert state.chain.tags == (("team", "a"), ("user", "7"))
+    assert bench.scheduler.tracker("r0").keys.tags == (("team", "a"), ("user", "7"))
 
 
 @pytest.mark.parametrize("tags", [["a"], "a", 0, True, []], ids=repr)
@@ -367,7 +377,7 @@ def test_a_request_with_tags_that_name_nothing_is_neither_loaded_nor_stored(tags
     bench = Bench()
     request = bench.request(20, params={"tags": tags})
 
-    assert bench.half.match(request, 0) == (0, False)
+    assert bench.scheduler.match(request, 0) == (0, False)
     assert bench.client.asked == []
     assert bench.step((request, 20)).stores == ()
 
@@ -376,11 +386,11 @@ def test_a_preempted_request_is_looked_up_again_with_what_it_has_generated():
     bench = Bench()
     request = bench.request(20)
     bench.answer(request, MISS)
-    bench.half.match(request, 0)
+    bench.scheduler.match(request, 0)
     request.append_output_token_ids([5, 6, 7, 8])
     request.num_preemptions += 1
 
-    assert bench.half.match(request, 0) == (None, False)
+    assert bench.scheduler.match(request, 0) == (None, False)
     assert bench.client.asked[-1].num_tokens == 24
     assert bench.client.released == bench.client.asked[:1]
 
@@ -389,14 +399,14 @@ def test_a_miss_that_waited_long_in_the_queue_asks_again_but_few_do_in_one_step(
     bench = Bench()
     requests = [bench.request(20) for _ in range(20)]
     for lookup in bench.client.asked:
-        lookup.answer = MISS
+        bench.client.answer(lookup, MISS)
     bench.client.time = 3.0
 
-    results = [bench.half.match(request, 0) for request in requests]
+    results = [bench.scheduler.match(request, 0) for request in requests]
 
     assert results.count((None, False)) == 8
     bench.idle()
-    assert bench.half.match(requests[-1], 0) == (None, False)
+    assert bench.scheduler.match(requests[-1], 0) == (None, False)
 
 
 # Loads
@@ -405,7 +415,7 @@ def test_a_miss_that_waited_long_in_the_queue_asks_again_but_few_do_in_one_step(
 def load(bench: Bench, answer: Answer, *, num_tokens: int, local: int) -> tuple[Request, Job]:
     request = bench.request(num_tokens)
     bench.answer(request, answer)
-    external, _ = bench.half.match(request, local)
+    external, _ = bench.scheduler.match(request, local)
     assert external is not None
     bench.allocate(request, external, local + external)
     request.num_computed_tokens = local + external
@@ -455,7 +465,7 @@ def test_pins_are_given_back_when_vllm_loads_nothing():
     bench = Bench()
     request = bench.request(30)
     bench.answer(request, hit(2))
-    bench.half.match(request, 24)
+    bench.scheduler.match(request, 24)
     bench.allocate(request, 0, 30)
 
     assert len(bench.client.released) == 1
@@ -481,7 +491,7 @@ def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again
     request.num_computed_tokens = 10
     stores = bench.step((request, 27)).stores
 
-    assert bench.half.loads.counts.failed_loads == 1
+    assert bench.scheduler.metrics.failed_loads == 1
     assert spans(stores) == [(8, 32), (32, 36)]
 
 
@@ -491,7 +501,7 @@ def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
     bench.report(bad=set(job.touched_blocks()), finished={request.request_id})
     request.num_computed_tokens = 0
 
-    assert bench.half.match(request, 0) == (0, False)
+    assert bench.scheduler.match(request, 0) == (0, False)
     assert len(bench.client.asked) == 1
 
 
@@ -501,19 +511,19 @@ def test_a_failure_of_one_load_says_nothing_about_another():
     good, _ = load(bench, hit(3), num_tokens=37, local=0)
     bench.report(bad=set(bad.touched_blocks()))
 
-    assert not bench.half._requests[good.request_id].load_failed
+    assert not tracker(bench, good).load_failed
 
 
 def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
     bench = Bench()
     request = bench.request(30)
     bench.answer(request, hit(2))
-    bench.half.match(request, 4)
+    bench.scheduler.match(request, 4)
     blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
 
-    bench.half.lose_load(request, blocks)
+    bench.scheduler.lose_load(request, blocks)
 
-    (job,) = bench.half.take_loads()
+    (job,) = bench.scheduler.take_loads()
     assert job.keys == ()
     assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
 
@@ -525,7 +535,7 @@ def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int
     """A request whose hit is loaded by the step that it joins."""
     request = bench.request(num_tokens)
     bench.answer(request, hit(chunks, resident=True))
-    external, is_async = bench.half.match(request, local)
+    external, is_async = bench.scheduler.match(request, local)
     assert (external, is_async) == (chunks * CHUNK - local, False)
     bench.allocate(request, external, num_tokens)
     request.num_computed_tokens = local + external
@@ -538,9 +548,9 @@ def test_what_is_in_host_memory_is_loaded_by_the_step_that_uses_it():
     request, job = layerwise(bench)
 
     assert job.layerwise
-    assert bench.half._requests[request.request_id].loading
+    assert tracker(bench, request).is_loading
     bench.report()
-    assert not bench.half._requests[request.request_id].loading
+    assert not tracker(bench, request).is_loading
     assert [lookup.num_tokens for lookup in bench.client.released] == [37]
 
 
@@ -554,7 +564,7 @@ def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens:
     request = bench.request(num_tokens)
     bench.answer(request, hit(chunks, resident=resident))
 
-    assert bench.half.match(request, 0) == (chunks * CHUNK, True)
+    assert bench.scheduler.match(request, 0) == (chunks * CHUNK, True)
     bench.allocate(request, chunks * CHUNK, num_tokens)
     assert [job.layerwise for job in bench.idle().loads] == [False]
 
@@ -564,10 +574,10 @@ def test_nobody_shares_blocks_that_a_step_is_still_to_fill():
     other = bench.request(40, params={"skip_load": True})
     layerwise(bench, local=8)
 
-    assert bench.half.match(other, 8) == (0, False)  # these were there before
-    assert bench.half.match(other, 10) == (None, False)
+    assert bench.scheduler.match(other, 8) == (0, False)  # these were there before
+    assert bench.scheduler.match(other, 10) == (None, False)
     bench.report()
-    assert bench.half.match(other, 10) == (0, False)
+    assert bench.scheduler.match(other, 10) == (0, False)
 
 
 def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
@@ -578,9 +588,9 @@ def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
     bench.report(bad=set(job.touched_blocks()[5:7]))
 
     assert bench.evicted == set(ids[5:])
-    state = bench.half._requests[request.request_id]
-    assert (state.loading, state.load_failed, state.next_chunk) == (False, True, 1)
-    assert bench.half.loads.counts.failed_loads == 1
+    state = tracker(bench, request)
+    assert (state.is_loading, state.load_failed, state.next_chunk) == (False, True, 1)
+    assert bench.scheduler.metrics.failed_loads == 1
 
 
 def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either():
@@ -593,7 +603,7 @@ def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either
     bench.report(bad=set(job.touched_blocks()))
 
     assert bench.evicted == set(job.touched_blocks())
-    assert not bench.half.loads
+    assert not bench.scheduler.loads_active
 
 
 def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
@@ -610,7 +620,7 @@ def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
     bench = Bench(layerwise_tokens=100)
     request = bench.request(37)
     bench.answer(request, hit(3, resident=True))
-    bench.allocate(request, bench.half.match(request, 0)[0], 37)
+    bench.allocate(request, bench.scheduler.match(request, 0)[0], 37)
     request.num_computed_tokens = 24
     step = bench.step((request, 13))
 
@@ -623,12 +633,12 @@ def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
     bench = Bench(layerwise_tokens=100)
     request = bench.request(30)
     bench.answer(request, hit(2, resident=True))
-    bench.half.match(request, 4)
+    bench.scheduler.match(request, 4)
     blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
 
-    bench.half.lose_load(request, blocks)
+    bench.scheduler.lose_load(request, blocks)
 
-    (job,) = bench.half.take_loads()
+    (job,) = bench.scheduler.take_loads()
     assert (job.keys, job.layerwise) == ((), True)
 
 
@@ -686,7 +696,7 @@ def test_generated_tokens_are_stored_chunk_by_chunk():
         jobs = bench.step((request, 1)).stores
 
     assert spans(jobs) == [] or request.num_computed_tokens == 17
-    assert bench.half._requests[request.request_id].next_chunk == 2
+    assert tracker(bench, request).next_chunk == 2
 
 
 def test_generated_tokens_stay_out_if_so_configured():
@@ -713,7 +723,7 @@ def test_drafted_tokens_that_may_be_rejected_are_not_stored():
 
     assert spans(bench.step((request, 9)).stores) == [(8, 16)]  # one known token and eight guesses
     request.num_computed_tokens = 16
-    assert bench.half._requests[request.request_id].next_chunk == 2
+    assert tracker(bench, request).next_chunk == 2
 
 
 @pytest.mark.parametrize("name", ["skip_save", "force_skip_save", "lmcache.skip_save"])
@@ -723,21 +733,21 @@ def test_a_request_may_ask_not_to_be_stored(name: str):
 
     assert bench.step((request, 20)).stores == ()
     bench.finish(request)
-    assert not bench.half.has_work
+    assert not bench.scheduler.has_work
 
 
 def test_two_requests_with_one_prefix_store_it_once():
     bench = Bench()
     first = bench.request(37)
     second = Request("twin", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
-    bench.half.on_new_request(second)
+    bench.scheduler.on_new_request(second)
 
     jobs = bench.step((first, 32), (second, 32)).stores
 
     assert spans(jobs) == [(0, 32)]
     bench.complete(jobs)
     third = Request("later", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
-    bench.half.on_new_request(third)
+    bench.scheduler.on_new_request(third)
     assert spans(bench.step((third, 32)).stores) == [(0, 32)]  # ended: the engine knows better than we
 
 
@@ -748,12 +758,12 @@ def test_source_blocks_are_held_until_every_rank_has_copied_them():
     bench.finish(request)
 
     assert bench.pool.get_num_free_blocks() == 1000 - 8
-    assert bench.half.has_work
-    assert bench.half.would_free_blocks
+    assert bench.scheduler.has_work
+    assert bench.scheduler.would_free_blocks
     bench.report(copied={job.job_id: 1})
-    assert bench.half.has_work
+    assert bench.scheduler.has_work
     bench.report(copied={job.job_id: 1})
-    assert not bench.half.has_work
+    assert not bench.scheduler.has_work
     assert bench.pool.get_num_free_blocks() == 1000
 
 
@@ -762,7 +772,7 @@ def test_blocks_of_a_running_request_would_not_become_free():
     request = bench.request(16)
     bench.step((request, 16))
 
-    assert not bench.half.would_free_blocks
+    assert not bench.scheduler.would_free_blocks
 
 
 def test_beyond_the_cap_chunks_wait_for_a_later_step():
@@ -783,7 +793,7 @@ def test_what_does_not_fit_under_the_cap_at_the_end_is_dropped_and_counted():
     bench.finish(request)
 
     assert bench.idle().stores == ()
-    assert bench.half._stores.counts.dropped_chunks == 3
+    assert bench.scheduler.metrics.skipped_chunks == {"blocks": 3}
 
 
 def test_a_long_prefill_is_several_jobs():
@@ -801,7 +811,7 @@ def test_chunks_without_keys_wait_for_them():
 
     assert bench.step((request, 16)).stores == ()
     bench.client.hashes = True
-    bench.client.hash(bench.half._requests[request.request_id].chain, 16)
+    bench.client.hash(tracker(bench, request).keys, 16)
     assert spans(bench.step((request, 0)).stores) == [(0, 16)]
 
 
@@ -810,11 +820,11 @@ def test_the_last_chunks_of_a_finished_request_wait_for_their_keys_with_their_bl
     bench.client.hashes = False
     request = bench.request(20)
     bench.step((request, 20))
-    chain = bench.half._requests[request.request_id].chain
+    chain = tracker(bench, request).keys
     bench.finish(request)
 
     assert bench.idle().stores == ()
-    assert bench.half.has_work
+    assert bench.scheduler.has_work
     bench.client.hashes = True
     bench.client.hash(chain, 20)
     jobs = bench.idle().stores
@@ -832,9 +842,9 @@ def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back(
     bench.client.time = 100.0
 
     assert bench.idle().stores == ()
-    assert not bench.half.has_work
+    assert not bench.scheduler.has_work
     assert bench.pool.get_num_free_blocks() == 1000
-    assert bench.half._stores.counts.dropped_chunks == 3
+    assert bench.scheduler.metrics.skipped_chunks == {"keys": 3}
 
 
 # Reset
@@ -844,19 +854,19 @@ def test_after_a_reset_all_is_a_miss_until_it_is_done_and_then_asked_anew():
     bench = Bench()
     request = bench.request(20)
     bench.answer(request, hit(2))
-    bench.half.reset()
+    bench.scheduler.reset()
 
-    assert bench.half.match(request, 0) == (0, False)
+    assert bench.scheduler.match(request, 0) == (0, False)
     bench.client.ready = True
     bench.client.time = 3.0
-    assert bench.half.match(request, 0) == (None, False)
+    assert bench.scheduler.match(request, 0) == (None, False)
 
 
 def test_kv_computed_before_a_reset_is_not_stored_after_it():
     bench = Bench()
     running, waiting = bench.request(20), bench.request(20)
     bench.step((running, 8))
-    bench.half.reset()
+    bench.scheduler.reset()
 
     jobs = bench.step((running, 12), (waiting, 20)).stores
 
@@ -886,11 +896,11 @@ def test_whatever_happens_every_block_comes_back_and_only_computed_ones_are_read
             bench.finish(live.pop(data.draw(st.integers(0, len(live) - 1))))
         elif action == "copied" and flying:
             bench.complete((flying.pop(),))
-        assert bench.half._pins.held_blocks <= 40
+        assert bench.scheduler.pinned_blocks <= 40
     for request in live:
         bench.finish(request)
     flying.extend(bench.idle().stores)
     bench.complete(tuple(flying))
 
-    assert not bench.half.has_work
+    assert not bench.scheduler.has_work
     assert bench.pool.get_num_free_blocks() == 200

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_async.integration.vllm.loads import Loads
-from lmcache_async.integration.vllm.lookup_client import LookupClient
-from lmcache_async.integration.vllm.transfers import Transfers
+from lmcache_async.integration.vllm.lookup import LookupClient
+from lmcache_async.integration.vllm.scheduler import SchedulerConnector
+from lmcache_async.integration.vllm.worker import Transfers
 from tests.simulation.faults import Faults
 from tests.simulation.serving import simulate_serving
 
@@ -38,7 +38,7 @@ def a_load_that_fails_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_lookups_pinned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LookupClient, "release", lambda self, lookup: None)
+    monkeypatch.setattr(LookupClient, "release", lambda self, lookup, answer: None)
 
 
 def a_load_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def a_load_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loads_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loads, "ended", lambda self, request_id: None)
+    monkeypatch.setattr(SchedulerConnector, "_load_ended", lambda self, request_id: None)
 
 
 @pytest.mark.parametrize(

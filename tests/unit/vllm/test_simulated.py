@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lmcache_async.integration.vllm.request import Phase
 from lmcache_async.types import RetrieveReport
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
 
@@ -42,7 +43,7 @@ class Simulators:
         given = {**OPTIONS, "vllm.socket_dir": str(self.socket_dir), **(options or {})}
         sim = SimulatedVLLM(Setup(folder=self.tmp_path / "model", options=given, **setup))
         self.made.append(sim)
-        self.until(lambda: scheduler_half(sim)._client.ready)
+        self.until(lambda: scheduler_of(sim).ready)
         return sim
 
     def settle(self, sim: SimulatedVLLM) -> None:
@@ -60,12 +61,12 @@ def simulators(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Simul
         sim.close()
 
 
-def scheduler_half(sim: SimulatedVLLM) -> Any:
-    return sim.connector._scheduler
+def scheduler_of(sim: SimulatedVLLM) -> Any:
+    return sim.connector.scheduler
 
 
 def engine_of(rank: Any) -> Any:
-    return rank.connector._worker._transfers._engine
+    return rank.connector.worker.engine
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -85,8 +86,8 @@ def expected(tokens: list[int], max_tokens: int) -> list[int]:
 
 
 def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
-    half = scheduler_half(sim)
-    assert (half.has_work, half._requests, bool(half.loads)) == (False, {}, False)
+    half = scheduler_of(sim)
+    assert (half.has_work, half.num_requests, half.loads_active) == (False, 0, False)
     assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1
 
 
@@ -233,7 +234,7 @@ def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing_behind(simul
     sim.add("cold", tokens)
     simulators.settle(sim)
     sim.add("warm", tokens)
-    while not scheduler_half(sim).loads:
+    while not scheduler_of(sim).loads_active:
         sim.step()
     sim.abort("warm")
     sim.run()
@@ -287,7 +288,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 
     assert sim.outputs["warm"] == expected(tokens, 4)
     assert "length" in sim.finish_reasons["warm"]
-    assert scheduler_half(sim).loads.counts.failed_loads == 1
+    assert scheduler_of(sim).metrics.failed_loads == 1
     assert_nothing_is_held(sim)
 
 
@@ -309,9 +310,10 @@ def test_nobody_reads_what_a_layerwise_load_that_failed_left_behind(simulators: 
     sim.add("warm", tokens)
     if when == "at once":
         sim.add("sharing", sharing)
-    states = scheduler_half(sim)._requests.values()
-    simulators.until(lambda: all(state.lookup.answer is not None for state in states))
-    while not scheduler_half(sim).loads.counts.failed_loads:
+    scheduler = scheduler_of(sim)
+    names = ["warm", "sharing"] if when == "at once" else ["warm"]
+    simulators.until(lambda: all(scheduler.tracker(name).phase is Phase.DECIDED for name in names))
+    while not scheduler_of(sim).metrics.failed_loads:
         sim.step()
     sim.abort("warm")  # so that it does not compute what is missing
     if when == "later":
@@ -330,7 +332,7 @@ def test_a_lookup_that_is_late_is_a_miss_and_never_a_delay(simulators: Simulator
         simulators.settle(sim)
 
     assert sim.outputs["warm"] == expected(tokens, 4)
-    assert scheduler_half(sim).asking.timeouts + sim.cached_tokens["warm"][1] > 0
+    assert scheduler_of(sim).metrics.late_lookups + sim.cached_tokens["warm"][1] > 0
     assert_nothing_is_held(sim)
 
 
@@ -352,7 +354,7 @@ def test_after_reset_cache_nothing_is_found_and_then_it_works_again(simulators: 
     sim.add("cold", tokens)
     simulators.settle(sim)
     assert sim.scheduler.reset_prefix_cache(reset_connector=True)
-    until(lambda: scheduler_half(sim)._client.ready)
+    until(lambda: scheduler_of(sim).ready)
     for name in ("after", "warm"):
         sim.add(name, tokens)
         simulators.settle(sim)

@@ -17,13 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
-from lmcache_async.integration.vllm.prom import LMCacheAsyncPromMetrics, _unregister, observations
-from lmcache_async.integration.vllm.stats import (
+from lmcache_async.integration.vllm.metrics import (
+    ALL_SERIES,
     MAX_PARTS,
     PARTS,
+    LMCacheAsyncPromMetrics,
     LMCacheAsyncStats,
-    all_series,
+    _unregister,
     merged_counts,
+    observations,
     part_of,
 )
 from lmcache_async.observability.families import Filling
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     Until = Callable[[Callable[[], bool]], None]
 
 LABELS = {"model_name": "tiny", "engine": "0"}
-TABLE = all_series()
+TABLE = ALL_SERIES
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ def simulator(tmp_path: Path, socket_dir: Path, until: Until, multi: bool) -> It
         "tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}],
     }
     sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, ranks=2, multi=multi))
-    until(lambda: ours(sim.connector)._scheduler._client.ready)
+    until(lambda: ours(sim.connector).scheduler.ready)
     yield sim
     sim.close()
 
@@ -96,7 +98,7 @@ def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> Non
 
 def settle(sim: SimulatedVLLM, until: Until) -> None:
     sim.run()
-    engines = [ours(rank.connector)._worker._transfers._engine for rank in sim.ranks]
+    engines = [ours(rank.connector).worker.engine for rank in sim.ranks]
     until(lambda: all(engine.statistics().running == 0 for engine in engines))
     assert sim.scheduler.reset_prefix_cache()
 
@@ -156,7 +158,7 @@ def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, unt
         return all(side.get_kv_connector_stats() is None for side in sides)
 
     until(silent)
-    worker = sim.ranks[0].connector._worker
+    worker = sim.ranks[0].connector.worker
     assert worker.take_stats() == []
     assert worker._feed._timer is None or worker._feed._timer.when() > 0
 
@@ -168,8 +170,8 @@ def test_statistics_that_fail_cost_a_request_nothing(
         raise ZeroDivisionError("on purpose")
 
     sim = simulator
-    monkeypatch.setattr("lmcache_async.integration.vllm.feed.engine_families", broken)
-    monkeypatch.setattr("lmcache_async.integration.vllm.accounts.since", broken)
+    monkeypatch.setattr("lmcache_async.integration.vllm.worker.engine_families", broken)
+    monkeypatch.setattr("lmcache_async.integration.vllm.metrics.since", broken)
     sim.add("cold", prompt(500))
     settle(sim, until)
 

@@ -1,4 +1,4 @@
-"""The worker half over an engine that the test drives."""
+"""The worker connector over an engine that the test drives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
-from lmcache_async.integration.vllm import layerwise
-from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata
-from lmcache_async.integration.vllm.wire import encode, receive, socket_path
-from lmcache_async.integration.vllm.worker import WorkerHalf
+from lmcache_async.integration.vllm import worker as worker_module
+from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata
+from lmcache_async.integration.vllm.lookup_protocol import encode, receive, socket_path
+from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.observability.totals import Totals
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
@@ -84,8 +84,8 @@ def job(job_id: int = 1, *, blocks: tuple[int, ...] = (10, 11, 12, 13, 14), epoc
     )
 
 
-class Worker(WorkerHalf):
-    """A worker half with a test's engine."""
+class Worker(WorkerConnector):
+    """A worker connector with a test's engine."""
 
     def __init__(self, engine: Engine, socket_dir: Path) -> None:
         self.engine = engine
@@ -281,12 +281,12 @@ async def ask(path: Path, message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_stranger_to_the_protocol_gets_an_error_and_the_server_lives(worker: Worker):
-    assert "error" in await ask(worker._socket, {"op": "nonsense"})
-    assert (await ask(worker._socket, {"op": "hello"}))["root"] == NAMESPACE.root()
+    assert "error" in await ask(worker.socket, {"op": "nonsense"})
+    assert (await ask(worker.socket, {"op": "hello"}))["root"] == NAMESPACE.root()
 
 
 async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker, until: Until):
-    await ask(worker._socket, {"op": "clear", "epoch": 1, "memory_only": True})
+    await ask(worker.socket, {"op": "clear", "epoch": 1, "memory_only": True})
     worker.begin_step(StepMetadata(stores=(job(1, epoch=0), job(2, epoch=1))))
     worker.start_stores()
 
@@ -302,7 +302,7 @@ def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout
     half.close()
 
     assert half.closed
-    assert not half._socket.exists()
+    assert not half.socket.exists()
 
 
 def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVLayout):
@@ -344,7 +344,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
 
 
 def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):
-    half = WorkerHalf(
+    half = WorkerConnector(
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
         rank=0,
         block_size=BLOCK,
@@ -360,7 +360,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
 @pytest.fixture
 def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker with two layers; what should begin in time has all the time it needs."""
-    monkeypatch.setattr(layerwise, "BEGIN_S", 20.0)
+    monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
     layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
     half = Worker(Engine(), socket_dir)
     half.open(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE)
@@ -407,7 +407,7 @@ def test_blocks_a_layerwise_load_did_not_find_are_known_when_the_forward_ends(de
 def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
     deep: Worker, until: Until, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(layerwise, "BEGIN_S", 0.0)
+    monkeypatch.setattr(worker_module, "BEGIN_S", 0.0)
     deep.engine.gate.clear()
     deep.begin_step(waited_load())
     for name in ("first", "second"):
@@ -418,7 +418,7 @@ def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
     assert not deep.engine.retrieved[0].progress.begin()
     deep.engine.hit_chunks = 0
     deep.engine.gate.set()
-    monkeypatch.setattr(layerwise, "BEGIN_S", 20.0)
+    monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
     deep.begin_step(waited_load(2))
     for name in ("first", "second"):
         deep.wait_for_layer(name)
@@ -461,7 +461,7 @@ def test_a_load_whose_end_cannot_be_told_has_failed(deep: Worker, monkeypatch: p
     deep.begin_step(waited_load())
     for name in ("first", "second"):
         deep.wait_for_layer(name)
-    monkeypatch.setattr(layerwise.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
+    monkeypatch.setattr(worker_module.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
 
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
 

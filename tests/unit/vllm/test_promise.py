@@ -1,4 +1,4 @@
-"""What a producer's scheduler half promises, and what a consumer's does with a promise."""
+"""What a producer's scheduler connector promises, and what a consumer's does with a promise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.config import roles_of
-from lmcache_async.integration.vllm.handover import FIELD, Promise
-from lmcache_async.integration.vllm.metadata import WorkerReport
-from lmcache_async.integration.vllm.requests import Roles
-from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, Bench, hit, spans
+from lmcache_async.integration.vllm.jobs import WorkerReport
+from lmcache_async.integration.vllm.promise import FIELD, Promise
+from lmcache_async.integration.vllm.request import Roles
+from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, Bench, hit, spans, tracker
 
 PRODUCER = Roles(hands_over=True)
 PROMISE = Promise("p", 20, "0" * 32, "1" * 32, 30.0)
 
 
 def finish(bench: Bench, request: Request) -> Promise | None:
-    return bench.half.finished(request)
+    return bench.scheduler.finished(request)
 
 
 def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
@@ -89,11 +89,11 @@ def test_a_request_to_be_handed_over_waits_for_its_keys_if_vllm_has_all_of_it(lo
     bench = Bench(roles=replace(PRODUCER, loads=loads))
     bench.client.hashes = False
     request = bench.request(20)
-    assert bench.half.match(request, 18) == (None, False)
+    assert bench.scheduler.match(request, 18) == (None, False)
     bench.client.hashes = True
-    bench.client.hash(bench.half._requests[request.request_id].chain, 20)
+    bench.client.hash(tracker(bench, request).keys, 20)
 
-    assert bench.half.match(request, 18) == (0, False)
+    assert bench.scheduler.match(request, 18) == (0, False)
 
 
 def test_but_no_longer_than_for_a_lookup():
@@ -102,7 +102,7 @@ def test_but_no_longer_than_for_a_lookup():
     request = bench.request(20)
     for at, offered in [(0.0, None), (0.05, None), (0.15, 0)]:
         bench.client.time = at
-        assert bench.half.match(request, 18) == (offered, False)
+        assert bench.scheduler.match(request, 18) == (offered, False)
 
 
 def test_who_only_caches_promises_when_it_is_asked_to():
@@ -119,7 +119,7 @@ def test_a_producer_offers_its_hits_to_the_tiers_that_lack_them():
     bench = Bench(roles=PRODUCER)
     request = bench.request(20)
     bench.answer(request, hit(2))
-    assert bench.half.match(request, 0) == (16, True)
+    assert bench.scheduler.match(request, 0) == (16, True)
     bench.allocate(request, 16, 16)
     bench.step()
     bench.report(finished={request.request_id})
@@ -131,7 +131,7 @@ def test_a_producer_offers_its_hits_to_the_tiers_that_lack_them():
 
 
 def report(bench: Bench, unshared: dict[int, int]) -> None:
-    bench.half._handover.written(unshared, bench.half._requests.values)
+    bench.scheduler.stores_answered(unshared)
 
 
 def test_what_did_not_reach_a_shared_tier_is_not_promised():
@@ -221,8 +221,8 @@ def test_a_promise_is_waited_for_as_long_as_is_configured():
     assert asked_with(bench) == (PROMISE, 3.0)
     for at, offered in [(0.0, None), (3.05, None), (3.2, 0)]:
         bench.client.time = at
-        assert bench.half.match(request, 0) == (offered, False)
-    assert bench.half.asking.timeouts == 1
+        assert bench.scheduler.match(request, 0) == (offered, False)
+    assert bench.scheduler.metrics.late_lookups == 1
 
 
 def test_but_no_longer_than_it_can_come_true():
@@ -238,7 +238,7 @@ def test_the_wait_goes_on_when_a_request_is_preempted_and_does_not_begin_again()
     for at, left in [(0.5, 1.5), (3.0, 0.0)]:
         bench.client.time = at
         request.num_preemptions += 1
-        assert bench.half.match(request, 0) == (None, False)
+        assert bench.scheduler.match(request, 0) == (None, False)
         assert asked_with(bench) == (PROMISE, left)
     assert len(bench.client.released) == 2
 
@@ -246,21 +246,20 @@ def test_the_wait_goes_on_when_a_request_is_preempted_and_does_not_begin_again()
 def test_a_request_that_waits_and_is_aborted_leaves_nothing():
     bench = Bench()
     request = bench.request(20, params=PROMISE.params())
-    assert bench.half.match(request, 0) == (None, False)
+    assert bench.scheduler.match(request, 0) == (None, False)
     bench.finish(request)
 
     assert bench.client.released == bench.client.asked
-    assert not bench.half._requests
+    assert not bench.scheduler.num_requests
 
 
 def test_an_answer_after_a_long_wait_is_not_too_old():
     bench = Bench(**{"vllm.wait_for_producer_s": 10.0})
     request = bench.request(20, params=PROMISE.params())
     bench.client.time = 9.0
-    bench.client.asked[-1].answered_at = 8.9
-    bench.answer(request, hit(1))
+    bench.client.answer(bench.client.asked[-1], hit(1), answered_at=8.9)
 
-    assert bench.half.match(request, 0) == (8, True)
+    assert bench.scheduler.match(request, 0) == (8, True)
     assert len(bench.client.asked) == 1
 
 
@@ -268,17 +267,17 @@ def test_what_vllm_has_itself_is_not_waited_for():
     bench = Bench()
     request = bench.request(40, params=PROMISE.params())
 
-    assert bench.half.match(request, 18) == (None, False)
-    assert bench.half.match(request, 20) == (0, False)
+    assert bench.scheduler.match(request, 18) == (None, False)
+    assert bench.scheduler.match(request, 20) == (0, False)
 
 
 def test_what_was_promised_is_loaded_though_computing_would_be_sooner():
     bench = Bench(**{"vllm.prefill_tokens_per_s": 1e6})
     for believed, loaded in [(False, 0), (True, 16)]:
         request = bench.request(20, params=PROMISE.params())
-        bench.client.asked[-1].believed = believed
-        bench.answer(request, replace(hit(2), costs=((2, 5.0),)))
-        assert bench.half.match(request, 0)[0] == loaded
+        answer = replace(hit(2), costs=((2, 5.0),))
+        bench.client.answer(bench.client.asked[-1], answer, believed=believed)
+        assert bench.scheduler.match(request, 0)[0] == loaded
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.integration.vllm.decide import (
+from lmcache_async.integration.vllm.load_policy import (
     MIN_GAIN,
     MIN_STEP_TOKENS,
     Hit,
-    LoadDecider,
+    LoadPolicy,
     PrefillClock,
+)
+from lmcache_async.integration.vllm.lookup_protocol import (
+    pack_costs,
     seconds_up_to,
     slowest,
+    unpack_costs,
 )
-from lmcache_async.integration.vllm.lookups import Answer, Lookup
-from lmcache_async.integration.vllm.wire import pack_costs, unpack_costs
 
 CHUNK = 100
 
@@ -33,7 +34,7 @@ class Time:
 
 
 def decider(tokens_per_s=1000.0, **options):
-    return LoadDecider(PrefillClock(Time(), tokens_per_s), CHUNK, **options)
+    return LoadPolicy(PrefillClock(Time(), tokens_per_s), CHUNK, **options)
 
 
 def costs_of(*runs):
@@ -63,25 +64,25 @@ runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
 def test_what_is_sooner_is_done_and_counted(costs, chosen, decided):
     chooser = decider()
 
-    assert chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001)) == chosen
+    assert chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001)).tokens == chosen
     assert chooser.counts == {decided: 1}
 
 
 def test_what_vllm_has_itself_is_neither_loaded_nor_computed():
     slow = costs_of((4, 5.0), (6, 0.01))
 
-    assert decider().decide("r", Hit(slow, 1000, 400, 1001)) == 1000
-    assert decider().decide("r", Hit(costs_of((10, 9.0)), 1000, 400, 1001)) == 400
+    assert decider().decide("r", Hit(slow, 1000, 400, 1001)).tokens == 1000
+    assert decider().decide("r", Hit(costs_of((10, 9.0)), 1000, 400, 1001)).tokens == 400
     chooser = decider()
-    assert chooser.decide("r", Hit(slow, 300, 400, 1001)) == 300
+    assert chooser.decide("r", Hit(slow, 300, 400, 1001)).tokens == 300
     assert not chooser.counts
 
 
 def test_always_loads_and_so_does_who_knows_no_speed():
     hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
 
-    assert decider(always=True).decide("r", hit) == 1000
-    assert decider(tokens_per_s=None).decide("r", hit) == 1000
+    assert decider(always=True).decide("r", hit).tokens == 1000
+    assert decider(tokens_per_s=None).decide("r", hit).tokens == 1000
 
 
 @given(runs, st.integers(0, 99), st.integers(0, 2500), st.integers(1, 500), st.floats(1, 1e5))
@@ -92,7 +93,7 @@ def test_the_choice_is_a_prefix_of_whole_runs_and_never_much_later_than_any_othe
     tokens = (costs[-1][0] * CHUNK if costs else 0) + partial
     hit = Hit(costs, tokens, local, tokens + local + more)
 
-    chosen = decider(speed).decide("r", hit)
+    chosen = decider(speed).decide("r", hit).tokens
 
     if tokens <= local:
         assert chosen == tokens
@@ -107,17 +108,6 @@ def test_the_choice_is_a_prefix_of_whole_runs_and_never_much_later_than_any_othe
         return load + (hit.asked_tokens - kept) / speed
 
     assert first_token(chosen) * (1 - MIN_GAIN) <= min(map(first_token, ends)) + 1e-6
-
-
-def test_it_is_decided_once_for_each_lookup_and_prefix():
-    chooser, request = decider(), SimpleNamespace(request_id="r", num_tokens=1001)
-    lookup = Lookup("r#1", 1001, 0, 0.0, 0)
-    answer = Answer(chunks=10, costs=costs_of((10, 1.5)))
-
-    assert [chooser.worth(request, lookup, answer, 0) for _ in range(3)] == [0, 0, 0]
-    assert chooser.counts == {"recompute": 1}
-    assert chooser.worth(request, lookup, answer, 900) == 900
-    assert chooser.counts == {"recompute": 2}
 
 
 def test_a_hit_that_is_not_loaded_is_explained(caplog):

@@ -1,37 +1,40 @@
-"""Load a hit, or compute it: whichever is sooner."""
+"""Load a hit or compute it, whichever is faster."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from lmcache_async.integration.vllm.lookup_protocol import seconds_up_to
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.rates import CostLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from lmcache_async.integration.vllm.lookups import Answer, Lookup
-    from lmcache_async.integration.vllm.wire import Costs
+    from lmcache_async.integration.vllm.lookup_protocol import Costs
     from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
-"""So much sooner, as a part, computing must be: it takes the device from others, loading does not."""
+"""Fraction by which computing must be faster to be chosen: it takes the device from other requests, loading does not."""
 
 MIN_STEP_TOKENS = 128
-"""Shorter steps are decodes, or too short to tell how fast the model computes prompts."""
+"""Shorter steps are decodes, or too short to measure how fast the model computes prompts."""
+
+NO_PREFIX = "no tier has a prefix of it"
+LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
 
 
 class PrefillClock:
-    """Times the scheduler's steps.
+    """Measures how fast the model computes prompts, from the scheduler's steps.
 
     Args:
-        now: Seconds, monotonic.
-        tokens_per_s: Fixed by the user; None learns it.
-        overlapped: A step may be planned before the one before it has ended. Then nothing is learnt: whose
-            end vLLM tells of is not known.
+        now: Monotonic clock in seconds.
+        tokens_per_s: Speed set by the user; None measures it.
+        overlapped: A step may be planned before the one before it has ended. Nothing is measured then, because
+            vLLM does not say which step has ended.
     """
 
     def __init__(
@@ -40,15 +43,15 @@ class PrefillClock:
         self.now = now
         self._line = CostLine()
         self._fixed = tokens_per_s
-        self._learns = tokens_per_s is None and not overlapped
+        self._measures = tokens_per_s is None and not overlapped
         self._step: tuple[float, int] | None = None
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens was planned."""
-        self._step = (self.now(), tokens) if self._learns and tokens >= MIN_STEP_TOKENS else None
+        """A step of `tokens` tokens was planned."""
+        self._step = (self.now(), tokens) if self._measures and tokens >= MIN_STEP_TOKENS else None
 
     def end(self) -> None:
-        """Its results are there."""
+        """The step has ended."""
         if self._step is not None:
             planned, tokens = self._step
             self._step = None
@@ -59,19 +62,19 @@ class PrefillClock:
         return self._fixed is not None or self._line.known
 
     def seconds(self, tokens: int) -> float:
-        """What computing so many tokens of a prompt takes."""
+        """Seconds to compute `tokens` tokens of a prompt."""
         return tokens / self._fixed if self._fixed is not None else self._line.seconds(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What there is to decide on.
+    """What is known about a hit.
 
     Attributes:
-        costs: Of loading the hit's full chunks.
-        tokens: Of the hit, a partial chunk at its end among them.
-        local_tokens: Leading tokens that vLLM has itself.
-        asked_tokens: Of the request.
+        costs: Costs of loading the hit's full chunks.
+        tokens: Tokens of the hit, including a partial chunk at its end.
+        local_tokens: Leading tokens in vLLM's own prefix cache.
+        asked_tokens: Tokens of the request.
     """
 
     costs: Costs
@@ -82,11 +85,11 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was decided.
+    """The decision on a hit.
 
     Attributes:
         tokens: Leading tokens that are worth loading.
-        why: In words.
+        why: The reason, in words.
     """
 
     decided: Decided
@@ -94,15 +97,16 @@ class Verdict:
     why: str
 
 
-MISS = "no tier has a prefix of it"
-LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
-
-
-class LoadDecider:
-    """Decides for each hit how much of it is loaded, and counts: load, recompute or partial.
+class LoadPolicy:
+    """Decides how much of a hit is loaded, and counts the decisions.
 
     Args:
-        always: Load whatever there is.
+        prefill: How fast the model computes prompts.
+        chunk_size: Tokens per chunk.
+        always: Load every hit.
+
+    Attributes:
+        counts: Number of decisions by `load`, `recompute` and `partial`.
     """
 
     def __init__(self, prefill: PrefillClock, chunk_size: int, *, always: bool = False) -> None:
@@ -112,32 +116,15 @@ class LoadDecider:
         self._chunk_size = chunk_size
         self._always = always
 
-    def worth(self, request: Any, lookup: Lookup, answer: Answer, local_tokens: int) -> int:
-        """Leading tokens of the request's hit that are worth loading.
-
-        Decided once for each lookup and number of tokens that vLLM has itself, however often it asks.
-        """
-        if lookup.worth is None or lookup.worth[0] != local_tokens:
-            tokens = answer.hit_tokens(self._chunk_size)
-            hit = Hit(answer.costs, tokens, local_tokens, request.num_tokens)
-            promised = lookup.believed
-            lookup.verdict = self.verdict(request.request_id, hit, promised=promised)
-            lookup.worth = local_tokens, lookup.verdict.tokens
-        return lookup.worth[1]
-
-    def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> int:
-        """All of the hit's tokens, only those that vLLM has itself, or up to where a tier's run ends.
+    def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
+        """Load all of the hit, nothing of it, or the part up to the end of a tier's run.
 
         Args:
-            promised: Another vLLM has computed it for this one, which is there to decode: it is loaded.
+            promised: Another vLLM has computed the hit for this one, so it is loaded.
         """
-        return self.verdict(request_id, hit, promised=promised).tokens
-
-    def verdict(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
-        """The same, and why."""
         if hit.tokens <= hit.local_tokens:
-            return Verdict("local", hit.tokens, LOCAL) if hit.tokens else Verdict("miss", 0, MISS)
-        chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._unasked(promised)
+            return Verdict("local", hit.tokens, LOCAL) if hit.tokens else Verdict("miss", 0, NO_PREFIX)
+        chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._forced(promised)
         if not (self._always or promised) and self.prefill.known:
             times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}
             best = min(times, key=lambda tokens: (times[tokens], -tokens))
@@ -151,8 +138,8 @@ class LoadDecider:
             self._explain(decided, request_id, hit, chosen, times)
         return Verdict(decided, chosen, why or _in_words(decided, hit, chosen, times))
 
-    def _unasked(self, promised: bool) -> str:
-        """Why no times were compared; "" where they were."""
+    def _forced(self, promised: bool) -> str:
+        """Why the hit is loaded without comparing times; "" if they are compared."""
         if promised:
             return "another vLLM has computed it for this one"
         if self._always:
@@ -164,7 +151,7 @@ class LoadDecider:
         return [hit.local_tokens, *(end for end in ends if hit.local_tokens < end < hit.tokens), hit.tokens]
 
     def _seconds(self, hit: Hit, tokens: int) -> float:
-        """Until the request's first token, if so many leading tokens are there."""
+        """Seconds until the request's first token, if `tokens` leading tokens are loaded."""
         load = 0.0
         if tokens > hit.local_tokens:
             size = self._chunk_size
@@ -188,7 +175,7 @@ class LoadDecider:
 
 
 def _in_words(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:
-    """What was compared."""
+    """The times that were compared."""
     all_of_it, none = times[hit.tokens], times[hit.local_tokens]
     first = f"{times[chosen]:.3f} s to the first token"
     if decided == "load":
@@ -196,19 +183,3 @@ def _in_words(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float
     if decided == "recompute":
         return f"{first}, {all_of_it:.3f} s with all {hit.tokens - hit.local_tokens} tokens loaded"
     return f"{first}, {all_of_it:.3f} s with all of the hit loaded, {none:.3f} s with nothing"
-
-
-def seconds_up_to(costs: Costs, chunks: float) -> float:
-    """Seconds to load so many leading chunks; within a run in proportion."""
-    before, before_s = 0, 0.0
-    for end, end_s in costs:
-        if chunks <= end:
-            return min(end_s, before_s + (end_s - before_s) * (chunks - before) / (end - before))
-        before, before_s = end, end_s
-    return before_s
-
-
-def slowest(costs: Sequence[Costs], chunks: int) -> Costs:
-    """What a load of the first `chunks` chunks costs when every rank has to be done."""
-    ends = sorted({min(end, chunks) for each in costs for end, _ in each} - {0})
-    return tuple((end, max(seconds_up_to(each, end) for each in costs)) for end in ends)

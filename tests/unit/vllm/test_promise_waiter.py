@@ -12,17 +12,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache_async.integration.vllm.chains import RequestChain
-from lmcache_async.integration.vllm.handover import Promise
-from lmcache_async.integration.vllm.lookups import Answer, Lookup
-from lmcache_async.integration.vllm.waiting import (
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     SPACING_S,
-    Waiting,
+    Lookup,
+    PendingLookup,
+    PromiseWaiter,
     pause_s,
 )
-from lmcache_async.integration.vllm.wire import Identity
+from lmcache_async.integration.vllm.lookup_protocol import Answer, Identity
+from lmcache_async.integration.vllm.promise import Promise
 from tests.simulation.loop import Trace, new_loop
 
 CHUNK, BLOCK = 8, 2
@@ -34,15 +35,15 @@ AT_ONCE = pytest.approx(0.0, abs=STEPS_S)
 AT_THE_END = pytest.approx(WAIT_S, abs=STEPS_S)
 
 
-def chain_of(tokens: list[int], roots: tuple[bytes, ...] = (b"0" * 16, b"1" * 16)) -> RequestChain:
-    chain = RequestChain("consumer", tokens, len(tokens))
+def chain_of(tokens: list[int], roots: tuple[bytes, ...] = (b"0" * 16, b"1" * 16)) -> RequestKeys:
+    chain = RequestKeys("consumer", tokens, len(tokens))
     chain.open(roots, IDENTITY, "")
     chain.extend(len(tokens), lambda: None)
     return chain
 
 
 def promise_of(tokens: list[int], num_tokens: int, **roots: Any) -> Promise:
-    marks = chain_of(tokens, **roots).marks(num_tokens, CHUNK)
+    marks = chain_of(tokens, **roots).digests(num_tokens, CHUNK)
     assert marks is not None
     return Promise("producer", num_tokens, *marks, 30.0)
 
@@ -84,11 +85,11 @@ def split(packed: bytes) -> list[bytes]:
 
 
 class Bench:
-    """Two ranks, and one `Waiting` that asks them."""
+    """Two ranks, and one `PromiseWaiter` that asks them."""
 
     def __init__(self) -> None:
         self.ranks = [Rank(0), Rank(1)]
-        self.waiting = Waiting(self.ranks, timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
+        self.waiting = PromiseWaiter(self.ranks, timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
         self.counts = self.waiting.counts
 
     def put(self, tokens: list[int], at: float, **options: Any) -> None:
@@ -97,12 +98,12 @@ class Bench:
 
     async def ask(
         self, promise: Promise | None, *, tokens: list[int] = PROMPT, wait_s: float = WAIT_S
-    ) -> tuple[Answer, Lookup, float]:
+    ) -> tuple[Answer, PendingLookup, float]:
         """The answer, and when it was there."""
-        chain = chain_of(tokens)
-        lookup = Lookup("r#1", len(tokens), 0, now(), 0, promise=promise, wait_s=wait_s)
-        answer = await self.waiting.answer(chain, lookup, chain.end_candidates())
-        return answer, lookup, now()
+        keys = chain_of(tokens)
+        pending = PendingLookup(Lookup("r#1", len(tokens), 0, now(), promise, wait_s))
+        answer = await self.waiting.answer(keys, pending, keys.end_candidates())
+        return answer, pending, now()
 
 
 def now() -> float:
@@ -241,15 +242,15 @@ def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
 
 def test_a_request_that_is_gone_is_not_waited_for():
     async def test(bench: Bench) -> None:
-        chain = chain_of(PROMPT)
-        lookup = Lookup("r#1", 30, 0, 0.0, 0, promise=WHOLE, wait_s=WAIT_S)
-        asking = asyncio.create_task(bench.waiting.answer(chain, lookup, chain.end_candidates()))
+        keys = chain_of(PROMPT)
+        pending = PendingLookup(Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S))
+        asking = asyncio.create_task(bench.waiting.answer(keys, pending, keys.end_candidates()))
         await asyncio.sleep(0.3)
-        lookup.abandoned = True
+        pending.abandoned = True
         await asking
         assert now() <= 0.3 + LAST_PAUSE_S + STEPS_S
         assert bench.counts.late == 0
-        assert bench.waiting._waiting == 0
+        assert bench.counts.waiting == 0
 
     run(test)
 

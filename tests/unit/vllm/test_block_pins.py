@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_async.integration.vllm.pins import Pins
+from lmcache_async.integration.vllm.scheduler import BlockPins
 
 
 @pytest.fixture
@@ -12,60 +12,60 @@ def pool() -> BlockPool:
 
 
 @pytest.fixture
-def pins(pool: BlockPool) -> Pins:
-    made = Pins(0.5)
+def pins(pool: BlockPool) -> BlockPins:
+    made = BlockPins(0.5)
     made.bind(pool)
     return made
 
 
-def test_a_held_block_outlives_its_request(pool: BlockPool, pins: Pins):
+def test_a_held_block_outlives_its_request(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(3)
-    pins.hold(1, blocks)
+    pins.pin(1, blocks)
     pool.free_blocks(blocks)
 
     assert pool.get_num_free_blocks() == 16
-    pins.let_go(1)
+    pins.unpin(1)
     assert pool.get_num_free_blocks() == 19
 
 
-def test_room_is_what_may_still_be_held(pool: BlockPool, pins: Pins):
+def test_room_is_what_may_still_be_held(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(4)
-    pins.hold(1, blocks)
-    pins.hold(2, blocks[:2])
+    pins.pin(1, blocks)
+    pins.pin(2, blocks[:2])
 
-    assert (pins.room, pins.held_blocks) == (4, 6)
-    pins.let_go(1)
-    assert (pins.room, pins.held_blocks) == (8, 2)
-    pins.let_go(2)
+    assert (pins.room, pins.pinned_blocks) == (4, 6)
+    pins.unpin(1)
+    assert (pins.room, pins.pinned_blocks) == (8, 2)
+    pins.unpin(2)
     assert not pins
 
 
-def test_only_blocks_that_nobody_else_uses_would_become_free(pool: BlockPool, pins: Pins):
+def test_only_blocks_that_nobody_else_uses_would_become_free(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(2)
-    pins.hold(1, blocks)
-    pins.hold(2, blocks[:1])
+    pins.pin(1, blocks)
+    pins.pin(2, blocks[:1])
 
     assert not pins.would_free()
     pool.free_blocks(blocks)
     assert pins.would_free()
 
 
-def test_the_end_of_a_prefix_is_given_back_to_be_evicted_first(pool: BlockPool, pins: Pins):
+def test_the_end_of_a_prefix_is_given_back_to_be_evicted_first(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(19)
     ids = [block.block_id for block in blocks]
-    pins.hold(1, blocks[:3])
+    pins.pin(1, blocks[:3])
     pool.free_blocks(blocks[:3])
-    pins.let_go(1)
+    pins.unpin(1)
 
     assert [block.block_id for block in pool.get_new_blocks(3)] == ids[2::-1]
 
 
-def test_references_are_those_that_the_pool_counts(pool: BlockPool, pins: Pins):
+def test_references_are_those_that_the_pool_counts(pool: BlockPool, pins: BlockPins):
     ours, theirs = pool.get_new_blocks(3), pool.get_new_blocks(3)
-    pins.hold(1, ours)
+    pins.pin(1, ours)
     pool.touch(theirs)
 
     assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]
-    pins.let_go(1)
+    pins.unpin(1)
     pool.free_blocks(theirs)
     assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]

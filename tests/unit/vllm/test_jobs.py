@@ -6,7 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
-from lmcache_async.integration.vllm.metadata import SKIP, Job, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 
 
 def job(num_tokens: int = 10, *, blocks: tuple[int, ...] = (5, SKIP, 7, 8, 9)) -> Job:

@@ -1,8 +1,8 @@
-"""The messages between the scheduler half and a worker half's lookup server, and where they meet.
+"""Messages between the scheduler connector and the lookup server of each rank, and the path of the server's socket.
 
-A message is a 4-byte little-endian length and a msgpack map. The scheduler half asks, each request with
-an `id`; the server answers with the same `id`, in any order. `unpin` has no answer. Before it ends by
-itself, the server says `goodbye`.
+A message is a 4-byte little-endian length and a msgpack map. The scheduler sends requests, each with an `id`.
+The server answers with the same `id`, in any order. `unpin` has no answer. The server sends `goodbye` before it
+closes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,13 +22,14 @@ import msgpack  # type: ignore[import-untyped]
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
-from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE
+from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Mapping, Sequence
 
 PROTOCOL = 4
-MAX_MESSAGE_BYTES = 16 << 20  # a million keys; more is no message of ours
+MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
 _PEER = struct.Struct("iII")  # struct ucred: process, user, group
@@ -36,13 +37,14 @@ MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
 Message: TypeAlias = dict[str, Any]
 Costs: TypeAlias = tuple[tuple[int, float], ...]
-"""Behind how many chunks a tier's run ends, and seconds to load all up to there; both ascend."""
+"""For each run of chunks in one tier: the number of chunks up to its end, and the seconds to load all of them.
+Both ascend."""
 _COST = struct.Struct("<qd")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a rank answers to `hello`: all that the scheduler half needs to compute the rank's keys."""
+    """Answer of a rank to `hello`: everything that is needed to compute the rank's keys."""
 
     protocol: int
     root: bytes
@@ -53,10 +55,10 @@ class Identity:
 
     @classmethod
     def of(cls, message: Message) -> Identity:
-        """What an answer to `hello` says.
+        """Read an answer to `hello`.
 
         Raises:
-            ValueError: It is another protocol's, or a field is not what it must be.
+            ValueError: The protocol version differs, or a field is invalid.
         """
         if message.get("protocol") != PROTOCOL:
             raise ValueError(f"the rank speaks protocol {message.get('protocol')!r:.40}, we speak {PROTOCOL}")
@@ -73,44 +75,76 @@ class Identity:
                 and 1 <= block_size <= chunk_size <= MAX_CHUNK_SIZE
             ):
                 return cls(PROTOCOL, root, algorithm, chunk_size, block_size, hash_key_id)
-        raise ValueError(f"what the rank says of itself is no identity: {message!r:.200}")
+        raise ValueError(f"the rank's answer to hello is invalid: {message!r:.200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The part of a request that every rank has.
+
+    Attributes:
+        chunks: Leading full chunks.
+        partial_tokens: Tokens of the partial chunk after them; 0 for none.
+        partial_keys: Key of the partial chunk, by rank.
+        partial_text: Extra text of the partial chunk.
+        tiers: Number of chunks by the id of the tier that has them, on the first rank.
+        pinned: A rank holds leases for this lookup until it is told to release them.
+        resident: Every rank holds leases for the whole hit: all of it stays in host memory.
+        costs: Cost of loading the full chunks, until the slowest rank has finished.
+    """
+
+    chunks: int = 0
+    partial_tokens: int = 0
+    partial_keys: tuple[bytes, ...] = ()
+    partial_text: str = ""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    pinned: bool = False
+    resident: bool = False
+    costs: Costs = ()
+
+    def hit_tokens(self, chunk_size: int) -> int:
+        """Number of leading tokens that are stored."""
+        return self.chunks * chunk_size + self.partial_tokens
+
+
+MISS = Answer()
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes.
+    """Encode a message.
 
     Raises:
-        ValueError: It is longer than any message may be.
+        ValueError: The message is longer than `MAX_MESSAGE_BYTES`.
     """
     body: bytes = msgpack.packb(message, unicode_errors="backslashreplace")
     if len(body) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes is above the {MAX_MESSAGE_BYTES} there may be")
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     return len(body).to_bytes(4, "little") + body
 
 
 async def receive(reader: asyncio.StreamReader) -> Message:
-    """The next message.
+    """Read the next message.
 
     Raises:
-        EOFError: The other side closed (as IncompleteReadError).
-        ValueError: What came is no message.
+        EOFError: The peer closed the connection (as IncompleteReadError).
+        ValueError: The bytes are not a message.
     """
     length = int.from_bytes(await reader.readexactly(4), "little")
     if length > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes is above the {MAX_MESSAGE_BYTES} there ever are")
+        raise ValueError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     return _decode(await reader.readexactly(length))
 
 
 def check_peer(writer: asyncio.StreamWriter) -> int:
-    """The process at the other end, which belongs to our user.
+    """Return the process id of the peer.
 
     Raises:
-        PermissionError: It belongs to another one.
+        PermissionError: The peer's process belongs to another user.
     """
     connection = writer.get_extra_info("socket")
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():
-        raise PermissionError(f"process {process} at the other end is user {user}'s, we are {os.geteuid()}'s")
+        raise PermissionError(f"the peer's process {process} belongs to user {user}, expected {os.geteuid()}")
     return int(process)
 
 
@@ -126,17 +160,17 @@ def _decode(body: bytes) -> Message:
             max_ext_len=0,
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"{len(body)} bytes are no message: {error}") from None
+        raise ValueError(f"{len(body)} bytes are not a message: {error}") from None
     if not isinstance(message, dict):
         raise ValueError(f"a message is a map, not a {type(message).__name__}")  # noqa: TRY004
     return message
 
 
 def socket_path(base: Path | None, engine_id: str, rank: int) -> Path:
-    """Where the rank's server listens. Both halves find the same place by themselves.
+    """Path of the socket of a rank's lookup server. Scheduler and worker compute the same path.
 
     Args:
-        base: The configured directory; None takes $XDG_RUNTIME_DIR or the directory for temporary files.
+        base: The configured directory; None for $XDG_RUNTIME_DIR or the directory for temporary files.
 
     Raises:
         ConfigError: The directory cannot be used, or the path is too long for a socket.
@@ -194,10 +228,10 @@ def pack_costs(costs: Costs) -> bytes:
 
 
 def unpack_costs(packed: object, chunks: int) -> Costs:
-    """What a rank says of loading its hit of `chunks` chunks; no costs at all stand for no knowledge.
+    """Read a rank's costs of loading its hit of `chunks` chunks; empty if they are not known.
 
     Raises:
-        ValueError: It makes no sense.
+        ValueError: The costs are invalid.
     """
     if not isinstance(packed, bytes) or len(packed) % _COST.size or len(packed) > chunks * _COST.size:
         raise ValueError(f"a rank answered {packed!r:.40} as costs of {chunks} chunks")
@@ -208,3 +242,25 @@ def unpack_costs(packed: object, chunks: int) -> Costs:
             raise ValueError(f"a rank answered {costs!r:.80} as costs of {chunks} chunks")
         before, before_s = end, seconds
     return costs
+
+
+def slowest(costs: Sequence[Costs], chunks: int) -> Costs:
+    """Cost of loading the first `chunks` chunks, if every rank has to finish."""
+    ends = sorted({min(end, chunks) for each in costs for end, _ in each} - {0})
+    return tuple((end, max(seconds_up_to(each, end) for each in costs)) for end in ends)
+
+
+def seconds_up_to(costs: Costs, chunks: float) -> float:
+    """Seconds to load `chunks` leading chunks, interpolated within a run."""
+    before, before_s = 0, 0.0
+    for end, end_s in costs:
+        if chunks <= end:
+            return min(end_s, before_s + (end_s - before_s) * (chunks - before) / (end - before))
+        before, before_s = end, end_s
+    return before_s
+
+
+def unpack_keys(packed: bytes) -> list[ChunkKey]:
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not a whole number of keys")
+    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

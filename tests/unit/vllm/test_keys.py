@@ -5,15 +5,15 @@ import numpy as np
 from hypothesis import given
 
 from lmcache_async.hashing import ChunkHasher, Extra
-from lmcache_async.integration.vllm.chains import PIECE_TOKENS, RequestChain
-from lmcache_async.integration.vllm.wire import Identity
+from lmcache_async.integration.vllm.keys import PIECE_TOKENS, RequestKeys
+from lmcache_async.integration.vllm.lookup_protocol import Identity
 
 IDENTITY = Identity(1, b"r" * 16, "xxh3_128", 8, 2)
 ROOTS = (b"r" * 16, b"s" * 16, b"r" * 16)
 
 
-def opened(tokens: list[int], num_prompt: int | None = None, **options: object) -> RequestChain:
-    chain = RequestChain("r", tokens, len(tokens) if num_prompt is None else num_prompt, **options)  # type: ignore[arg-type]
+def opened(tokens: list[int], num_prompt: int | None = None, **options: object) -> RequestKeys:
+    chain = RequestKeys("r", tokens, len(tokens) if num_prompt is None else num_prompt, **options)  # type: ignore[arg-type]
     chain.open(ROOTS, IDENTITY, "")
     return chain
 

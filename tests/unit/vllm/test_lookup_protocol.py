@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.wire import MAX_MESSAGE_BYTES, encode, receive, socket_path
+from lmcache_async.integration.vllm.lookup_protocol import MAX_MESSAGE_BYTES, encode, receive, socket_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ async def test_what_is_encoded_is_received():
 
 
 async def test_a_length_from_outside_is_bounded_before_it_is_used():
-    with pytest.raises(ValueError, match="above"):
+    with pytest.raises(ValueError, match="exceeds"):
         await received((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
 
 

@@ -1,0 +1,182 @@
+"""Chunk events: which tier has which chunk, from the workers to vLLM's KV events and hit statistics."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+
+from lmcache_async.integration.vllm.versions import CacheHitSource
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from lmcache_async.types import Chunk, ChunkKey, Tokens
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+MAX_KNOWN = 8192
+"""Chunks whose tokens are kept for tiers that write them later."""
+MAX_NOTICES = 65536
+"""Notices that wait for a step of vLLM's; the oldest are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tier has stored a full chunk.
+
+    Attributes:
+        parent: Key of the chunk before it; empty for the first one of a prompt.
+        tokens: Token ids, int32 in native byte order.
+        lora_name: Name of the adapter; empty without one.
+    """
+
+    tier: str
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    lora_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A tier no longer has these chunks. It may never have had some of them."""
+
+    tier: str
+    keys: tuple[bytes, ...]
+
+
+Notice: TypeAlias = Stored | Removed
+
+
+class Notices:
+    """Collects the chunk events of one rank's tiers. Runs on the engine's loop, except `take`.
+
+    A key does not reveal its tokens, so chunks are announced with `know` before they reach a tier. There
+    are no notices of chunks that their token ids alone do not identify (with a salt, tags or images).
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+        self._known: dict[ChunkKey, tuple[bytes, Tokens, str]] = {}
+        self._new: deque[Notice] = deque()
+
+    def know(self, chunks: Sequence[Chunk], parent: bytes, lora_name: str | None) -> None:
+        """These consecutive chunks will be stored, or loaded and perhaps promoted to faster tiers.
+
+        Args:
+            parent: Key of the chunk before the first one; empty for the first one of a prompt.
+            lora_name: Name of the adapter, "" without one; None if no event is published.
+        """
+        if lora_name is None:
+            return
+        for chunk in chunks:
+            if len(chunk.tokens) == self._chunk_size:
+                self._known[chunk.key] = parent, chunk.tokens, lora_name
+            parent = chunk.key
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def kept(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            if (known := self._known.get(key)) is not None:
+                parent, tokens, lora_name = known
+                self._add(Stored(tier, key, parent, tokens.tobytes(), lora_name))
+
+    def gone(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        self._add(Removed(tier, tuple(keys)))
+
+    def take(self) -> tuple[Notice, ...]:
+        """Notices since the last call. Called by the model's thread."""
+        taken = []
+        while self._new:
+            taken.append(self._new.popleft())
+        return tuple(taken)
+
+    def _add(self, notice: Notice) -> None:
+        if len(self._new) >= MAX_NOTICES:
+            logger.report("full", "vLLM took no KV events; the oldest of %d are dropped", MAX_NOTICES)
+            self._new.popleft()
+        self._new.append(notice)
+
+
+_MEMORY = {"cpu", "host"}
+_LOCAL = {*_MEMORY, "disk"}
+_SOURCES = {
+    "cpu": CacheHitSource.HOST,
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "peer": CacheHitSource.P2P,
+}
+"""By tier name. VLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
+
+
+def kv_events(notices: Iterable[Notice], kinds: Mapping[str, str]) -> list[KVCacheEvent]:
+    """Notices as vLLM's KV events, for routers that send a prompt to where its prefix is stored.
+
+    There is one event for each stored chunk, and one for each group of removed chunks. Block hashes are our chunk
+    keys, a block is a chunk and its parent the chunk before it. Consumers map them by their token ids, as they do
+    with blocks of the device.
+
+    Args:
+        kinds: The tiers' names by their ids.
+    """
+    return [_event(notice, kinds.get(notice.tier, "")) for notice in notices]
+
+
+def _event(notice: Notice, kind: str) -> KVCacheEvent:
+    medium = MEDIUM_CPU if kind in _MEMORY else MEDIUM_STORAGE
+    locality = "LOCAL" if kind in _LOCAL else "REMOTE"
+    if isinstance(notice, Stored):
+        tokens = np.frombuffer(notice.tokens, np.int32).tolist()
+        return BlockStored(
+            block_hashes=[notice.key],
+            parent_block_hash=notice.parent or None,
+            token_ids=tokens,
+            block_size=len(tokens),
+            lora_id=None,
+            medium=medium,
+            lora_name=notice.lora_name or None,
+            locality=locality,
+            ownership=notice.tier,
+        )
+    return BlockRemoved(
+        block_hashes=list(notice.keys), medium=medium, locality=locality, ownership=notice.tier
+    )
+
+
+def split_tokens(chunks_by_tier: Mapping[str, int], num_tokens: int) -> dict[str, int]:
+    """Split tokens in proportion to the hit's chunks. The parts add up to `num_tokens`; none is 0."""
+    total = sum(chunks_by_tier.values())
+    split: dict[str, int] = {}
+    given = counted = 0
+    for tier, chunks in chunks_by_tier.items():
+        counted += chunks
+        share = num_tokens * counted // total - given if total else 0
+        given += share
+        if share:
+            split[tier] = share
+    return split
+
+
+def hit_sources(
+    chunks_by_tier: Mapping[str, int], num_tokens: int, kinds: Mapping[str, str]
+) -> dict[CacheHitSource, int]:
+    """Loaded tokens by vLLM's kind of store; they add up to `num_tokens`.
+
+    Args:
+        kinds: The tiers' names by their ids.
+    """
+    found: dict[CacheHitSource, int] = {}
+    split = split_tokens(chunks_by_tier, num_tokens)
+    for tier, tokens in split.items():
+        source = _SOURCES.get(kinds.get(tier, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)
+        found[source] = found.get(source, 0) + tokens
+    if rest := num_tokens - sum(split.values()):
+        found[CacheHitSource.EXTERNAL_UNSPECIFIED] = found.get(CacheHitSource.EXTERNAL_UNSPECIFIED, 0) + rest
+    return found

@@ -1,0 +1,181 @@
+"""Messages between the scheduler connector and the worker connectors, sent in vLLM's own step messages."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lmcache_async.integration.vllm.events import Notice
+    from lmcache_async.integration.vllm.keys import RequestKeys
+    from lmcache_async.integration.vllm.request import LoadSpan
+
+SKIP = -1
+"""A block that is neither read nor written."""
+
+
+def pack_blocks(block_ids: Sequence[int]) -> bytes:
+    """Block ids as int64. For thousands of ids `struct` is the fastest conversion of a list."""
+    return struct.pack(f"{len(block_ids)}q", *block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Consecutive chunks of one request to be loaded or stored; the last one may be partial.
+
+    Attributes:
+        job_id: Unique in the scheduler's process.
+        epoch: Number of cache resets before the job was created.
+        start: Position of the first token; a multiple of the chunk size.
+        tokens: Token ids, int32 in native byte order.
+        keys: Per rank, the keys of the chunks, 16 bytes each.
+        texts: Extra text of the chunks that have one, by index in the job.
+        block_ids: Block ids, int64; SKIP for a block that is not touched.
+        layerwise: A load that the forward of the same step awaits, layer by layer.
+        hand_over: A store that is promised to another vLLM; the tiers' answers are reported.
+        parents: Per rank, the key of the chunk before the first one; empty if that is the first of the prompt.
+        event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
+    """
+
+    job_id: int
+    request_id: str
+    request_namespace: str
+    epoch: int
+    start: int
+    tokens: bytes
+    keys: tuple[bytes, ...]
+    texts: tuple[tuple[int, str], ...]
+    block_ids: bytes
+    layerwise: bool = False
+    hand_over: bool = False
+    parents: tuple[bytes, ...] = ()
+    event_lora_name: str | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.keys[0]) // KEY_BYTES if self.keys else 0
+
+    def rows(self) -> BlockIds:
+        return np.frombuffer(self.block_ids, np.int64)
+
+    def touched_blocks(self) -> list[int]:
+        return [block for block in self.rows().tolist() if block != SKIP]
+
+    def first_token_in(self, blocks: set[int], block_size: int) -> int | None:
+        """Position of the first token whose block is in `blocks`; None if there is none."""
+        for index, block in enumerate(self.rows().tolist()):
+            if block in blocks:
+                return self.start + index * block_size
+        return None
+
+    def chunks(self, rank: int, chunk_size: int, block_size: int) -> Iterator[tuple[Chunk, BlockIds]]:
+        """Each chunk of this rank with its block ids."""
+        tokens, rows, keys = np.frombuffer(self.tokens, np.int32), self.rows(), self.keys[rank]
+        texts = dict(self.texts)
+        for index, at in enumerate(range(0, len(tokens), chunk_size)):
+            ids = tokens[at : at + chunk_size]
+            key = ChunkKey(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+            chunk = Chunk(key, self.start + at, ids, texts.get(index, ""))
+            yield chunk, rows[at // block_size : (at + len(ids)) // block_size]
+
+
+def load_job(
+    job_id: int,
+    epoch: int,
+    keys: RequestKeys,
+    span: LoadSpan,
+    block_ids: Sequence[int],
+    *,
+    chunk_size: int,
+    block_size: int,
+) -> Job:
+    """The chunks that overlap the span. Blocks outside the span are skipped, because vLLM has them already.
+
+    Args:
+        block_ids: Block table of the request, from its first token on.
+    """
+    answer, size = span.answer, chunk_size
+    if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
+        failed = pack_blocks(block_ids[span.local // block_size :])
+        return Job(job_id, keys.request_id, "", epoch, 0, b"", (), (), failed, span.layerwise)
+    first = span.local // size
+    stop = min(answer.chunks, -(-span.hit // size))
+    packed, texts = keys.packed_keys(first, stop), keys.texts_of(first, stop)
+    end = stop * size
+    if span.hit > end and answer.partial_tokens:
+        packed = tuple(full + partial for full, partial in zip(packed, answer.partial_keys, strict=True))
+        if answer.partial_text:
+            texts[stop - first] = answer.partial_text
+        end += answer.partial_tokens
+    start = first * size
+    first_block, last_block = span.local // block_size, span.hit // block_size
+    rows = [SKIP] * (first_block - start // block_size)
+    rows += block_ids[first_block:last_block]
+    rows += [SKIP] * (end // block_size - last_block)
+    return Job(
+        job_id=job_id,
+        request_id=keys.request_id,
+        request_namespace=keys.request_namespace,
+        epoch=epoch,
+        start=start,
+        tokens=keys.packed_tokens(start, end),
+        keys=packed,
+        texts=tuple(texts.items()),
+        block_ids=pack_blocks(rows),
+        layerwise=span.layerwise,
+        parents=keys.packed_keys(first - 1, first) if first else (),
+        event_lora_name=keys.event_lora_name,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler connector to every worker connector, once per step.
+
+    Attributes:
+        plans: Load decisions of requests admitted by the step, for the status page.
+    """
+
+    loads: tuple[Job, ...] = ()
+    stores: tuple[Job, ...] = ()
+    plans: tuple[RequestPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the worker connectors to the scheduler connector: progress of stores, by job.
+
+    VLLM adds up the reports of all ranks in a step. The scheduler connector adds up the steps.
+
+    Attributes:
+        copied: Number of ranks that no longer read the blocks of the store.
+        unshared: For stores to be handed over that the tiers have answered, the number of chunks that did not
+            reach a tier that other processes read.
+        notices: Chunks that the tiers of the first rank stored or removed.
+    """
+
+    copied: Mapping[int, int]
+    unshared: Mapping[int, int] = field(default_factory=dict)
+    notices: tuple[Notice, ...] = ()
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        return WorkerReport(
+            _added(self.copied, other.copied),
+            _added(self.unshared, other.unshared),
+            self.notices + other.notices,
+        )
+
+
+def _added(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    return {job: one.get(job, 0) + other.get(job, 0) for job in {**one, **other}}

@@ -1,0 +1,769 @@
+"""Lookup client: hashes prompts and queries every rank, on a thread of its own.
+
+The scheduler's thread calls the public methods of `LookupClient`. Each takes constant time and does not block.
+Answers are collected with `take_answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from lmcache_async.hashing import RequestNamespace, hash_key_id
+from lmcache_async.integration.vllm.keys import AdapterFingerprints
+from lmcache_async.integration.vllm.lookup_protocol import (
+    MISS,
+    Answer,
+    Identity,
+    check_peer,
+    encode,
+    receive,
+    slowest,
+    unpack_costs,
+)
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from pathlib import Path
+
+    from lmcache_async.integration.vllm.keys import RequestKeys
+    from lmcache_async.integration.vllm.lookup_protocol import Message
+    from lmcache_async.integration.vllm.promise import Promise
+    from lmcache_async.types import Chunk
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 2.0
+_CLEAR_RETRY_S = 0.1
+
+FIRST_PAUSE_S = 0.002
+LAST_PAUSE_S = 0.064
+SPACING_S = 0.001
+"""Shortest mean time between two questions of all waiting requests together, for the case of a failed producer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A lookup that was sent.
+
+    Attributes:
+        lookup_id: Unique name of its pins.
+        num_tokens: Number of leading tokens of the request that are looked up.
+        epoch: Number of cache resets before it. An answer of an earlier epoch is void.
+        asked_at: Time on the monotonic clock.
+        promise: Promise of a producer for this request.
+        wait_s: Longest wait for the promise, from `asked_at` on.
+    """
+
+    lookup_id: str
+    num_tokens: int
+    epoch: int
+    asked_at: float
+    promise: Promise | None = None
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to a lookup.
+
+    Attributes:
+        believed: The promise is of this model and this prompt.
+        answered_at: When the ranks were queried last, if later than `asked_at`; else 0.
+    """
+
+    request_id: str
+    lookup_id: str
+    answer: Answer
+    believed: bool = False
+    answered_at: float = 0.0
+
+
+@dataclass(slots=True)
+class PromiseCounts:
+    """Counts since the start.
+
+    Attributes:
+        promises: Requests with a promise that was believed.
+        doubted: Requests with a promise that cannot be theirs.
+        kept: Promises that were kept, at once or within their time.
+        late: Promises that were not kept in time. What is stored is loaded and the rest computed.
+        asks: Queries for the last promised chunk alone.
+        waiting: Requests that wait for their promise now.
+    """
+
+    promises: int = 0
+    doubted: int = 0
+    kept: int = 0
+    late: int = 0
+    asks: int = 0
+    waiting: int = 0
+
+
+class LookupClient:
+    """Looks requests up on all ranks.
+
+    Args:
+        paths: Socket of each rank.
+        chunk_size: Tokens per chunk. Ranks that use another chunk size or block size are not queried.
+        block_size: Tokens per block of vLLM's cache.
+        lookup_timeout_s: Deadline of one lookup.
+        hash_key: Secret of the ranks' keyed hash; b"" for none.
+        adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
+        clock: Monotonic clock in seconds.
+        loop: Loop to run on; None creates one on a thread of its own.
+
+    Attributes:
+        ranks: Connection to each rank.
+        epoch: Number of cache resets so far.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        chunk_size: int,
+        block_size: int,
+        lookup_timeout_s: float,
+        hash_key: bytes = b"",
+        adapter_algorithm: str = "xxh3_128",
+        clock: Callable[[], float] = time.monotonic,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._expected = (chunk_size, block_size, hash_key_id(hash_key))
+        self._hash_key = hash_key
+        self._timeout_s = lookup_timeout_s
+        self._clock = clock
+        self.ranks = [RankConnection(rank, path, self._ranks_changed) for rank, path in enumerate(paths)]
+        self._waiter = PromiseWaiter(self.ranks, timeout_s=lookup_timeout_s, clock=clock)
+        self._adapters = AdapterFingerprints(adapter_algorithm)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._answers: deque[Answered] = deque()
+        self._woken = False
+        self._connected = False
+        self._cleared = 0
+        self._next_lookup = 0
+        self.epoch = 0
+        self._pending: dict[str, PendingLookup] = {}  # on the client's thread
+        self._pinned: set[str] = set()  # on the client's thread: answered, with leases held by a rank
+        self._loop = loop or uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread: threading.Thread | None = None
+        if loop is None:
+            self._thread = threading.Thread(target=self._run, name="lmcache-async-lookup", daemon=True)
+            self._thread.start()
+        else:
+            self._main_task = loop.create_task(self._main())
+
+    # Called by the scheduler's thread.
+
+    def now(self) -> float:
+        return self._clock()
+
+    @property
+    def connected(self) -> bool:
+        """Whether every rank is connected."""
+        return self._connected
+
+    @property
+    def ready(self) -> bool:
+        """Whether lookups can be answered: connected, and no reset is in progress."""
+        return self._connected and self._cleared == self.epoch
+
+    @property
+    def promises(self) -> PromiseCounts:
+        return self._waiter.counts
+
+    def ask(
+        self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
+    ) -> Lookup:
+        """Hash `num_tokens` of the request and look them up.
+
+        Every lookup is released once with `release`.
+
+        Args:
+            promise: Promise of a producer for this request.
+            wait_s: Longest wait for the promise.
+        """
+        self._next_lookup += 1
+        name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
+        lookup = Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
+        if not self.ready:
+            self._answers.append(Answered(keys.request_id, name, MISS))
+            self.hash(keys, num_tokens)
+            return lookup
+        keys.requested = max(keys.requested, num_tokens)
+        self._post(lambda: self._look_up(keys, lookup))
+        return lookup
+
+    def take_answers(self) -> list[Answered]:
+        """Answers that arrived since the last call."""
+        answers = []
+        while self._answers:
+            answers.append(self._answers.popleft())
+        return answers
+
+    def hash(self, keys: RequestKeys, num_tokens: int) -> None:
+        """Hash `num_tokens` of the request, without a lookup."""
+        if self._connected and keys.requested < num_tokens and not keys.failed:
+            keys.requested = num_tokens
+            self._post(lambda: self._hash(keys, num_tokens))
+
+    def release(self, lookup: Lookup, answer: Answer | None) -> None:
+        """Release the pins of a lookup, now or when it is answered.
+
+        Args:
+            answer: The answer, if it was taken.
+        """
+        if answer is None or answer.pinned:
+            self._post(lambda: self._release(lookup.lookup_id))
+
+    def reset(self, *, memory_only: bool) -> None:
+        """Start to clear every rank. Lookups are misses until all ranks are cleared."""
+        self.epoch += 1
+        epoch = self.epoch
+        self._post(lambda: self._clear(epoch, memory_only))
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread. It is a daemon thread, so one that hangs does not prevent the process from exiting."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._run_calls)
+
+    # Runs on the client's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            self._loop.close()
+
+    async def _main(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            tasks = [group.create_task(rank.run()) for rank in self.ranks]
+            self._run_calls()
+            await self._stop.wait()
+            self._group = None
+            for task in [*tasks, *self._tasks]:
+                task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._group is None:
+            work.close()
+            return
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _run_calls(self) -> None:
+        self._woken = False
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # one request must not end the thread
+                logger.log(logging.ERROR, repr(error), "lookup client: %r", error, exc_info=True)
+
+    def _look_up(self, keys: RequestKeys, lookup: Lookup) -> None:
+        self._hash(keys, lookup.num_tokens)
+        if keys.num_hashed != lookup.num_tokens or lookup.epoch != self._cleared:
+            self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS))
+            return
+        pending = self._pending[lookup.lookup_id] = PendingLookup(lookup)
+        self._spawn(self._answer(keys, pending, keys.end_candidates()))
+
+    async def _answer(
+        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]]
+    ) -> None:
+        lookup_id, answer = pending.lookup.lookup_id, MISS
+        try:
+            answer = await self._waiter.answer(keys, pending, ends)
+        except TimeoutError:
+            logger.report("timeout", "a lookup was not answered within %.3f s; it is a miss", self._timeout_s)
+            pending.abandoned = True
+        except Exception as error:  # a failure is a miss
+            logger.log(logging.ERROR, repr(error), "lookup failed: %r; it is a miss", error, exc_info=True)
+            pending.abandoned = True
+        del self._pending[lookup_id]
+        if pending.abandoned:
+            self._unpin(lookup_id)
+        elif answer.pinned:
+            self._pinned.add(lookup_id)
+        answered = Answered(keys.request_id, lookup_id, answer, pending.believed, pending.answered_at)
+        self._answers.append(answered)
+
+    def _hash(self, keys: RequestKeys, num_tokens: int) -> None:
+        identities = [rank.identity for rank in self.ranks]
+        if keys.failed:
+            return
+        try:
+            if not keys.opened:
+                if any(identity is None for identity in identities):
+                    keys.requested = 0  # a later call requests them again
+                    return
+                self._open(keys, [identity for identity in identities if identity is not None])
+            keys.extend(num_tokens, _yield_gil)
+        except (ValueError, OverflowError, OSError) as error:
+            keys.failed = True
+            logger.report("hash", "tokens of request %s cannot be hashed: %s", keys.request_id, error)
+
+    def _open(self, keys: RequestKeys, identities: Sequence[Identity]) -> None:
+        adapter = keys.adapter
+        namespace = RequestNamespace(
+            lora=adapter.name if adapter else "",
+            lora_path=self._adapters.of(adapter) if adapter else "",
+            cache_salt=keys.cache_salt,
+            tags=keys.tags,
+        )
+        secret = self._hash_key
+        roots = [namespace.root(identity.root, identity.algorithm, secret) for identity in identities]
+        keys.open(roots, identities[0], namespace.keyed_label(secret), secret)
+
+    def _release(self, lookup_id: str) -> None:
+        pending = self._pending.get(lookup_id)
+        if pending is not None:
+            pending.abandoned = True  # unpinned by `_answer`
+        elif lookup_id in self._pinned:
+            self._pinned.discard(lookup_id)
+            self._unpin(lookup_id)
+
+    def _unpin(self, lookup_id: str) -> None:
+        for rank in self.ranks:
+            rank.post({"op": "unpin", "lookup_id": lookup_id})
+
+    def _clear(self, epoch: int, memory_only: bool) -> None:
+        self._spawn(self._clear_all(epoch, memory_only))
+
+    async def _clear_all(self, epoch: int, memory_only: bool) -> None:
+        message = {"op": "clear", "epoch": epoch, "memory_only": memory_only}
+        async with asyncio.TaskGroup() as group:
+            for rank in self.ranks:
+                group.create_task(_until_answered(rank, message))
+        self._cleared = max(self._cleared, epoch)
+
+    def _ranks_changed(self) -> None:
+        identities = [rank.identity for rank in self.ranks]
+        known = [identity for identity in identities if identity is not None]
+        agreed = all(self._fits(known[0], identity) for identity in known)
+        self._connected = agreed and len(known) == len(identities)
+
+    def _fits(self, first: Identity, other: Identity) -> bool:
+        found = (other.chunk_size, other.block_size, other.hash_key_id)
+        if found == self._expected and other.algorithm == first.algorithm:
+            return True
+        logger.report(
+            "identity",
+            "the ranks' configurations differ (%s, %s); all lookups are misses",
+            first,
+            other,
+        )
+        return False
+
+
+async def _until_answered(rank: RankConnection, message: Message) -> None:
+    while await rank.call(message) is None:  # noqa: ASYNC110 - the other end is another process
+        await asyncio.sleep(_CLEAR_RETRY_S)
+
+
+def _yield_gil() -> None:
+    """Release the GIL. A waiting thread takes it at once only from a thread that sleeps."""
+    time.sleep(1e-6)
+
+
+class RankConnection:
+    """Connection to the lookup server of one rank, reopened when it is lost. Runs on the client's loop.
+
+    Attributes:
+        identity: Identity of the rank, while connected.
+
+    Args:
+        changed: Called after `identity` has changed.
+    """
+
+    def __init__(self, rank: int, path: Path, changed: Callable[[], None]) -> None:
+        self._rank = rank
+        self._path = path
+        self._changed = changed
+        self.identity: Identity | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+        self._next_id = 0
+        self._root: bytes | None = None
+        self._closed_by_peer = False  # the rank said goodbye and has not come back
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path)
+            except OSError as error:
+                if not self._closed_by_peer:
+                    logger.report(
+                        "connect " + str(self._path),
+                        "rank %d is not reachable yet (%s); all lookups are misses",
+                        self._rank,
+                        error,
+                    )
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LAST_RETRY_S)
+                continue
+            if await self.serve(reader, writer):
+                retry_s = FIRST_RETRY_S
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    async def call(self, message: Message) -> Message | None:
+        """Send a request and return the answer; None if not connected, if the connection is lost, or on an error."""
+        if self._writer is None or self.identity is None:
+            return None
+        return await self._ask(message)
+
+    def post(self, message: Message) -> None:
+        """Send a message without an answer. It is dropped while not connected."""
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    async def _ask(self, message: Message) -> Message | None:
+        self._next_id += 1
+        message_id = self._next_id
+        future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
+        self._waiting[message_id] = future
+        self.post({"id": message_id, **message})
+        try:
+            return await future
+        finally:
+            del self._waiting[message_id]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Receive until the connection is lost. Return whether the rank ever identified itself."""
+        served = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                check_peer(writer)
+                self._writer = writer
+                group.create_task(self._greet())
+                while True:
+                    self._deliver(await receive(reader))
+        except* (EOFError, ConnectionError) as lost:
+            if not self._closed_by_peer:
+                cause = "lost " + str(self._path)
+                logger.log(
+                    logging.INFO, cause, "connection to rank %d is lost: %s", self._rank, lost.exceptions[0]
+                )
+        except* (OSError, ValueError) as bad:
+            logger.report(
+                "bad " + str(self._path), "rank %d cannot be queried: %s", self._rank, bad.exceptions[0]
+            )
+        finally:
+            served = self.identity is not None
+            self._writer = None
+            self.identity = None
+            self._changed()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_result(None)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        return served
+
+    def _deliver(self, message: Message) -> None:
+        if message.get("op") == "goodbye":
+            self._closed_by_peer = True
+        message_id = message.get("id")
+        future = self._waiting.get(message_id) if isinstance(message_id, int) else None
+        if future is not None and not future.done():
+            future.set_result(None if "error" in message else message)
+
+    async def _greet(self) -> None:
+        answer = await self._ask({"op": "hello"})
+        if answer is None:
+            return
+        identity = Identity.of(answer)
+        if self._root not in (None, identity.root):
+            raise ValueError("the rank came back with another namespace")
+        self._root = identity.root
+        self.identity = identity
+        self._closed_by_peer = False
+        self._changed()
+
+
+@dataclass(slots=True, eq=False)
+class PendingLookup:
+    """A lookup that is not answered yet. The client's thread only.
+
+    Attributes:
+        abandoned: The scheduler has released it, so its pins are not needed.
+        believed: The promise is of this model and this prompt.
+        answered_at: When the ranks were queried last, if later than `asked_at`; else 0.
+    """
+
+    lookup: Lookup
+    abandoned: bool = False
+    believed: bool = False
+    answered_at: float = 0.0
+
+
+def pause_s(asks: int, waiting: int) -> float:
+    """Seconds until the next query of one request.
+
+    Args:
+        asks: Queries of this request so far.
+        waiting: Number of requests that wait.
+    """
+    return max(min(FIRST_PAUSE_S * 2.0 ** min(asks, 16), LAST_PAUSE_S), waiting * SPACING_S)
+
+
+class PromiseWaiter:
+    """Answers lookups: those with a promise when it is kept, or when its time has passed.
+
+    Args:
+        timeout_s: Deadline of one query.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankConnection], *, timeout_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.counts = PromiseCounts()
+
+    async def answer(
+        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]]
+    ) -> Answer:
+        """Return what is stored, after at most `wait_s` of the lookup and two queries.
+
+        Raises:
+            TimeoutError: The first query was not answered.
+            ValueError: The answer of a rank is invalid.
+        """
+        lookup = pending.lookup
+        async with asyncio.timeout(self._timeout_s):
+            answer = await query(self._ranks, keys, lookup, ends)
+        promise = lookup.promise
+        if promise is None:
+            return answer
+        size = keys.identity.chunk_size
+        if doubt := promise.doubt(keys, size):
+            self.counts.doubted += 1
+            logger.report("doubt", "request %s: the promise is ignored: %s", keys.request_id, doubt)
+            return answer
+        pending.believed = True
+        if not lookup.wait_s:
+            return answer  # the time of the promise had passed before this lookup
+        self.counts.promises += 1
+        self.counts.waiting += 1
+        try:
+            answer = await self._until_kept(keys, pending, ends, promise, answer)
+        finally:
+            self.counts.waiting -= 1
+        if answer.hit_tokens(size) >= promise.tokens:
+            self.counts.kept += 1
+        elif not pending.abandoned:
+            self._note_late(keys, lookup, promise, answer.hit_tokens(size))
+        return answer
+
+    async def _until_kept(
+        self,
+        keys: RequestKeys,
+        pending: PendingLookup,
+        ends: Sequence[Sequence[Chunk]],
+        promise: Promise,
+        answer: Answer,
+    ) -> Answer:
+        """Query the last promised chunk alone, and once it is stored, all of them."""
+        size, lookup = keys.identity.chunk_size, pending.lookup
+        last = keys.keys_at(promise.tokens, size)
+        deadline = lookup.asked_at + lookup.wait_s
+        asks = 0
+        while answer.hit_tokens(size) < promise.tokens and (left := deadline - self._clock()) > 0:
+            await asyncio.sleep(min(left, pause_s(asks, self.counts.waiting)))
+            asks += 1
+            if pending.abandoned:
+                break
+            if await self._is_stored(lookup, last, deadline) or self._clock() >= deadline:
+                answer = await self._query_again(keys, pending, ends, answer)
+        return answer
+
+    async def _is_stored(self, lookup: Lookup, last: Sequence[bytes], deadline: float) -> bool:
+        left = deadline - self._clock()
+        if left <= 0:
+            return False
+        self.counts.asks += 1
+        try:
+            async with asyncio.timeout(min(self._timeout_s, left)):
+                return await is_stored(self._ranks, lookup.lookup_id, last)
+        except TimeoutError:
+            return False
+
+    async def _query_again(
+        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]], former: Answer
+    ) -> Answer:
+        pending.answered_at = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await query(self._ranks, keys, pending.lookup, ends)
+        except TimeoutError:
+            # The pins of the former answer may be gone, and the late answer may still pin.
+            return replace(former, pinned=True, resident=False)
+
+    def _note_late(self, keys: RequestKeys, lookup: Lookup, promise: Promise, tokens: int) -> None:
+        self.counts.late += 1
+        logger.report(
+            "late",
+            "request %s: %d of the %d tokens promised by %r are stored after %.3f s; the others are computed",
+            keys.request_id,
+            tokens,
+            promise.tokens,
+            promise.request_id,
+            self._clock() - lookup.asked_at,
+        )
+
+
+async def query(
+    ranks: Sequence[RankConnection], keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]
+) -> Answer:
+    """Query each rank for the longest stored prefix, then for a partial chunk where it ends.
+
+    The partial chunks at the end of the request are part of the first message, so a full hit takes one message.
+
+    Args:
+        ends: Per rank, the partial chunks that can follow the last full chunk.
+
+    Raises:
+        ValueError: The answer of a rank is invalid, or the keys exceed a message.
+    """
+    chunks = lookup.num_tokens // keys.identity.chunk_size
+    packed = keys.packed_keys(0, chunks)
+    replies = await _ask_all(
+        ranks,
+        [
+            {"op": "lookup", "lookup_id": lookup.lookup_id, "keys": packed[rank], "tail": _pack(ends[rank])}
+            for rank in range(len(ranks))
+        ],
+    )
+    if replies is None:
+        return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
+    counts = [_number(reply, "count", 0, chunks) for reply in replies]
+    held = [_number(reply, "pinned", 0, chunks) for reply in replies]
+    hit = min(counts)
+    candidates, end_replies = ends, replies
+    failed = False
+    if hit < chunks:
+        candidates = keys.hole_candidates(hit)
+        asked = await _first_of_all(ranks, lookup.lookup_id, candidates)
+        end_replies, failed = asked or [], asked is None
+    partial = _agreed(candidates, _firsts(end_replies, candidates))
+    costs = [unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)]
+    partial_held = [_flag(reply, "first_pinned") for reply in end_replies]
+    return Answer(
+        chunks=hit,
+        partial_tokens=len(partial[0].tokens) if partial else 0,
+        partial_keys=tuple(chunk.key for chunk in partial),
+        partial_text=partial[0].extra if partial else "",
+        tiers=_tiers(replies[0]),
+        pinned=any(held) or any(partial_held) or failed,
+        resident=all(count == number for count, number in zip(counts, held, strict=True))
+        and (not partial or all(partial_held)),
+        costs=slowest(costs, hit),
+    )
+
+
+async def is_stored(ranks: Sequence[RankConnection], lookup_id: str, keys: Sequence[bytes]) -> bool:
+    """Whether every rank has its key of `keys`. A chunk in host memory is pinned.
+
+    Raises:
+        ValueError: The answer of a rank is invalid.
+    """
+    messages = [{"op": "first", "lookup_id": lookup_id, "keys": key} for key in keys]
+    replies = await _ask_all(ranks, messages)
+    return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
+
+
+async def _first_of_all(
+    ranks: Sequence[RankConnection], lookup_id: str, candidates: Sequence[Sequence[Chunk]]
+) -> list[Message] | None:
+    """Query which partial chunk each rank has; an empty list if there are no candidates."""
+    if not candidates[0]:
+        return []
+    return await _ask_all(
+        ranks,
+        [{"op": "first", "lookup_id": lookup_id, "keys": _pack(chunks)} for chunks in candidates],
+    )
+
+
+def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:
+    """The partial chunk, by rank, that all ranks have; empty if theirs differ."""
+    if not firsts or min(firsts) < 0 or len(set(firsts)) > 1:
+        return []
+    return [chunks[first] for chunks, first in zip(candidates, firsts, strict=True)]
+
+
+async def _ask_all(ranks: Sequence[RankConnection], messages: Sequence[Message]) -> list[Message] | None:
+    """The answer of every rank; None if one is missing."""
+    replies = await asyncio.gather(
+        *(rank.call(message) for rank, message in zip(ranks, messages, strict=True))
+    )
+    answered = [reply for reply in replies if reply is not None]
+    return answered if len(answered) == len(replies) else None
+
+
+def _firsts(replies: Sequence[Message], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
+    if not replies:
+        return []
+    return [
+        _number(reply, "first", -1, len(chunks) - 1)
+        for reply, chunks in zip(replies, candidates, strict=True)
+    ]
+
+
+def _number(reply: Message, name: str, least: int, most: int) -> int:
+    value = reply.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"a rank answered {name}={value!r:.40}, expected {least} to {most}")
+    return value
+
+
+def _flag(reply: Message, name: str) -> bool:
+    value = reply.get(name)
+    if not isinstance(value, bool):
+        raise ValueError(f"a rank answered {name}={value!r:.40}, expected true or false")  # noqa: TRY004
+    return value
+
+
+def _tiers(reply: Message) -> dict[str, int]:
+    tiers = reply.get("tiers")
+    if not isinstance(tiers, dict) or not all(
+        isinstance(name, str) and type(count) is int for name, count in tiers.items()
+    ):
+        raise ValueError(f"a rank answered tiers={tiers!r:.40}, expected chunks by tier name")
+    return tiers
+
+
+def _pack(chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(chunk.key for chunk in chunks)

@@ -1,0 +1,726 @@
+"""State of one request in the scheduler.
+
+`RequestTracker` is a state machine without I/O, threads or vLLM imports. The scheduler connector calls one method
+for each event (a lookup was answered, blocks were allocated, a step was planned, a load ended, ...) and carries out
+what the method returns: a lookup to release, a load to start, chunks to store.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
+from lmcache_async.integration.vllm.promise import Promise
+from lmcache_async.observability.logging import LimitedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from lmcache_async.integration.vllm.keys import RequestKeys
+    from lmcache_async.integration.vllm.load_policy import Verdict
+    from lmcache_async.integration.vllm.lookup import Answered, Lookup
+    from lmcache_async.integration.vllm.lookup_protocol import Answer
+    from lmcache_async.types import Decided
+
+logger = LimitedLogger(logging.getLogger(__name__))
+
+MAX_JOB_CHUNKS = 32
+"""Longest store job. The blocks of a job are unpinned together, so a long prefill is stored by several jobs."""
+
+MISS_AGE_S = 2.0
+"""Age at which the lookup of a request that is not a full hit is repeated: its prefix may have been stored since."""
+
+_TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What this vLLM does, from its `kv_role` and the configuration.
+
+    Attributes:
+        loads: It loads stored KV.
+        stores: It stores computed KV.
+        hands_over: Another vLLM continues every request.
+    """
+
+    loads: bool = True
+    stores: bool = True
+    hands_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Options in the `kv_transfer_params` of a request. Other keys are ignored.
+
+    LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names.
+
+    Attributes:
+        hand_over: Another vLLM continues the request and needs a promise.
+        promise: Promise of a producer for this request.
+    """
+
+    load: bool = True
+    store: bool = True
+    hand_over: bool = False
+    promise: Promise | None = None
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> RequestOptions:
+        if not params:
+            return DEFAULT_OPTIONS
+        tags = params.get("tags")
+        usable = tags is None or isinstance(tags, dict)
+        if not usable:  # without the tags the request's KV would be shared with everybody
+            logger.report(
+                "tags",
+                "kv_transfer_params: tags is a %s; expected an object of names and values; the request is neither"
+                " loaded nor stored",
+                type(tags).__name__,
+            )
+        pairs = {str(name): str(value) for name, value in tags.items()} if isinstance(tags, dict) else {}
+        for name, value in params.items():
+            if name.startswith(_TAG_PREFIX):
+                pairs[name.removeprefix(_TAG_PREFIX)] = str(value)
+        return cls(
+            load=usable and not _is_set(params, "skip_load"),
+            store=usable and not (_is_set(params, "skip_save") or _is_set(params, "force_skip_save")),
+            hand_over=params.get("do_remote_decode") is True,
+            promise=Promise.of(params),
+            tags=tuple(sorted(pairs.items())),
+        )
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+def _is_set(params: Mapping[str, Any], name: str) -> bool:
+    return bool(params.get(name) or params.get(f"lmcache.{name}"))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """Settings that all requests of an engine share.
+
+    Attributes:
+        layerwise_tokens: Longest hit that is loaded layer by layer in the step that uses it; 0 for none.
+        decide: Decides how much of a hit is loaded; called as `decide(request_id, hit, promised=...)`.
+    """
+
+    chunk_size: int
+    block_size: int
+    partial_chunks: bool
+    generated_tokens: bool
+    lookup_timeout_s: float
+    lookup_pin_ttl_s: float
+    wait_for_producer_s: float
+    layerwise_tokens: int
+    decide: Callable[..., Verdict]
+
+    def tail_tokens(self, num_prompt_tokens: int) -> int:
+        """Tokens of a prompt's partial chunk: the whole blocks after its last full chunk."""
+        rest = num_prompt_tokens % self.chunk_size
+        return rest - rest % self.block_size if self.partial_chunks else 0
+
+
+class RequestView(Protocol):
+    """The attributes of vLLM's request that change while it runs."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def num_preemptions(self) -> int: ...
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+
+class Phase(Enum):
+    """Where a request is."""
+
+    NEW = "new"
+    LOOKING_UP = "looking up"
+    DECIDED = "decided"
+    LOADING = "loading"
+    COMPUTING = "computing"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Action: release the pins of a lookup."""
+
+    lookup: Lookup
+    answer: Answer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The answer to vLLM's question for external tokens.
+
+    Attributes:
+        tokens: External tokens; None if vLLM has to ask again.
+        is_async: The tokens are loaded before the request joins a step.
+        late: The lookup has just become late: it is treated as a miss.
+    """
+
+    tokens: int | None
+    is_async: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """Whether a lookup has to be asked before an offer can be made.
+
+    Attributes:
+        ask: The request needs a new lookup.
+        release: The former lookup, if it still holds pins.
+        repeated: The lookup is only repeated because of its age.
+    """
+
+    ask: bool
+    release: Release | None = None
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request was admitted by vLLM's scheduler.
+
+    Attributes:
+        result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if the request has none to count.
+        asked_tokens: Known tokens of the request.
+        local_tokens: Leading tokens in vLLM's own prefix cache.
+        hit_tokens: Leading tokens that the tiers have.
+        load_tokens: Tokens that are loaded.
+        tiers: Number of chunks of the hit by tier id.
+        decided: What was decided for the hit.
+        why: The reason, in words.
+        first: The request was not admitted before.
+    """
+
+    request_id: str
+    result: str | None
+    asked_tokens: int
+    local_tokens: int
+    hit_tokens: int
+    load_tokens: int
+    tiers: Mapping[str, int]
+    decided: Decided
+    why: str
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpan:
+    """Action: load the tokens `local`..`hit`, both on block boundaries.
+
+    Attributes:
+        answer: The lookup's answer; None if the load cannot be planned and all its blocks fail.
+        layerwise: The load is part of the step that uses it.
+    """
+
+    local: int
+    hit: int
+    answer: Answer | None
+    layerwise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpan:
+    """Action: store the chunks `first`..`stop`.
+
+    Attributes:
+        is_tail: The single chunk is the partial end of the prompt.
+        num_tokens: Tokens of the span, in whole blocks.
+        hashed: The keys of the chunks are known.
+    """
+
+    first: int
+    stop: int
+    is_tail: bool
+    num_tokens: int
+    hashed: bool
+
+
+@dataclass(slots=True, eq=False)
+class _LookupState:
+    lookup: Lookup
+    preemptions: int
+    answer: Answer | None = None
+    believed: bool = False
+    answered_at: float = 0.0
+    released: bool = False
+    timed_out: bool = False
+    verdict: Verdict | None = None
+    verdict_local: int = -1
+
+    def release(self) -> Release | None:
+        """Release the pins, once."""
+        if self.released:
+            return None
+        self.released = True
+        return Release(self.lookup, self.answer)
+
+
+@dataclass(slots=True)
+class _StoreCursor:
+    next_chunk: int = 0
+    tail_pending: bool = False
+    stored_skipped: bool = False  # chunks that the lookup found are not stored again
+    first_chunks: dict[int, int] = field(default_factory=dict)  # by job, of requests that are handed over
+    lost_chunk: int | None = None  # first chunk that did not reach a shared tier
+
+
+class RequestTracker:
+    """State machine of one request. Only its own methods assign its fields.
+
+    Args:
+        request: vLLM's request, of which only the attributes of `RequestView` are read.
+        keys: Chunk keys of the request.
+        policy: Settings shared by all requests.
+        may_load: The request is looked up and loaded.
+        may_store: The request is stored.
+        hands_over: Another vLLM continues the request.
+        promise: Promise of a producer for this request.
+    """
+
+    def __init__(
+        self,
+        request: RequestView,
+        keys: RequestKeys,
+        policy: RequestPolicy,
+        *,
+        may_load: bool = True,
+        may_store: bool = True,
+        hands_over: bool = False,
+        promise: Promise | None = None,
+    ) -> None:
+        self.request_id = keys.request_id
+        self.keys = keys
+        self._request = request
+        self._policy = policy
+        self._may_load = may_load
+        self._may_store = may_store
+        self._hands_over = may_store and hands_over
+        self._promise = promise
+        self._tail_tokens = policy.tail_tokens(keys.num_prompt_tokens)
+        self._lookup: _LookupState | None = None
+        self._promise_until: float | None = None  # on the monotonic clock, from the first lookup on
+        self._keys_until: float | None = None
+        self._local_tokens = 0
+        self._layerwise = False
+        self._loading = False
+        self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
+        self._load_failed = False
+        self._admitted = False
+        self._finished = False
+        self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
+
+    @property
+    def phase(self) -> Phase:
+        if self._finished:
+            return Phase.FINISHED
+        if self._loading:
+            return Phase.LOADING
+        if self._admitted:
+            return Phase.COMPUTING
+        if self._lookup is None:
+            return Phase.NEW
+        return Phase.LOOKING_UP if self._lookup.answer is None else Phase.DECIDED
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the request is looked up at all."""
+        return self._may_load and not self._request.skip_reading_prefix_cache
+
+    @property
+    def stores(self) -> bool:
+        return self._may_store
+
+    @property
+    def hands_over(self) -> bool:
+        return self._hands_over
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loading
+
+    @property
+    def load_failed(self) -> bool:
+        """Whether a load of the current lookup failed."""
+        return self._load_failed
+
+    @property
+    def next_chunk(self) -> int:
+        """Index of the first chunk that is not stored yet."""
+        return self._cursor.next_chunk
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what was generated."""
+        return self._request.num_tokens
+
+    def known_after(self, scheduled_tokens: int) -> int:
+        """Known tokens whose KV is computed once `scheduled_tokens` more tokens are."""
+        return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
+
+    @property
+    def hit_tiers(self) -> Mapping[str, int]:
+        """Number of chunks of the hit by the id of the tier that has them."""
+        answer = self._lookup.answer if self._lookup is not None else None
+        return answer.tiers if answer is not None else {}
+
+    # Lookup
+
+    def promise_to_wait_for(self, now: float) -> tuple[Promise | None, float]:
+        """The promise, and how long a lookup that is sent now may wait for it.
+
+        The time of the promise starts with the first lookup.
+        """
+        if self._promise is None:
+            return None, 0.0
+        if self._promise_until is None:
+            self._promise_until = now + min(self._policy.wait_for_producer_s, self._promise.wait_s)
+        return self._promise, max(0.0, self._promise_until - now)
+
+    def lookup_sent(self, lookup: Lookup) -> None:
+        self._lookup = _LookupState(lookup, self._request.num_preemptions)
+        self._load_failed = self._cursor.stored_skipped = False
+
+    def lookup_answered(self, answered: Answered) -> None:
+        """An answer of an earlier lookup of the request has no effect."""
+        state = self._lookup
+        if state is not None and state.lookup.lookup_id == answered.lookup_id:
+            state.answer = answered.answer
+            state.believed = answered.believed
+            state.answered_at = answered.answered_at
+
+    def local_found(self, local_tokens: int) -> None:
+        """VLLM found `local_tokens` leading tokens in its own prefix cache."""
+        self._local_tokens = local_tokens
+
+    @property
+    def local_suffices(self) -> bool:
+        """Whether vLLM has every token of the request that it can use from a cache."""
+        return (
+            self._local_tokens >= (self.num_tokens - 1) // self._policy.block_size * self._policy.block_size
+        )
+
+    def waits_for_keys(self, now: float, *, connected: bool) -> bool:
+        """Whether vLLM has to ask again because a request to be handed over has no keys yet.
+
+        If vLLM has nearly all of the request, it ends within one step, and without keys nothing can be promised.
+        """
+        hashed = self.keys.failed or self.keys.num_hashed >= self.keys.num_prompt_tokens
+        if not self._hands_over or hashed or not connected:
+            return False
+        if self._keys_until is None:
+            self._keys_until = now + self._policy.lookup_timeout_s
+        return now < self._keys_until
+
+    def refresh_lookup(self, now: float, epoch: int, *, may_repeat: bool) -> Refresh:
+        """Whether the request needs a new lookup.
+
+        It does if the last one is released, of another epoch, of the request before a preemption, or too old.
+
+        Args:
+            epoch: Number of cache resets so far.
+            may_repeat: A lookup may be repeated because of its age.
+        """
+        state = self._lookup
+        if state is None:
+            return Refresh(ask=True)
+        repeated = False
+        if state.preemptions == self._request.num_preemptions:
+            if self._load_failed:
+                return Refresh(ask=False)
+            if not state.released and state.lookup.epoch == epoch:
+                repeated = may_repeat and self._is_old(state, now)
+                if not repeated:
+                    return Refresh(ask=False)
+        return Refresh(ask=True, release=state.release(), repeated=repeated)
+
+    def offer(self, now: float, *, ready: bool) -> Offer:
+        """External tokens for vLLM, from the current lookup.
+
+        Args:
+            ready: Lookups can be answered.
+        """
+        state = self._lookup
+        if state is None or self._load_failed or not ready:
+            return Offer(0)
+        if state.answer is None:
+            if self._may_wait(state, now):
+                return Offer(None)
+            late, state.timed_out = not state.timed_out, True
+            return Offer(0, late=late)
+        hit = self._worth(state, state.answer)
+        external = max(0, hit - self._local_tokens)
+        # One token must be left to compute in the same step.
+        fits = hit < self.num_tokens and external <= self._policy.layerwise_tokens
+        self._layerwise = state.answer.resident and fits
+        return Offer(external, is_async=external > 0 and not self._layerwise)
+
+    def _is_old(self, state: _LookupState, now: float) -> bool:
+        if state.answer is None:
+            return False
+        age = now - max(state.lookup.asked_at, state.answered_at)
+        hit = state.answer.hit_tokens(self._policy.chunk_size)
+        complete = hit > state.lookup.num_tokens - self._policy.block_size
+        return age > (self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S)
+
+    def _may_wait(self, state: _LookupState, now: float) -> bool:
+        lookup = state.lookup
+        if lookup.promise is not None and lookup.wait_s and self._local_tokens >= lookup.promise.tokens:
+            return False  # vLLM has the promised tokens itself
+        return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
+
+    def _worth(self, state: _LookupState, answer: Answer) -> int:
+        """Leading tokens that are worth loading. Decided once for each number of local tokens."""
+        if state.verdict is None or state.verdict_local != self._local_tokens:
+            hit = Hit(
+                answer.costs, answer.hit_tokens(self._policy.chunk_size), self._local_tokens, self.num_tokens
+            )
+            state.verdict = self._policy.decide(self.request_id, hit, promised=state.believed)
+            state.verdict_local = self._local_tokens
+        return state.verdict.tokens
+
+    # Admission and loads
+
+    def admitted(self, load_tokens: int) -> Admission:
+        """VLLM allocated blocks for the request, `load_tokens` of them for external tokens."""
+        first, self._admitted = not self._admitted, True
+        state = self._lookup
+        answer = state.answer if state is not None else None
+        hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
+        decided, why = self._decision(state)
+        return Admission(
+            request_id=self.request_id,
+            result=self._result(state, hit),
+            asked_tokens=self.num_tokens,
+            local_tokens=self._local_tokens,
+            hit_tokens=hit,
+            load_tokens=load_tokens,
+            tiers=answer.tiers if answer is not None else {},
+            decided=decided,
+            why=why,
+            first=first,
+        )
+
+    def lookup_unused(self) -> Release | None:
+        """Nothing is loaded, so the lookup's pins are not needed."""
+        return self._lookup.release() if self._lookup is not None and not self._loading else None
+
+    def load_started(self, load_tokens: int) -> LoadSpan:
+        """VLLM waits for `load_tokens` tokens after the local ones.
+
+        Raises:
+            RuntimeError: These tokens were never offered.
+        """
+        state = self._lookup
+        if state is None or state.answer is None:
+            raise RuntimeError(f"{load_tokens} tokens of request {self.request_id} were never offered")
+        self._loading, self._load_lookup = True, state
+        hit = self._local_tokens + load_tokens
+        return LoadSpan(self._local_tokens, hit, state.answer, self._layerwise)
+
+    def load_impossible(self) -> LoadSpan | None:
+        """A load that vLLM waits for cannot be planned; None if a load is running already."""
+        if self._loading:
+            return None
+        self._loading, self._load_lookup = True, self._lookup
+        return LoadSpan(self._local_tokens, self._local_tokens, None, self._layerwise)
+
+    def load_tokens_failed(self, first_token: int) -> bool:
+        """Tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
+
+        Returns:
+            Whether this is the first failure of the load.
+        """
+        first, self._load_failed = not self._load_failed, True
+        self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
+        self._cursor.tail_pending = self._tail_tokens > 0
+        return first
+
+    def load_ended(self) -> Release | None:
+        """Every rank has finished the load, or the step of a layer-wise load has ended."""
+        self._loading = False
+        state, self._load_lookup = self._load_lookup, None
+        return state.release() if state is not None else None
+
+    def _result(self, state: _LookupState | None, hit_tokens: int) -> str | None:
+        if state is None or state.released:
+            return None
+        if state.answer is None:
+            return "late" if state.timed_out else "unneeded"
+        return "hit" if min(hit_tokens, self.num_tokens) > self._local_tokens else "miss"
+
+    def _decision(self, state: _LookupState | None) -> tuple[Decided, str]:
+        if not self.looks_up:
+            return "off", "nothing is looked up for this request"
+        if self.local_suffices:
+            return "local", "vLLM has all of it that it can use"
+        if state is None or state.answer is None:
+            return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"
+        if state.verdict is None:
+            return "miss", NO_PREFIX
+        return state.verdict.decided, state.verdict.why
+
+    # Stores
+
+    def skip_stored(self, epoch: int) -> None:
+        """Do not store again what the lookup found.
+
+        Chunks that were computed although a tier has them are stored, because they may reach a faster tier.
+        """
+        state, cursor = self._lookup, self._cursor
+        if cursor.stored_skipped or state is None or state.answer is None or state.lookup.epoch != epoch:
+            return
+        cursor.stored_skipped = True
+        if self._load_failed or self._hands_over:
+            return  # a request that is handed over is stored in every tier that lacks it
+        answer, size = state.answer, self._policy.chunk_size
+        chunks = answer.chunks if state.verdict is None else min(answer.chunks, state.verdict.tokens // size)
+        cursor.next_chunk = max(cursor.next_chunk, chunks)
+        ends_there = chunks == self.keys.num_prompt_tokens // size
+        if ends_there and answer.partial_tokens >= self._tail_tokens:
+            cursor.tail_pending = False
+
+    def tokens_to_hash(self, computed_tokens: int) -> int:
+        """Number of tokens whose keys are needed to store what is computed; 0 if there is nothing to store."""
+        full, tail = self._due(computed_tokens)
+        if full <= self._cursor.next_chunk and not tail:
+            return 0
+        return max(full * self._policy.chunk_size, self.keys.num_prompt_tokens if tail else 0)
+
+    def plan_stores(self, computed_tokens: int, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
+        """Plan the stores of a step, of chunks whose keys are known.
+
+        Args:
+            computed_tokens: Known tokens whose KV is computed when the step has run.
+            in_flight: Keys of the first rank of chunks that are being stored. These are skipped.
+            room: Number of blocks that may still be pinned. Chunks that do not fit wait for a later step.
+        """
+        full, tail = self._due(computed_tokens)
+        full = min(full, self.keys.num_hashed // self._policy.chunk_size)
+        return self._spans(full, tail and self.keys.tail is not None, in_flight, room)
+
+    def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
+        """The request ends. Plan the remaining stores, also of chunks that have no keys yet.
+
+        Returns:
+            The stores, and the number of chunks that are dropped because they do not fit in `room`.
+        """
+        self._finished = True
+        full, tail = self._due(computed_tokens)
+        spans = self._spans(full, tail, (), room)
+        dropped = max(0, full - self._cursor.next_chunk) + (tail and self._cursor.tail_pending)
+        return spans, dropped
+
+    def store_started(self, job_id: int, span: StoreSpan) -> None:
+        if self._hands_over:
+            self._cursor.first_chunks[job_id] = span.first
+
+    def store_not_shared(self, job_id: int) -> None:
+        """Chunks of the store did not reach a tier that other processes read."""
+        cursor = self._cursor
+        first = cursor.first_chunks.get(job_id)
+        if first is not None:
+            cursor.lost_chunk = first if cursor.lost_chunk is None else min(first, cursor.lost_chunk)
+
+    def promise(self, wait_s: float) -> Promise | None:
+        """The promise for the vLLM that continues this request, whose last stores are planned.
+
+        Args:
+            wait_s: Seconds until every store has ended.
+        """
+        if not (self._hands_over and self._may_store):
+            return None
+        tokens = self._promised_tokens()
+        digests = self.keys.digests(tokens, self._policy.chunk_size)
+        return None if digests is None else Promise(self.request_id[:64], tokens, *digests, wait_s)
+
+    def cache_reset(self) -> None:
+        """The cache was reset. KV computed before the reset is not stored."""
+        if self._loading or self._request.num_computed_tokens:
+            self._may_store = False
+        else:
+            cursor = self._cursor
+            cursor.next_chunk, cursor.stored_skipped = 0, False
+            cursor.tail_pending = self._tail_tokens > 0
+
+    def _due(self, computed_tokens: int) -> tuple[int, bool]:
+        """Number of full chunks that are computed, and whether the prompt's partial end is to be stored now."""
+        if not self._may_store or self._loading or self.keys.failed:
+            return 0, False
+        prompt = self.keys.num_prompt_tokens
+        limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)
+        return limit // self._policy.chunk_size, self._cursor.tail_pending and computed_tokens >= prompt
+
+    def _spans(self, full: int, tail: bool, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
+        cursor, size = self._cursor, self._policy.chunk_size
+        blocks_per_chunk = size // self._policy.block_size
+        hashed = self.keys.num_hashed // size
+        spans: list[StoreSpan] = []
+        while cursor.next_chunk < full:
+            first = cursor.next_chunk
+            if in_flight and self.keys.key(0, first) in in_flight:
+                cursor.next_chunk += 1
+                continue
+            stop = min(full, first + min(MAX_JOB_CHUNKS, max(0, room // blocks_per_chunk)))
+            if in_flight:
+                stop = next((c for c in range(first, stop) if self.keys.key(0, c) in in_flight), stop)
+            if stop == first:
+                return spans  # no room; a later step tries again
+            spans.append(StoreSpan(first, stop, False, (stop - first) * size, hashed=stop <= hashed))
+            room -= (stop - first) * blocks_per_chunk
+            cursor.next_chunk = stop
+        last = self.keys.num_prompt_tokens // size
+        if tail and cursor.next_chunk >= last and room >= self._tail_tokens // self._policy.block_size:
+            hashed_tail = self.keys.tail is not None
+            spans.append(StoreSpan(last, last + 1, True, self._tail_tokens, hashed=hashed_tail))
+            cursor.tail_pending = False
+        return spans
+
+    def _promised_tokens(self) -> int:
+        """Leading tokens of the prompt that are stored or being stored."""
+        size, cursor = self._policy.chunk_size, self._cursor
+        last = self.keys.num_prompt_tokens // size
+        full = min(cursor.next_chunk, last)
+        if cursor.lost_chunk is not None and cursor.lost_chunk <= full:
+            return cursor.lost_chunk * size
+        return full * size + (self._tail_tokens if full == last and not cursor.tail_pending else 0)
+
+
+def track(
+    request: Any,
+    keys: RequestKeys,
+    options: RequestOptions,
+    roles: Roles,
+    policy: RequestPolicy,
+    *,
+    usable: bool,
+) -> RequestTracker:
+    """The tracker of a new request.
+
+    Args:
+        usable: The KV of the request depends only on what its keys contain.
+    """
+    return RequestTracker(
+        request,
+        keys,
+        policy,
+        may_load=usable and roles.loads and options.load,
+        may_store=usable and roles.stores and options.store,
+        hands_over=roles.hands_over or options.hand_over,
+        promise=options.promise,
+    )

@@ -1,0 +1,366 @@
+"""The state machine of one request, without vLLM, threads or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
+from lmcache_async.integration.vllm.lookup import Answered, Lookup
+from lmcache_async.integration.vllm.lookup_protocol import MISS, Answer, Identity
+from lmcache_async.integration.vllm.request import (
+    Phase,
+    Release,
+    RequestPolicy,
+    RequestTracker,
+    StoreSpan,
+)
+
+CHUNK, BLOCK = 8, 2
+IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
+
+
+@dataclass
+class View:
+    """The attributes of vLLM's request."""
+
+    num_tokens: int
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
+
+
+def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPolicy:
+    decider = load_policy or LoadPolicy(PrefillClock(lambda: 0.0), CHUNK)
+    given = {
+        "partial_chunks": True,
+        "generated_tokens": True,
+        "lookup_timeout_s": 0.1,
+        "lookup_pin_ttl_s": 30.0,
+        "wait_for_producer_s": 2.0,
+        "layerwise_tokens": 0,
+        "decide": decider.decide,
+    }
+    return RequestPolicy(chunk_size=CHUNK, block_size=BLOCK, **{**given, **options})
+
+
+def keys_of(num_tokens: int, *, hashed: bool = True) -> RequestKeys:
+    keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
+    keys.open((b"0" * 16,), IDENTITY, "")
+    if hashed:
+        keys.extend(num_tokens, lambda: None)
+    return keys
+
+
+def tracker_of(num_tokens: int, settings: RequestPolicy | None = None, **options: Any) -> RequestTracker:
+    return RequestTracker(View(num_tokens), keys_of(num_tokens), settings or policy(), **options)
+
+
+def ask(tracker: RequestTracker, *, now: float = 0.0, epoch: int = 0, name: str = "1") -> Lookup:
+    lookup = Lookup(name, tracker.num_tokens, epoch, now)
+    tracker.lookup_sent(lookup)
+    return lookup
+
+
+def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: Any) -> None:
+    tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **options))
+
+
+def test_the_phases_of_a_request_that_is_loaded() -> None:
+    tracker = tracker_of(40)
+    phases = [tracker.phase]
+    lookup = ask(tracker)
+    phases.append(tracker.phase)
+    answer(tracker, lookup, Answer(2, pinned=True))
+    phases.append(tracker.phase)
+    tracker.local_found(0)
+    offer = tracker.offer(0.0, ready=True)
+    tracker.admitted(16)
+    span = tracker.load_started(16)
+    phases.append(tracker.phase)
+    release = tracker.load_ended()
+    phases.append(tracker.phase)
+    tracker.finished(0, 100)
+    phases.append(tracker.phase)
+
+    assert (offer.tokens, offer.is_async) == (16, True)
+    assert (span.local, span.hit) == (0, 16)
+    assert release == Release(lookup, Answer(2, pinned=True))
+    assert phases == [
+        Phase.NEW,
+        Phase.LOOKING_UP,
+        Phase.DECIDED,
+        Phase.LOADING,
+        Phase.COMPUTING,
+        Phase.FINISHED,
+    ]
+
+
+def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
+    tracker = tracker_of(40)
+    first = ask(tracker, name="1")
+    second = ask(tracker, name="2")
+    answer(tracker, first, Answer(5))
+
+    assert tracker.phase is Phase.LOOKING_UP
+    answer(tracker, second, MISS)
+    assert tracker.phase is Phase.DECIDED
+
+
+def test_pins_of_a_lookup_are_released_once() -> None:
+    tracker = tracker_of(40)
+    answer(tracker, ask(tracker), Answer(2, pinned=True))
+
+    assert tracker.lookup_unused() is not None
+    assert tracker.lookup_unused() is None
+
+
+def test_a_load_that_was_never_offered_cannot_start() -> None:
+    with pytest.raises(RuntimeError, match="never offered"):
+        tracker_of(40).load_started(16)
+
+
+def test_a_hit_is_decided_once_for_each_number_of_local_tokens() -> None:
+    decider = LoadPolicy(PrefillClock(lambda: 0.0, 1000.0), CHUNK)
+    tracker = tracker_of(1001, policy(decider))
+    answer(tracker, ask(tracker), Answer(10, costs=((10, 1.5),)))
+
+    tracker.local_found(0)
+    assert [tracker.offer(0.0, ready=True).tokens for _ in range(3)] == [0, 0, 0]
+    assert decider.counts == {"recompute": 1}
+    tracker.local_found(72)
+    assert tracker.offer(0.0, ready=True).tokens == 0
+    assert decider.counts == {"recompute": 2}
+
+
+def test_each_decision_has_a_reason() -> None:
+    def decided(tracker: RequestTracker) -> tuple[str, str]:
+        admission = tracker.admitted(0)
+        return admission.decided, admission.why
+
+    off = tracker_of(1001, may_load=False)
+    local = tracker_of(1001)
+    local.local_found(1000)
+    late = tracker_of(1001)
+    ask(late)
+    miss = tracker_of(1001)
+    answer(miss, ask(miss), MISS)
+    slow = tracker_of(1001, policy(LoadPolicy(PrefillClock(lambda: 0.0, 1000.0), CHUNK)))
+    answer(slow, ask(slow), Answer(100, costs=((100, 9.0),)))
+    slow.offer(0.0, ready=True)
+
+    assert decided(off)[0] == "off"
+    assert decided(local)[0] == "local"
+    assert decided(late)[0] == "late"
+    assert decided(miss) == ("miss", "no tier has a prefix of it")
+    assert decided(slow) == ("recompute", "1.001 s to the first token, 9.201 s with all 800 tokens loaded")
+
+
+@pytest.mark.parametrize(
+    ("options", "cost_s", "promised", "expected"),
+    [
+        ({"always": True}, 9.0, False, ("load", "vllm.load_policy is always")),
+        ({}, 9.0, True, ("load", "another vLLM has computed it for this one")),
+        ({"tokens_per_s": None}, 9.0, False, ("load", "how fast the model computes is not known yet")),
+        ({}, 0.1, False, ("load", "0.601 s to the first token, 1.001 s without loading")),
+    ],
+)
+def test_the_reason_for_loading_a_hit(
+    options: dict[str, Any], cost_s: float, promised: bool, expected: tuple[str, str]
+) -> None:
+    decider = LoadPolicy(PrefillClock(lambda: 0.0, options.pop("tokens_per_s", 1000.0)), 100, **options)
+    verdict = decider.decide("r", Hit(((5, cost_s),), 500, 0, 1001), promised=promised)
+
+    assert (verdict.decided, verdict.why) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "local", "expected"),
+    [
+        (0, 0, ("miss", "no tier has a prefix of it")),
+        (0, 500, ("miss", "no tier has a prefix of it")),
+        (400, 500, ("local", "vLLM's own prefix cache has as much of it as the tiers")),
+    ],
+)
+def test_the_reason_for_loading_nothing(tokens: int, local: int, expected: tuple[str, str]) -> None:
+    verdict = LoadPolicy(PrefillClock(lambda: 0.0, 1000.0), 100).decide("r", Hit((), tokens, local, 1001))
+
+    assert (verdict.decided, verdict.why) == expected
+
+
+def test_only_the_first_admission_is_marked_as_first() -> None:
+    tracker = tracker_of(40)
+
+    assert [tracker.admitted(0).first for _ in range(2)] == [True, False]
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(0, 40))
+def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed: int, room: int) -> None:
+    tracker = tracker_of(prompt)
+    computed = min(prompt, computed)
+    spans = tracker.plan_stores(computed, (), room)
+
+    assert sum(span.num_tokens for span in spans) <= room * BLOCK
+    end = 0
+    for span in spans:
+        assert span.first == end
+        end = span.stop
+        assert span.first * CHUNK + span.num_tokens <= computed or span.is_tail
+    if room * BLOCK >= prompt:
+        assert sum(span.num_tokens for span in spans) == (
+            computed // CHUNK * CHUNK if computed < prompt else prompt // BLOCK * BLOCK
+        )
+    assert tracker.plan_stores(computed, (), 0) == []
+
+
+class TrackerMachine(RuleBasedStateMachine):
+    """Any order of events: pins come back, nothing is stored twice, and only computed tokens are stored."""
+
+    PROMPT = 44
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.epoch = 0
+        self.view = View(self.PROMPT)
+        self.keys = keys_of(self.PROMPT)
+        self.tracker = RequestTracker(self.view, self.keys, policy())
+        self.open: dict[str, Lookup] = {}
+        self.released: list[str] = []
+        self.stored: list[range] = []
+        self.offered: int | None = 0
+        self.local = 0
+        self.loading = 0
+        self.names = 0
+        self.done = False
+
+    def _release(self, release: Release | None) -> None:
+        if release is not None:
+            self.released.append(release.lookup.lookup_id)
+            del self.open[release.lookup.lookup_id]
+
+    def _stored(self, spans: Sequence[StoreSpan], computed: int) -> None:
+        for span in spans:
+            tokens = range(span.first * CHUNK, span.first * CHUNK + span.num_tokens)
+            assert tokens.stop <= computed
+            self.stored.append(tokens)
+
+    @rule(seconds=st.sampled_from([0.0, 0.05, 0.2, 3.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: not self.done and not self.loading)
+    @rule(local=st.integers(0, 22), ready=st.booleans())
+    def vllm_asks(self, local: int, ready: bool) -> None:
+        self.local = local * BLOCK
+        self.tracker.local_found(self.local)
+        refresh = self.tracker.refresh_lookup(self.now, self.epoch, may_repeat=True)
+        if refresh.ask:
+            self._release(refresh.release)
+            self.names += 1
+            lookup = Lookup(str(self.names), self.view.num_tokens, self.epoch, self.now)
+            self.open[lookup.lookup_id] = lookup
+            self.tracker.lookup_sent(lookup)
+        self.offered = self.tracker.offer(self.now, ready=ready).tokens
+        assert self.offered is None or 0 <= self.offered <= max(0, self.PROMPT - self.local)
+
+    @precondition(lambda self: self.open)
+    @rule(chunks=st.integers(0, 5), partial=st.integers(0, 2), data=st.data())
+    def answered(self, chunks: int, partial: int, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        given = Answer(chunks, partial * BLOCK if chunks == 5 else 0, pinned=True)
+        before = self.tracker.phase
+        if name == str(self.names):
+            self.tracker.lookup_answered(Answered("r", name, given))
+            self.offered = 0
+        assert self.tracker.phase in (before, Phase.DECIDED)
+
+    @precondition(lambda self: not self.done and not self.loading and self.offered is not None)
+    @rule()
+    def allocated(self) -> None:
+        load = self.offered or 0
+        self.tracker.admitted(load)
+        if load:
+            span = self.tracker.load_started(load)
+            assert (span.local, span.hit) == (self.local, self.local + load)
+            self.tracker.skip_stored(self.epoch)
+            self.loading = load
+            self.offered = 0
+        else:
+            self._release(self.tracker.lookup_unused())
+            self.view.num_computed_tokens = max(self.view.num_computed_tokens, self.local)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), fails=st.booleans())
+    def load_ended(self, data: st.DataObject, fails: bool) -> None:
+        computed = self.local + self.loading
+        if fails:
+            first = data.draw(st.integers(self.local // BLOCK, computed // BLOCK - 1)) * BLOCK
+            self.tracker.load_tokens_failed(first)
+            # vLLM computes these tokens again, and they may be stored again.
+            self.stored = [tokens for tokens in self.stored if tokens.stop <= first // CHUNK * CHUNK]
+            computed = first
+        self._release(self.tracker.load_ended())
+        self.loading = 0
+        if not self.done:
+            self.view.num_computed_tokens = computed
+
+    @precondition(lambda self: not self.done)
+    @rule(tokens=st.integers(0, 20), room=st.integers(0, 30))
+    def step(self, tokens: int, room: int) -> None:
+        if self.loading:
+            tokens = 0
+        computed = self.tracker.known_after(tokens)
+        self.tracker.skip_stored(self.epoch)
+        spans = self.tracker.plan_stores(computed, (), room)
+        assert not (spans and self.loading)
+        self._stored(spans, computed)
+        if not self.loading:
+            self.view.num_computed_tokens = computed
+
+    @precondition(lambda self: not self.done and not self.loading)
+    @rule()
+    def preempted(self) -> None:
+        self.view.num_preemptions += 1
+        self.view.num_computed_tokens = 0
+
+    @precondition(lambda self: not self.done)
+    @rule()
+    def reset(self) -> None:
+        self.epoch += 1
+        may_store_again = not (self.loading or self.view.num_computed_tokens)
+        self.tracker.cache_reset()
+        self.stored = []
+        self.offered = 0 if self.loading else None
+        assert self.tracker.stores is False or may_store_again
+
+    @precondition(lambda self: not self.done)
+    @rule(room=st.integers(0, 30))
+    def finished(self, room: int) -> None:
+        self.done = True
+        self._release(self.tracker.lookup_unused())
+        computed = self.tracker.known_after(0)
+        spans, dropped = self.tracker.finished(computed, room)
+        assert dropped >= 0
+        self._stored(spans, computed)
+
+    @invariant()
+    def nothing_is_stored_twice(self) -> None:
+        tokens = [token for span in self.stored for token in span]
+        assert len(tokens) == len(set(tokens))
+
+    @invariant()
+    def pins_are_released_once_and_in_the_end_all(self) -> None:
+        assert len(self.released) == len(set(self.released))
+        if self.done and not self.loading:
+            assert not self.open
+
+
+TestTracker = TrackerMachine.TestCase
