@@ -122,33 +122,33 @@ DEFAULTS = {
 }
 """Values of unsupported settings that match the behaviour here. For other settings: off, 0, none or empty."""
 
-_DISAGGREGATED = "prefill and decode meet in a tier that both reach, see kv_role in docs/disaggregated.md"
-_P2P = "records of other hosts are shared by the tier valkey, mooncake or s3, name one under tiers; see docs/tiers/"
+_DISAGGREGATED = "disaggregated prefill uses a shared tier and kv_role, see docs/disaggregated.md"
+_P2P = "hosts share records through the tier valkey, mooncake or s3, see docs/tiers/"
 _CONTROLLER = "this version has no controller"
-_BLENDING = "this version reuses prefixes only, it does not blend"
+_BLENDING = "this version reuses prefixes only and does not blend"
 _GDS = "this version has no GPUDirect storage tier"
-_LAZY = "the arena's memory is mapped at once and touched in the background, see arena.prefault"
-_API = "status and metrics are at http.listen, see docs/status.md; no call there changes anything"
+_LAZY = "the arena is mapped at start and touched in the background, see arena.prefault"
+_API = "status and metrics are served read-only at http.listen, see docs/status.md"
 _STATISTICS = "chunks are always counted, see the engine's statistics"
 _HIDDEN = "this version stores KV only, no hidden states"
-_PLUGINS = "plug-ins are found by their entry points, name them under tiers"
-_LOOKUP = "the lookup is the engine's own, each rank answers for its shard"
-_PROCESS = "a pool beside the engines is the tier host with lmcache-async serve; see docs/tiers/host.md"
-_LAYERS = "the layers of a chunk are moved together, in batches of store.batch_bytes"
-_REMOTE_CONFIG = "the config is read from a file, the environment and kv_connector_extra_config only"
+_PLUGINS = "plug-ins are registered by entry points and named under tiers"
+_LOOKUP = "the engine of each rank answers lookups of its shard"
+_PROCESS = "use the tier host with lmcache-async serve, see docs/tiers/host.md"
+_LAYERS = "all layers of a chunk are moved together, in batches of store.batch_bytes"
+_REMOTE_CONFIG = "the configuration is read from a file, the environment and kv_connector_extra_config only"
 _TELEMETRY = "no usage data is collected"
 
 _UNSUPPORTED = {
-    "records are stored as they are; name an encoding stage in store.stages": "remote_serde",
-    "keys are made by hash_algorithm, they do not depend on PYTHONHASHSEED": "pre_caching_hash_algorithm",
+    "records are stored unchanged; add an encoding stage to store.stages": "remote_serde",
+    "keys are computed with hash_algorithm and do not depend on PYTHONHASHSEED": "pre_caching_hash_algorithm",
     "each tier evicts by its own policy": "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha",
-    "the arena is as large as arena.max_bytes says": "reserve_local_cpu_size",
-    "disk tiers take one path each; name several under tiers": "local_disk_path_sharding",
-    "layer-wise loads are on where they help, see vllm.layerwise_load": "use_layerwise",
+    "the size of the arena is arena.max_bytes": "reserve_local_cpu_size",
+    "a disk tier has one path; configure several under tiers": "local_disk_path_sharding",
+    "layer-wise loading is automatic, see vllm.layerwise_load": "use_layerwise",
     _LAYERS: "use_gpu_connector_v3 experimental_sampled_layerwise_lookup",
     _BLENDING: "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens"
     " blend_special_str",
-    "chunks are looked for in the order of tiers and stored in all of them": "retrieve_locations store_location",
+    "tiers are looked up in order, and chunks are stored in all of them": "retrieve_locations store_location",
     _P2P: "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports distributed_url transfer_channel",
     _CONTROLLER: "enable_controller lmcache_instance_id controller_pull_url controller_reply_url"
     " lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time",
@@ -161,12 +161,12 @@ _UNSUPPORTED = {
     "this version has no tier on CXL memory": "maru_path maru_pool_size",
     "stores and loads are always asynchronous": "enable_async_loading",
     "memory is placed by the kernel's policy": "numa_mode",
-    "Python's garbage collector is left alone": "py_enable_gc",
+    "Python's garbage collector is not changed": "py_enable_gc",
     "every request is cached, whatever its priority": "priority_limit",
-    "every hit is loaded as far as loading is faster than computing": "min_retrieve_tokens hit_miss_ratio",
-    "pins end by themselves, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
+    "hits are loaded if that is faster than recomputing, see vllm.load_policy": "min_retrieve_tokens hit_miss_ratio",
+    "pins expire, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
     "errors of a tier are always a miss or a counted drop": "error_handling",
-    "KV events come with vLLM's own, see --kv-events-config in docs/metrics.md": "enable_kv_events",
+    "KV events are part of vLLM's, see --kv-events-config in docs/metrics.md": "enable_kv_events",
     _API: "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
     " internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports",
     _PLUGINS: "runtime_plugin_locations storage_plugins remote_storage_plugins",
@@ -180,7 +180,7 @@ _UNSUPPORTED = {
     _REMOTE_CONFIG: "remote_config_url app_id",
     _HIDDEN: "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
     _PROCESS: "mp_host mp_port",
-    "write it as local_cpu or local_disk": "local_device max_local_cache_size pipelined_backend",
+    "use local_cpu or local_disk": "local_device max_local_cache_size pipelined_backend",
     # Settings of the connector, in kv_connector_extra_config.
     "the sockets are in vllm.socket_dir": "lmcache_rpc_port",
     "all tokens of a request are cached": "skip_last_n_tokens",
@@ -188,10 +188,10 @@ _UNSUPPORTED = {
 }
 
 _UNSUPPORTED_VARIABLES = {
-    "levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging": "log_level log_format",
+    "set VLLM_LOGGING_LEVEL in vLLM, or configure Python's logging elsewhere": "log_level log_format",
     _TELEMETRY: "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint",
     "there is one engine only": "use_experimental use_upstream_mp device_backend",
-    "kv_role kv_consumer stores nothing; single requests by kv_transfer_params skip_save": "force_skip_save",
+    "use kv_role kv_consumer, or skip_save in kv_transfer_params of single requests": "force_skip_save",
     "this version has no such tracing": "debug access_log enable_profiling enable_layer_timing"
     " debug_ipc_lifecycle debug_object_group_sizes",
     _PROCESS: "server_url coordinator_url",

@@ -148,7 +148,7 @@ def test_extra_config_takes_lmcaches_keys_with_lmcaches_prefix(load):
     assert warnings == [
         (
             "these settings of LMCache have no effect:\n  kv_connector_extra_config: mp.host:"
-            " a pool beside the engines is the tier host with lmcache-async serve; see docs/tiers/host.md"
+            " use the tier host with lmcache-async serve, see docs/tiers/host.md"
         )
     ]
 
@@ -190,14 +190,14 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
     assert warnings == [
         (
             "these settings of LMCache have no effect:"
-            f"\n  {file}, line 1: enable_p2p: records of other hosts are shared by the tier valkey, mooncake or s3,"
-            " name one under tiers; see docs/tiers/"
+            f"\n  {file}, line 1: enable_p2p: hosts share records through the tier valkey, mooncake or s3,"
+            " see docs/tiers/"
             f"\n  {file}, line 2: controller_pull_url: this version has no controller"
             f"\n  {file}, line 3: extra_config.a: an option of LMCache's backends"
             f"\n  {file}, line 3: extra_config.b: an option of LMCache's backends"
             "\n  LMCACHE_EC_LOCAL_CPU: ec_local_cpu: this version stores KV only, no hidden states"
             "\n  LMCACHE_LMCACHE_INSTANCE_ID: lmcache_instance_id: this version has no controller"
-            "\n  LMCACHE_LOG_LEVEL: log_level: levels are vLLM's, see VLLM_LOGGING_LEVEL; elsewhere Python's logging"
+            "\n  LMCACHE_LOG_LEVEL: log_level: set VLLM_LOGGING_LEVEL in vLLM, or configure Python's logging elsewhere"
             "\n  LMCACHE_MAX_LOCAL_DISK_SIZE: max_local_disk_size: there is no local_disk"
         )
     ]
