@@ -426,7 +426,7 @@ class VLLMConfig(Section):
     )
     wait_for_producer_s: Wait = Field(
         default=2.0,
-        description="Longest wait of a request for chunks that another vLLM has announced to store, in seconds; 0 for no"
+        description="Longest wait of a request for chunks that another vLLM has promised to store, in seconds; 0 for no"
         " wait.",
     )
     producer_loads: Flag = Field(
