@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     )
     from lmcache_async.hashing import Namespace, RequestNamespace
     from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
+    from lmcache_async.tiers.base import (
+        Allocate,
+        Capabilities,
+        Medium,
+        ScrubReport,
+        Tier,
+        TierConfig,
+        TierStatistics,
+    )
     from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
     from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
@@ -54,6 +62,7 @@ __all__ = [
     "LayerConfig",
     "LayerContext",
     "LayerStatistics",
+    "Medium",
     "MissingDependencyError",
     "Namespace",
     "RequestNamespace",
@@ -100,6 +109,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and knows of no
         "lmcache_async.tiers.base": [
             "Allocate",
             "Capabilities",
+            "Medium",
             "ScrubReport",
             "Tier",
             "TierConfig",

@@ -16,7 +16,7 @@ from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import Stage, StageInfo, describe
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.base import Capabilities, Tier
 from lmcache_async.tiers.layers.base import Shared
 from lmcache_async.types import RetrieveReport
 from lmcache_async.web.opening import check_endpoint
@@ -95,18 +95,21 @@ def make_tier(spec: TierSpec, registry: Registry, *, third_party: bool) -> Tier:
     return tier_class(validate_options(tier_class.config_type, spec.options, spec.origin))
 
 
-def persistent_tiers(config: EngineConfig, registry: Registry) -> list[str]:
-    """Return the ids of persistent tiers. Tiers that cannot be constructed are left out."""
-    found = []
+def tier_capabilities(config: EngineConfig, registry: Registry) -> dict[str, Capabilities]:
+    """Return the capabilities of each tier by its id. Tiers that cannot be constructed are left out."""
+    found = {}
     for spec in config.tiers:
         try:
             tier = make_tier(spec, registry, third_party=config.plugins.third_party)
-            persistent = tier.capabilities.persistent
+            found[spec.id] = tier.capabilities
         except Exception:  # noqa: BLE001, S112 - reported at the start and by the check of the configuration
             continue
-        if persistent:
-            found.append(spec.id)
     return found
+
+
+def persistent_tiers(config: EngineConfig, registry: Registry) -> list[str]:
+    """Return the ids of persistent tiers. Tiers that cannot be constructed are left out."""
+    return [name for name, each in tier_capabilities(config, registry).items() if each.persistent]
 
 
 def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: Shared) -> Iterator[str]:

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias
@@ -35,6 +36,17 @@ ConfigT = TypeVar("ConfigT", bound=TierConfig, default=Any)
 """A tier's own config type. `class MyTier(Tier)` without one is a tier whose `config` is not checked for types."""
 
 
+class Medium(StrEnum):
+    """Where a tier stores records, as reported by KV events and hit statistics."""
+
+    MEMORY = "memory"
+    """Memory of this host."""
+    DISK = "disk"
+    """A disk of this host."""
+    REMOTE = "remote"
+    """Anywhere else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a tier can do beyond the three verbs; the conformance suite picks its cases by it.
@@ -50,6 +62,7 @@ class Capabilities:
         local_index: `contains` answers from this process's memory, so asking for every key is cheap.
         shared: Other processes find what this one has put, as soon as `put` has returned.
         max_concurrency: How many chunks the default batch verbs move at the same time.
+        medium: Where the tier stores records.
     """
 
     in_arena: bool = False
@@ -61,6 +74,7 @@ class Capabilities:
     local_index: bool = False
     shared: bool = False
     max_concurrency: int = 4
+    medium: Medium = Medium.REMOTE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFullError
 from lmcache_async.plugins.cpu.config import CPUConfig
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.eviction import LRUPolicy
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.types import ChunkKey
 
-_CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True)
+_CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
 
 
 class CPUTier(Tier):

@@ -30,7 +30,7 @@ from lmcache_async.plugins.disk.index import DiskIndex
 from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.tiers.answers import reads, settle
-from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class DiskTier(Tier):
             lists=True,
             local_index=True,
             max_concurrency=self._config.io_threads,
+            medium=Medium.DISK,
         )
 
     def bind(self, arena: Arena) -> None:

@@ -33,7 +33,7 @@ from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.dialer import Dialer
 from lmcache_async.plugins.host.link import Link
 from lmcache_async.tiers.answers import reads
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class HostTier(Tier):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(own_memory=True, persistent=True, removes=True, lists=True)
+        return Capabilities(own_memory=True, persistent=True, removes=True, lists=True, medium=Medium.MEMORY)
 
     def bind(self, arena: Arena) -> None:
         """The pool is pinned where the arena is, for the same device."""

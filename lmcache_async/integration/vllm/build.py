@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.engine.check import persistent_tiers
+from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.integration.vllm.config import (
     backend_reason,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
     from lmcache_async.integration.vllm.worker import WorkerConnector
+    from lmcache_async.tiers.base import Capabilities
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def build_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerConnecto
     block_size = block_size_of(kv_cache_config)
     world_size = vllm_config.parallel_config.world_size
     config = engine_config(vllm_config, block_size)
-    _warn_of_lost_writes(vllm_config, config)
+    capabilities = tier_capabilities(config, Registry())
+    _warn_of_lost_writes(vllm_config, config, capabilities)
     client = LookupClient(
         [socket_path(config.vllm.socket_dir, transfer.engine_id, rank) for rank in range(world_size)],
         chunk_size=config.chunk_size,
@@ -64,15 +66,18 @@ def build_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerConnecto
         layerwise_tokens=layerwise_tokens(config, vllm_config),
         overlapped=steps_overlap(vllm_config),
         media=MediaIdentity.of(vllm_config),
+        tier_media={name: each.medium for name, each in capabilities.items()},
     )
 
 
-def _warn_of_lost_writes(vllm_config: Any, config: EngineConfig) -> None:
+def _warn_of_lost_writes(
+    vllm_config: Any, config: EngineConfig, capabilities: Mapping[str, Capabilities]
+) -> None:
     """Name the flag that leaves the engine time to write its queue to persistent tiers."""
     timeout_s = shutdown_timeout_s(vllm_config)
     if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
         return
-    if tiers := persistent_tiers(config, Registry()):
+    if tiers := [name for name, each in capabilities.items() if each.persistent]:
         logger.warning(
             "stopping vllm serve loses writes queued for %s: vLLM kills its workers after %g s, and closing takes up to"
             " %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",

@@ -103,7 +103,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             return hit_sources({}, num_external_tokens, {})
         nothing: dict[CacheHitSource, int] = {}
         return self._guard(
-            lambda: hit_sources(side.hit_tiers(request), num_external_tokens, side.tier_kinds), nothing
+            lambda: hit_sources(side.hit_tiers(request), num_external_tokens, side.tier_media), nothing
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -133,7 +133,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         nothing: list[KVCacheEvent] = []
         if (side := self.scheduler) is None:
             return nothing
-        return self._guard(lambda: kv_events(side.take_notices(), side.tier_kinds), nothing)
+        return self._guard(lambda: kv_events(side.take_notices(), side.tier_media), nothing)
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler

@@ -12,6 +12,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved,
 
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.tiers.base import Medium
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,18 +106,11 @@ class Notices:
         self._new.append(notice)
 
 
-_MEMORY = {"cpu", "host"}
-_LOCAL = {*_MEMORY, "disk"}
-_SOURCES = {
-    "cpu": CacheHitSource.HOST,
-    "host": CacheHitSource.HOST,
-    "disk": CacheHitSource.DISK,
-    "peer": CacheHitSource.P2P,
-}
-"""By tier name. VLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
+_SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+"""VLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
 
 
-def kv_events(notices: Iterable[Notice], kinds: Mapping[str, str]) -> list[KVCacheEvent]:
+def kv_events(notices: Iterable[Notice], media: Mapping[str, Medium]) -> list[KVCacheEvent]:
     """Notices as vLLM's KV events, for routers that send a prompt to where its prefix is stored.
 
     There is one event for each stored chunk, and one for each group of removed chunks. Block hashes are our chunk
@@ -124,14 +118,14 @@ def kv_events(notices: Iterable[Notice], kinds: Mapping[str, str]) -> list[KVCac
     with blocks of the device.
 
     Args:
-        kinds: The tiers' names by their ids.
+        media: Where each tier stores records, by its id.
     """
-    return [_event(notice, kinds.get(notice.tier, "")) for notice in notices]
+    return [_event(notice, media.get(notice.tier, Medium.REMOTE)) for notice in notices]
 
 
-def _event(notice: Notice, kind: str) -> KVCacheEvent:
-    medium = MEDIUM_CPU if kind in _MEMORY else MEDIUM_STORAGE
-    locality = "LOCAL" if kind in _LOCAL else "REMOTE"
+def _event(notice: Notice, stored_in: Medium) -> KVCacheEvent:
+    medium = MEDIUM_CPU if stored_in is Medium.MEMORY else MEDIUM_STORAGE
+    locality = "REMOTE" if stored_in is Medium.REMOTE else "LOCAL"
     if isinstance(notice, Stored):
         tokens = np.frombuffer(notice.tokens, np.int32).tolist()
         return BlockStored(
@@ -165,17 +159,17 @@ def split_tokens(chunks_by_tier: Mapping[str, int], num_tokens: int) -> dict[str
 
 
 def hit_sources(
-    chunks_by_tier: Mapping[str, int], num_tokens: int, kinds: Mapping[str, str]
+    chunks_by_tier: Mapping[str, int], num_tokens: int, media: Mapping[str, Medium]
 ) -> dict[CacheHitSource, int]:
     """Loaded tokens by vLLM's kind of store; they add up to `num_tokens`.
 
     Args:
-        kinds: The tiers' names by their ids.
+        media: Where each tier stores records, by its id.
     """
     found: dict[CacheHitSource, int] = {}
     split = split_tokens(chunks_by_tier, num_tokens)
     for tier, tokens in split.items():
-        source = _SOURCES.get(kinds.get(tier, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)
+        source = _SOURCES.get(media.get(tier, Medium.REMOTE), CacheHitSource.EXTERNAL_UNSPECIFIED)
         found[source] = found.get(source, 0) + tokens
     if rest := num_tokens - sum(split.values()):
         found[CacheHitSource.EXTERNAL_UNSPECIFIED] = found.get(CacheHitSource.EXTERNAL_UNSPECIFIED, 0) + rest

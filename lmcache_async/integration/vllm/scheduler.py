@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.promise import Promise
     from lmcache_async.integration.vllm.request import Admission, LoadSpan, Release, StoreSpan
     from lmcache_async.observability.families import Family
+    from lmcache_async.tiers.base import Medium
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -267,11 +268,12 @@ class SchedulerConnector:
         layerwise_tokens: Longest hit that is loaded by the step that uses it; 0 for none.
         overlapped: VLLM plans a step before the one before it has ended.
         media: Which identifiers of images, audio and video identify their content.
+        tier_media: Where each tier stores records, by its id.
 
     Attributes:
         load_policy: Decides how much of a hit is loaded.
         metrics: Counts of lookups and loads.
-        tier_kinds: The tiers' names by their ids.
+        tier_media: Where each tier stores records, by its id.
     """
 
     def __init__(
@@ -285,6 +287,7 @@ class SchedulerConnector:
         layerwise_tokens: int = 0,
         overlapped: bool = False,
         media: MediaIdentity | None = None,
+        tier_media: Mapping[str, Medium] | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -307,7 +310,7 @@ class SchedulerConnector:
             layerwise_tokens=layerwise_tokens,
             decide=self.load_policy.decide,
         )
-        self.tier_kinds = {tier.id: tier.name for tier in config.tiers}
+        self.tier_media = tier_media or {}
         self.metrics = SchedulerMetrics()
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id

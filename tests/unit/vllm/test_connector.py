@@ -33,6 +33,7 @@ from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.tiers.base import Medium
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
 
@@ -346,18 +347,18 @@ def test_importing_the_connector_starts_no_thread_and_no_device():
 
 
 def test_hits_are_split_by_their_tiers_and_add_up():
-    kinds = {"cpu": "cpu", "nvme": "disk", "pool": "host", "others": "valkey", "s3": "s3"}
+    media = {"cpu": Medium.MEMORY, "nvme": Medium.DISK, "pool": Medium.MEMORY, "others": Medium.REMOTE}
 
-    assert hit_sources({"cpu": 1, "pool": 1, "nvme": 1, "s3": 1}, 1001, kinds) == {
+    assert hit_sources({"cpu": 1, "pool": 1, "nvme": 1, "s3": 1}, 1001, media) == {
         CacheHitSource.HOST: 500,
         CacheHitSource.DISK: 250,
         CacheHitSource.EXTERNAL_UNSPECIFIED: 251,
     }
-    assert hit_sources({"others": 3, "unheard of": 1}, 8, kinds) == {
+    assert hit_sources({"others": 3, "unheard of": 1}, 8, media) == {
         CacheHitSource.EXTERNAL_UNSPECIFIED: 8,
     }
-    assert hit_sources({}, 5, kinds) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
-    assert hit_sources({"cpu": 1}, 0, kinds) == {}
+    assert hit_sources({}, 5, media) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
+    assert hit_sources({"cpu": 1}, 0, media) == {}
 
 
 DISK: dict[str, Any] = {"name": "disk", "max_bytes": "1GiB"}
