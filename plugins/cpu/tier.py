@@ -1,4 +1,4 @@
-"""Chunks in the arena itself: a put keeps a lease, a get gives one."""
+"""The cpu tier: chunks stay in the arena. A put keeps a lease of the slab, a get returns another one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_inde
 class CPUTier(Tier):
     """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
 
-    When the arena runs out of slabs it asks this tier for some, and gets those of the least recently
-    used chunks that nobody else has a lease of.
+    When the arena has no free slab, it calls this tier, which evicts the least recently used chunks whose
+    slabs have no other lease.
     """
 
     config_type = CPUConfig
@@ -45,7 +45,7 @@ class CPUTier(Tier):
         return _CAPABILITIES
 
     def bind(self, arena: Arena) -> None:
-        """Join the arena.
+        """Use the slabs of the arena and register as its reclaimer.
 
         Raises:
             ConfigError: `max_bytes` is less than one slab.
@@ -80,7 +80,7 @@ class CPUTier(Tier):
         return len(keys)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        """A further lease of the chunk; `allocate` is not asked."""
+        """Return a further lease of the chunk. `allocate` is not called."""
         return (await self.get_many([key], allocate))[0]  # type: ignore[return-value] # never an error
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
@@ -144,7 +144,7 @@ class CPUTier(Tier):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close: every lease goes back; content is gone."""
+        """Close. All leases are released and the chunks are dropped."""
         self._open = False
         self._drop_all()
 
@@ -155,7 +155,7 @@ class CPUTier(Tier):
     def _keep(self, key: ChunkKey, buffer: Buffer) -> None:
         if key in self._chunks:
             return  # the same content
-        # Held in the policy first, so that room is not made by evicting what it continues.
+        # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
         self._policy.add(key, 1)
         try:
             self._make_room()
@@ -169,7 +169,7 @@ class CPUTier(Tier):
             raise TierFullError(f"all {self._max_slabs} slabs of the cpu tier are in use")
 
     def _lease(self, buffer: Buffer) -> Buffer:
-        """A lease of the tier's own: of the same slab, or of a copy where that is not in the arena."""
+        """Return a lease for the tier: of the same slab, or of a copy if the buffer is not in the arena."""
         arena = self._arena
         assert arena is not None  # open
         if buffer.address in self._addresses:
@@ -181,9 +181,10 @@ class CPUTier(Tier):
         return lease
 
     def _reclaim(self, slabs: int) -> int:
-        """The arena's reclaimer: in the end every chunk goes that nobody else has a lease of.
+        """Evict for the arena; if necessary, every chunk whose slab has no other lease.
 
-        Else leases could wait for each other: one for the slab of a chunk that another keeps from eviction.
+        Otherwise leases could deadlock: one would wait for the slab of a chunk that another keeps from
+        eviction.
         """
         if freed := self._evict(slabs, last_resort=True):
             return freed
