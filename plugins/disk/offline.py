@@ -165,11 +165,12 @@ class DiskRecords(OfflineStore):
         await self._run(self._sync)
 
     async def __aenter__(self) -> Self:
-        """Open the directory, and lock it to change it.
+        """Open the directory. Lock it if it is to be changed.
 
         Raises:
             ConfigError: It has a directory for each rank or replica.
-            TierUnavailableError: It does not exist, another process has it, or it cannot be read or made.
+            TierUnavailableError: It does not exist, is locked by another process, or cannot be read or
+                created.
         """
         try:
             self.holder = await in_thread(self._workers, self._open)

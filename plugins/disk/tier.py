@@ -275,7 +275,7 @@ class DiskTier(Tier):
         """Run `work` in as many tasks as use all slots and threads, with as many again waiting."""
         count = min(num_chunks, 4 * self._config.io_threads)
         if count == 1:
-            await asyncio.sleep(0)  # as a task would: the reads of earlier calls come first
+            await asyncio.sleep(0)  # like a task: reads of earlier calls come first
             await work()
         elif count > 1:
             async with asyncio.TaskGroup() as group:
