@@ -1,4 +1,4 @@
-"""What the daemon's answers come to."""
+"""Parsing of the daemon's answers: batches, protocol errors and refusals."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TOO_MUCH = "this engine has leases of as many of the daemon's bytes as it may ha
 
 
 def parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """As many as fit into one message, and so on."""
+    """Yield the items in batches of at most `MAX_ITEMS`, the limit of a message."""
     for start in range(0, len(items), MAX_ITEMS):
         yield items[start : start + MAX_ITEMS]
 
 
 def parsed(connection: Connection, parse: Callable[[], T]) -> T:
-    """What `parse` makes of an answer.
+    """Return the result of `parse`, which decodes an answer.
 
     Raises:
-        TierUnavailableError: It is no answer to what was asked; the connection ends.
+        TierUnavailableError: The answer does not match the request. The connection is closed.
     """
     try:
         return parse()
@@ -37,7 +37,7 @@ def parsed(connection: Connection, parse: Callable[[], T]) -> T:
 
 
 def outcome_of(grant: Grant) -> TierError | None:
-    """What a put comes to that needs no copy, or finds no memory."""
+    """Return the result of a put from its grant; None if memory was granted or the record exists."""
     if grant.lease or grant.refusal is Refusal.PRESENT:
         return None
     if grant.refusal is Refusal.TOO_MUCH:
@@ -46,5 +46,5 @@ def outcome_of(grant: Grant) -> TierError | None:
 
 
 def leases_of(grants: Sequence[Grant]) -> list[int]:
-    """The numbers of the leases among them."""
+    """Return the numbers of the granted leases."""
     return [grant.lease for grant in grants if grant.lease]

@@ -1,4 +1,4 @@
-"""One connection to the daemon: questions out, answers in, in the same order."""
+"""A connection to the daemon. Requests are answered in the order in which they were sent."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from lmcache_async.plugins.host.mapping import Mapping
 
 MAX_UNANSWERED = 256
-"""Questions; a daemon that is so far behind is not asked more."""
+"""Maximum number of unanswered requests. Further requests fail, except commits."""
 MAX_UNANSWERED_BYTES = 16 << 20
 CLOSE_S = 1.0
-"""Longest wait for the loop to say that a socket is closed."""
+"""Longest wait for `connection_lost` after an abort, in seconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,17 +41,17 @@ class _Question:
 
 
 class Connection(asyncio.Protocol):
-    """Asks one daemon. Once it has ended it stays so.
-
-    Attributes:
-        figures: Of the tenant, as of the last answer.
-        questions: That were asked.
+    """A client connection to one daemon. It is not reopened after its end.
 
     Args:
-        where: The daemon, for messages.
-        daemon: Its id.
-        mapping: Its memory.
-        ended: Called once the connection has ended.
+        where: Name of the daemon in messages.
+        daemon: Identifier of the daemon.
+        mapping: Mapping of the daemon's memory.
+        ended: Called once, after the connection has ended.
+
+    Attributes:
+        figures: Figures of the tenant in the last answer.
+        questions: Number of requests sent.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         return self._error is None
 
     def check(self) -> None:
-        """Raises what the connection has ended with, if it has."""
+        """Raise the error of the connection if it has ended."""
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -86,9 +86,15 @@ class Connection(asyncio.Protocol):
         timeout_s: float,
         unwanted: Callable[[bytes], None] | None = None,
     ) -> bytes:
-        """The answer to a question.
+        """Send a request and return its answer.
 
-        Cancelled or late, the answer is still taken when it comes, and given to `unwanted`.
+        If the call is cancelled or times out, the answer is still received, and passed to `unwanted`.
+
+        Args:
+            op: Operation of the request.
+            parts: Body of the request.
+            timeout_s: Longest wait for the answer, in seconds.
+            unwanted: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:
             TierUnavailableError: The connection has ended or ends, or there is no answer in time.
@@ -107,10 +113,10 @@ class Connection(asyncio.Protocol):
             raise
 
     def unpack(self, answer: bytes, count: int) -> list[Grant]:
-        """Grants, as many as were asked for.
+        """Decode `count` grants.
 
         Raises:
-            TierUnavailableError: That is no such answer; the connection ends.
+            TierUnavailableError: The answer does not match the request. The connection is closed.
         """
         try:
             return unpack_grants(answer, count, self.mapping.nbytes)
@@ -118,30 +124,30 @@ class Connection(asyncio.Protocol):
             raise self.fail(error) from error
 
     def give_back(self, leases: list[int]) -> None:
-        """End leases and reservations; with the connection they end anyway."""
+        """Release leases and reservations. The end of the connection releases them too."""
         if self._transport is None or not self.usable:
             return
         for start in range(0, len(leases), MAX_ITEMS):
             self._transport.write(frame(Op.RELEASE, pack_numbers(leases[start : start + MAX_ITEMS])))
 
     def fail(self, error: Exception) -> TierError:
-        """End the connection, whose other end does not do as it should."""
+        """Close the connection after a protocol error, and return the error to raise."""
         failure = TierUnavailableError(f"{self.where}: {error}")
         self.close(failure)
         return failure
 
     def close(self, error: TierError) -> None:
-        """End the connection; `error` is what calls under way, and later ones, end with."""
+        """Close the connection. Pending and later calls fail with `error`."""
         if self._error is None:
             self._error = error
         if self._transport is not None:
             self._transport.abort()
 
     async def wait_closed(self) -> None:
-        """Until the loop has closed the socket; soon after `close`."""
+        """Wait until the socket is closed, at most `CLOSE_S`. Call `close` first."""
         await asyncio.wait([self._gone], timeout=CLOSE_S)
 
-    # What the loop calls.
+    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -173,7 +179,7 @@ class Connection(asyncio.Protocol):
         nbytes = sum(map(len, parts))
         behind = len(self._questions) >= MAX_UNANSWERED
         behind |= self._unanswered_bytes + nbytes > MAX_UNANSWERED_BYTES
-        if behind and op is not Op.COMMIT:  # that gives memory back; there are as many as reservations
+        if behind and op is not Op.COMMIT:  # commits end reservations, whose number is limited
             raise TierUnavailableError(f"{self.where}: {len(self._questions)} questions have no answer yet")
         question = _Question(op, nbytes, asyncio.get_running_loop().create_future(), unwanted)
         self._questions.append(question)
@@ -195,7 +201,7 @@ class Connection(asyncio.Protocol):
 
 
 def _forget(question: _Question) -> None:
-    """Nobody waits any more. It may be that the answer came in the very turn in which the wait ended."""
+    """Drop the waiter of a request. An answer that came in the same loop iteration goes to `unwanted`."""
     answer = question.answer
     if answer.cancelled() or not answer.done():
         answer.cancel()

@@ -1,4 +1,4 @@
-"""Records into the pool, copied by threads that do not hold the interpreter's lock."""
+"""Copies of records into the pool, in threads that release the GIL."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 Pair: TypeAlias = tuple[Bytes, Bytes]
-"""Where to, and where from: of one length."""
+"""Target and source of a copy, of equal length."""
 
 SHARE_BYTES = 2 << 20
-"""What a further thread is worth: a hop takes some 50 microseconds, copying 2 MiB some 200."""
+"""Minimum of bytes per thread. A thread hop takes about 50 us, copying 2 MiB about 200 us."""
 
 
 class Copier:
-    """Copies batches, large ones in as many threads as it has."""
+    """Copies batches of records, large ones in several threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -32,7 +32,7 @@ class Copier:
         self._workers = WorkerPool(threads, thread_name_prefix="lmcache-async-host")
 
     async def copy(self, pairs: list[Pair]) -> None:
-        """Copy them all; `pairs` is empty afterwards. Cancelled, it waits until no thread is at it any more.
+        """Copy all pairs and empty the list. If cancelled, it waits until no thread copies any more.
 
         Raises:
             TierClosedError: The copier is closed.
@@ -50,19 +50,19 @@ class Copier:
         finally:
             try:
                 await _ended(futures)
-            finally:  # a traceback may keep this frame: what looks at a slab from here would keep the slab
+            finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
                 for part in (pairs, *pieces):
                     part.clear()
         seconds = sum(future.result() for future in futures)
         self._way.note(stream=stream, nbytes=total, seconds=seconds)
 
     def close(self) -> None:
-        """No copy runs any more: `copy` has ended."""
+        """Shut the threads down. No copy may be running."""
         self._workers.shutdown(wait=True)
 
 
 def shares(pairs: Sequence[Pair], share_bytes: int) -> list[list[Pair]]:
-    """The same bytes in pieces of so many; long pairs are cut."""
+    """Divide the pairs into lists of `share_bytes` each. Long pairs are split."""
     found: list[list[Pair]] = [[]]
     left = share_bytes
     for target, source in pairs:
@@ -79,7 +79,7 @@ def shares(pairs: Sequence[Pair], share_bytes: int) -> list[list[Pair]]:
 
 
 def _copy(pairs: list[Pair], stream: bool) -> float:
-    """Seconds of this thread that it took."""
+    """Copy the pairs and return the CPU seconds of this thread."""
     start = time.thread_time()
     for target, source in pairs:
         copy_bytes(target, source, stream=stream)
@@ -87,7 +87,7 @@ def _copy(pairs: list[Pair], stream: bool) -> float:
 
 
 async def _ended(futures: Sequence[Future[float]]) -> None:
-    """Wait for their real ends; cancelled, those that no thread has begun are taken back."""
+    """Wait until all calls have ended. If cancelled, calls that no thread has begun are withdrawn."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     left = len(futures)
@@ -99,7 +99,7 @@ async def _ended(futures: Sequence[Future[float]]) -> None:
             ended.set_result(None)
 
     def tell_loop(_: Future[float]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed under us
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(one_ended)
 
     if not futures:

@@ -1,4 +1,4 @@
-"""New connections to the daemon: who listens is checked, the memory is received and mapped."""
+"""New connections to the daemon: check of its user, handshake, and mapping of its memory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _MSG_CMSG_CLOEXEC = 0x40000000
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """Makes connections.
+    """Opens connections to the daemon.
 
     Attributes:
-        path: Of the socket.
-        hello: What is said.
-        users: Who may run the daemon.
-        timeout_s: Longest time for one connection, in seconds.
+        path: Path of the socket.
+        hello: First message to the daemon.
+        users: User ids that the daemon may run as.
+        timeout_s: Longest time to connect, in seconds.
         pin: Whether to pin the memory for CUDA.
-        pin_device: As `Region` takes it.
-        prefault: As `Region` takes it.
+        pin_device: See `Region`.
+        prefault: See `Region`.
     """
 
     path: Path
@@ -58,10 +58,14 @@ class Dialer:
         return f"daemon at {self.path}"
 
     async def dial(self, ended: Callable[[Connection], None]) -> Connection:
-        """A connection that answers. Cancelled, none is left.
+        """Connect and wait for a first answer. If the call is cancelled, no connection is left open.
+
+        Args:
+            ended: Called once, after the connection has ended.
 
         Raises:
-            TierUnavailableError: The daemon is not there, or not ready, or not what we take for one.
+            TierUnavailableError: The daemon cannot be reached, is not ready, runs as another user, or breaks
+                the protocol.
         """
         try:
             check_directory(self.path, make=False)
@@ -93,7 +97,7 @@ class Dialer:
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
-            await connection.ask(Op.CONTAINS, timeout_s=self.timeout_s)  # it answers; and what there is
+            await connection.ask(Op.CONTAINS, timeout_s=self.timeout_s)  # it answers, with the first figures
         except BaseException:
             connection.close(TierUnavailableError(f"{self.where}: given up"))
             await connection.wait_closed()
@@ -101,7 +105,7 @@ class Dialer:
         return connection
 
     async def _receive(self, connected: socket.socket) -> tuple[Welcome, Region]:
-        """The daemon's answer and its memory."""
+        """Receive the daemon's answer and map its memory."""
         await _readable(connected)
         message, descriptors, _, _ = socket.recv_fds(connected, WELCOME_BYTES, 4, _MSG_CMSG_CLOEXEC)
         try:
@@ -121,7 +125,7 @@ class Dialer:
             raise ProtocolError("its memory may be cut short")
         return Region(
             nbytes,
-            grain_bytes=nbytes,  # a record may lie anywhere: in steps, it could lie in two pinned ranges
+            grain_bytes=nbytes,  # a record at any offset must be within one pinned range
             pin=self.pin,
             pin_device=self.pin_device,
             huge_pages=True,

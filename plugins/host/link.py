@@ -1,4 +1,4 @@
-"""The connection to whichever daemon is there: lost, it is made again in the background."""
+"""Connection to the daemon with reconnects in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PAUSE_S = 2.0
 
 
 class Link:
-    """Keeps one connection while it is open.
+    """Keeps one connection open and reconnects after it is lost.
 
     Attributes:
         connected: Set while there is a connection.
@@ -38,14 +38,14 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._mappings: list[Mapping] = []  # of connections that have ended
         self._evictions = 0  # of connections that have ended
-        self._first = 0  # of the one that is there, when it was made
+        self._first = 0  # evictions before the current connection
 
     @property
     def connection(self) -> Connection:
-        """The connection.
+        """The current connection.
 
         Raises:
-            TierUnavailableError: There is none now.
+            TierUnavailableError: There is no connection.
         """
         connection = self._connection
         if connection is None or not connection.usable:
@@ -54,17 +54,17 @@ class Link:
 
     @property
     def figures(self) -> Figures | None:
-        """What the daemon told last; None while there is no connection."""
+        """Figures in the last answer; None without a connection."""
         return None if self._connection is None else self._connection.figures
 
     @property
     def evictions(self) -> int:
-        """Of the tenant, as far as we were there."""
+        """Evictions of the tenant while this process was connected."""
         figures = self.figures
         return self._evictions + (0 if figures is None else figures.evictions - self._first)
 
     async def open(self) -> None:
-        """Connect; a daemon that is not there is waited for in the background."""
+        """Connect. If the daemon cannot be reached, keep trying in the background."""
         try:
             await self._dial()
         except TierUnavailableError as error:
@@ -73,7 +73,7 @@ class Link:
         self._task = asyncio.create_task(self._keep())
 
     def close(self) -> None:
-        """End the connection and make no more; calls under way end with TierClosedError."""
+        """Close the connection and stop reconnecting. Calls under way fail with TierClosedError."""
         self._reason = TierClosedError("the host tier is closed")
         if self._task is not None:
             self._task.cancel()
@@ -81,7 +81,7 @@ class Link:
             self._connection.close(self._reason)
 
     async def wait_closed(self) -> None:
-        """Until nothing of it runs any more, and memory that nobody has a lease of is unmapped."""
+        """Wait until the background task and the connection have ended, and unused memory is unmapped."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._connection is not None:
@@ -112,7 +112,7 @@ class Link:
         self._mappings = [mapping for mapping in self._mappings if not mapping.closed]
         self._mappings.append(connection.mapping)
         if connection is not self._connection:
-            return  # it was never taken
+            return  # it was never in use
         self._evictions += connection.figures.evictions - self._first
         self._connection = None
         self.connected.clear()

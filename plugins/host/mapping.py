@@ -1,4 +1,4 @@
-"""The daemon's memory in this process: what is leased of it, and when nobody looks there any more."""
+"""Mapping of the daemon's memory: leases of slabs, and unmapping after the last use."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from lmcache_async.memory.region import Region
 
 UNMAP_S = 5.0
-"""Longest wait for the memory to be unpinned and unmapped."""
+"""Longest wait for the memory to be unpinned and unmapped, in seconds."""
 
 
 class Mapping:
-    """Owns the mapping, and the last hold on the connection whose end would free what is leased.
+    """Owns the mapped memory and a duplicate of the connection's socket.
 
-    That hold, a duplicate of the socket, is let go when the connection has ended *and* no slab is leased
-    or looked at *and* no copy runs: before, the daemon must not give the memory to anybody else.
+    The daemon frees the leases of a client when the connection is closed. The duplicate keeps it open until
+    the transport is closed, no slab is leased or referenced, and no copy runs. The daemon does not reuse the
+    memory before.
 
     Args:
-        region: The memory. It is closed with the last use of it, by a thread: pinning and unpinning a whole
-            pool takes seconds, and whoever ends the last use, the loop too, must not be held up by that.
-        anchor: The duplicate.
-        give_back: Called in the loop with leases that are over, while the connection is there.
+        region: The memory. A thread closes it after the last use: unpinning a whole pool takes seconds, and
+            must block neither the event loop nor another caller.
+        anchor: The duplicate of the socket.
     """
 
     def __init__(self, region: Region, anchor: socket.socket) -> None:
@@ -43,16 +43,16 @@ class Mapping:
         self._anchor = anchor
         self._loop = asyncio.get_running_loop()
         self._give_back: Callable[[list[int]], None] | None = None
-        # Held here: a slab that only its own weak reference's callback knows would be garbage, and lost.
+        # Keeps slabs alive: otherwise only the callback of their own weak reference would refer to them.
         self._slabs: dict[int, Slab] = {}
-        self._idle: deque[Slab] = deque()  # without a lease or a view, put here by any thread
+        self._idle: deque[Slab] = deque()  # without a lease or a view; appended by any thread
         self._flush_is_due = False
         self._copies = 0
         self._ended = False
         self._let_go = False
         self._closed: asyncio.Future[None] = self._loop.create_future()
-        # The thread waits for a word from the start: a slab may become idle in a garbage collection, which
-        # is no place to start one. A SimpleQueue, unlike an Event, can be put to from there.
+        # Started now, because a slab may become idle during a garbage collection, where no thread can be
+        # started. The put of a SimpleQueue is reentrant and can be called there, unlike the set of an Event.
         self._last_word: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._close, name="lmcache-async-host-unmap", daemon=True)
         self._thread.start()
@@ -67,7 +67,7 @@ class Mapping:
 
     @property
     def leases(self) -> int:
-        """Slabs that are leased or looked at."""
+        """Number of slabs that are leased or referenced."""
         return len(self._slabs)
 
     @property
@@ -76,25 +76,29 @@ class Mapping:
         return self._closed.done()
 
     async def wait_closed(self) -> None:
-        """Wait, `UNMAP_S` at most, until the memory is closed; not for leases, which are others' to end."""
+        """Wait until the memory is unmapped, at most `UNMAP_S`; not at all while slabs are in use."""
         if self._let_go:
             await asyncio.wait([self._closed], timeout=UNMAP_S)
         if self.closed:
-            self._thread.join()  # it has nothing more to do
+            self._thread.join()  # its last call is done
 
     def begin(self, give_back: Callable[[list[int]], None]) -> None:
-        """The connection is there: from now on it is told of leases that are over."""
+        """Start to release leases through the connection.
+
+        Args:
+            give_back: Called on the loop with the numbers of ended leases, while the connection is open.
+        """
         self._give_back = give_back
 
     def lend(self, grant: Grant) -> Buffer:
-        """The record as a buffer; the lease is given back when nobody looks there any more."""
+        """Return the record as a buffer. The lease is released when no buffer or view refers to the slab."""
         nbytes = -(-grant.nbytes // PAGE) * PAGE
         slab = Slab(self._usable(), grant.lease, nbytes, self, offset=grant.offset, common=True)
         self._slabs[grant.lease] = slab
         return Buffer(slab, grant.nbytes)
 
     def target(self, grant: Grant) -> Bytes:
-        """The memory of a reservation, to be written to between `begin_copy` and `end_copy`."""
+        """Return the memory of a reservation. Write to it only between `begin_copy` and `end_copy`."""
         return np.frombuffer(self._usable().view, dtype=np.uint8, count=grant.nbytes, offset=grant.offset)
 
     def begin_copy(self) -> None:
@@ -106,14 +110,14 @@ class Mapping:
             self._settle()
 
     def end(self) -> None:
-        """The connection has ended."""
+        """Note the end of the connection."""
         self._ended = True
         self._settle()
 
-    # What slabs tell us.
+    # Callbacks of slabs
 
     def lease_ended(self, slab: Slab) -> None:
-        """Of no matter by itself: the daemon is told when the slab is idle."""
+        """Do nothing: the lease is released when the slab is idle."""
 
     def slab_idle(self, slab: Slab) -> None:
         self._idle.append(slab)
@@ -121,11 +125,11 @@ class Mapping:
             self._settle()
         elif not self._flush_is_due:
             self._flush_is_due = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed; `end` sees to it
+            with contextlib.suppress(RuntimeError):  # the loop is closed; `end` releases the slabs
                 self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
-        """Tell the daemon of all leases that are over; in the loop."""
+        """Release the leases of idle slabs. Called on the loop."""
         self._flush_is_due = False
         if self._ended:
             self._settle()
@@ -136,7 +140,7 @@ class Mapping:
 
     def _take_idle(self) -> list[Slab]:
         taken: list[Slab] = []
-        with contextlib.suppress(IndexError):  # another thread may be at it as well
+        with contextlib.suppress(IndexError):  # another thread may take slabs too
             while True:
                 slab = self._idle.popleft()
                 self._slabs.pop(slab.index, None)
@@ -149,7 +153,7 @@ class Mapping:
         return self._region
 
     def _settle(self) -> None:
-        """Let go of everything if this was the last use. From any thread, more than once."""
+        """After the last use, close the socket and unmap. May be called more than once, by any thread."""
         self._take_idle()
         if not self._slabs and not self._copies:
             self._let_go = True
@@ -159,5 +163,5 @@ class Mapping:
     def _close(self) -> None:
         self._last_word.get()
         self._region.close(own_thread=True)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
             self._loop.call_soon_threadsafe(self._closed.set_result, None)

@@ -1,4 +1,4 @@
-"""Chunks in the pool of a daemon, read and written in place."""
+"""The host tier: chunks in the memory of a daemon, read and written in place."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 class HostTier(Tier):
     """Reads and writes the records of its tenant in memory that a daemon shares with all engines of the host.
 
-    A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. A
-    daemon that is away when the tier is opened, or goes away, is connected to when it is there; until
-    then every call is TierUnavailableError. Leases outlive the daemon.
+    A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. If the
+    daemon cannot be reached when the tier is opened, or the connection is lost, the tier reconnects in the
+    background. Until then every call raises TierUnavailableError. Leases stay valid after the daemon has
+    ended.
 
-    A put that is cancelled while it is committed may still be stored.
+    A put that is cancelled during its commit may still be stored.
     """
 
     config_type = HostConfig
@@ -73,7 +74,7 @@ class HostTier(Tier):
         return Capabilities(own_memory=True, persistent=True, removes=True, lists=True, medium=Medium.MEMORY)
 
     def bind(self, arena: Arena) -> None:
-        """The pool is pinned where the arena is, for the same device."""
+        """Pin the pool if the arena is pinned, for the same device."""
         self._pin = arena.pin and self._config.pin
         self._pin_device = arena.pin_device
 
@@ -81,7 +82,7 @@ class HostTier(Tier):
         return (await self.contains_many([key]))[0]
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """In one message. It counts as a use of what is there."""
+        """Look up the keys in one message per `MAX_ITEMS` keys. Records that exist count as used."""
         return [bool(flag) for flag in await self._flags(Op.CONTAINS, keys)]
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
@@ -89,11 +90,11 @@ class HostTier(Tier):
         return there.index(False) if False in there else len(there)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        """A lease of the record in the daemon's memory; `allocate` is not asked.
+        """Return a lease of the record in the daemon's memory. `allocate` is not called.
 
         Raises:
-            TierUnavailableError: There is no daemon now, or it does not answer.
-            BudgetExceededError: This engine has as many leases as it may have.
+            TierUnavailableError: There is no connection, or the daemon does not answer.
+            BudgetExceededError: This engine has reached its limit of leases.
         """
         del allocate
         with self._call() as connection:
@@ -105,7 +106,7 @@ class HostTier(Tier):
         return None
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """The same, in one message."""
+        """`get` for each key, in one message per `MAX_ITEMS` keys."""
         del allocate
         with self._call() as connection, reads(0) as results:
             for part in parts(keys):
@@ -123,9 +124,9 @@ class HostTier(Tier):
             raise error
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        """One message to reserve, the copies, one message to commit.
+        """Reserve memory with one message per `MAX_ITEMS` records, copy, and commit with another one.
 
-        What is there already is not copied again. Cancelled, it waits until no copy runs.
+        Records that exist are not copied again. If cancelled, it waits until no copy runs.
         """
         results: list[TierError | None] = []
         with self._call() as connection:
@@ -138,19 +139,19 @@ class HostTier(Tier):
         return bool(flag)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """All of the tenant's, as they were at one moment."""
+        """Yield the keys of all records of the tenant, as of one moment."""
         for key in await self._listed():
             yield key
 
     async def clear(self) -> int:
-        """Remove all of the tenant's, whichever engine has put them."""
+        """Remove all records of the tenant, including those of other engines."""
         with self._call() as connection:
             answer = await self._ask(connection, Op.CLEAR)
             [count] = parsed(connection, partial(unpack_numbers, answer))
         return count
 
     def statistics(self) -> TierStatistics:
-        """What the tenant holds, as the daemon told with its last answer; nothing while it is away."""
+        """Return the statistics of the tenant in the last answer; without a connection only the counters."""
         figures = None if self._link is None else self._link.figures
         evictions = 0 if self._link is None else self._link.evictions
         if figures is None:
@@ -165,7 +166,7 @@ class HostTier(Tier):
         )
 
     async def __aenter__(self) -> Self:
-        """Open. A daemon that is not there now is connected to later."""
+        """Open. If the daemon cannot be reached, the tier connects in the background."""
         config = self._config
         users = {os.geteuid(), 0} if config.daemon_uid is None else {config.daemon_uid}
         dialer = Dialer(
@@ -186,7 +187,7 @@ class HostTier(Tier):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. Calls under way end with TierClosedError, copies are waited for; leases stay good."""
+        """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
         link, copier = self._link, self._copier
         if link is None or copier is None:
             raise TierClosedError("the host tier is not open")
@@ -216,7 +217,7 @@ class HostTier(Tier):
         return flags
 
     async def _listed(self) -> list[ChunkKey]:
-        """In pieces of one list, which the daemon keeps for this connection: another one knows nothing of it."""
+        """Request the list of keys in pieces. The daemon keeps the list per connection."""
         found: list[ChunkKey] = []
         async with self._listing:
             with self._call() as connection:
@@ -231,15 +232,15 @@ class HostTier(Tier):
         return await self._granted(connection, Op.LEASE, pack_keys(keys), len(keys))
 
     async def _granted(self, connection: Connection, op: Op, body: bytes, count: int) -> list[Grant]:
-        """Leases or reservations; those that come when nobody waits any more go back at once."""
+        """Request leases or reservations. Those that arrive after a cancellation or timeout are released."""
 
         def unwanted(answer: bytes) -> None:
             with contextlib.suppress(TierError):
                 connection.give_back(leases_of(connection.unpack(answer, count)))
 
-        connection.mapping.flush()  # what is over does not count against what this engine may have
+        connection.mapping.flush()  # ended leases must not count against the limit of this engine
         answer = await connection.ask(op, body, timeout_s=self._config.transfer_timeout_s, unwanted=unwanted)
-        connection.check()  # lost since the answer came, it has taken the leases with it
+        connection.check()  # if it was lost after the answer, the leases have ended
         return connection.unpack(answer, count)
 
     async def _put(
@@ -272,7 +273,7 @@ class HostTier(Tier):
         if copier is None:
             raise TierClosedError("the host tier was closed")
         mapping = connection.mapping
-        mapping.begin_copy()  # the connection, and with it the reservation, holds until its end
+        mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
         try:
             await copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
         finally:
