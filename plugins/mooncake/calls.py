@@ -1,4 +1,4 @@
-"""Blocking calls of the engine in threads; none is left behind with memory in its hands."""
+"""Blocking calls of Mooncake's client in threads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class Calls:
-    """A few threads for calls that read or write the arena's memory by its address."""
+    """A thread pool for calls that read or write the arena's memory by address."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = WorkerPool(num_threads, thread_name_prefix="lmcache-mooncake")
 
     async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Have a thread make the call.
+        """Run the call in a thread.
 
-        Cancelled, it takes the call back if no thread has begun it, or else waits for its real end: the
-        memory that it works on is nobody else's before.
+        If cancelled, a call that no thread has begun is withdrawn. A running call is awaited, because the
+        memory that it uses must not be reused before.
 
         Raises:
-            TierClosedError: The tier was closed meanwhile.
+            TierClosedError: The tier was closed.
         """
         try:
             future = self._pool.submit(call, *args, **kwargs)
@@ -48,12 +48,12 @@ class Calls:
         return future.result()
 
     def close(self) -> None:
-        """End the threads, of which none has a call."""
+        """Shut the threads down. No call may be running."""
         self._pool.shutdown(wait=True)
 
 
 def _told(future: Future[T]) -> asyncio.Future[None]:
-    """Done, on the loop, when the call has ended."""
+    """Return a future of the loop that is done when the call has ended."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 
@@ -62,7 +62,7 @@ def _told(future: Future[T]) -> asyncio.Future[None]:
             ended.set_result(None)
 
     def tell_loop(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed under us
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(tell)
 
     future.add_done_callback(tell_loop)

@@ -1,4 +1,4 @@
-"""The pool from the event loop: joined in the background where its master does not answer yet."""
+"""Asyncio client of the pool. If the master does not answer, the pool is joined in the background."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from lmcache_async.types import ChunkKey
 
 _FIRST_S = 30.0
-"""How long the start waits for the engine, which takes 20 s to say that it cannot use its options."""
+"""Longest wait for the engine at the start, in seconds. It takes 20 s to reject its options."""
 _PAUSE_S = 1.0
-"""Between two tries to join."""
+"""Pause between two attempts to join, in seconds."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Client:
-    """Calls of the pool's, in threads; neither do writes hold up reads, nor both of them questions to the master.
+    """Runs the calls of a pool in threads. Reads, writes and requests to the master have separate threads.
 
-    Every call raises TierUnavailableError until the pool is joined. Cancelled, a call ends when its thread
-    has ended with it.
+    Every call raises TierUnavailableError until the pool is joined. If a call is cancelled while a thread
+    works on it, it ends when the thread has ended.
 
     Args:
         pool: Not joined yet.
-        arena: Memory to move records from and into.
-        threads: Calls that read at the same time, and as many that write.
+        arena: Memory that records are read into and written from.
+        threads: Maximum number of concurrent reads, and of concurrent writes.
     """
 
     def __init__(self, pool: Pool, arena: Arena, threads: int) -> None:
@@ -53,7 +53,7 @@ class Client:
         self._logger = LimitedLogger(logging.getLogger(__name__))
 
     async def open(self) -> None:
-        """Join the pool, or keep trying in the background where its master does not answer.
+        """Join the pool. If its master does not answer, keep trying in the background.
 
         Raises:
             TierError: The engine refuses the options or the memory.
@@ -75,7 +75,7 @@ class Client:
         self._joining = asyncio.create_task(self._keep_joining(first))
 
     async def aclose(self) -> None:
-        """Leave the pool. No call is under way; a try to join is waited for."""
+        """Leave the pool. No call may be running; an attempt to join is awaited."""
         if self._joining is not None:
             await _ended(self._joining)
         await self._questions.run(self.pool.close)
@@ -104,7 +104,7 @@ class Client:
         addresses: Sequence[int],
         sizes: Sequence[int],
     ) -> list[int]:
-        """After removals of these records: the place of one that is being removed may be another's already."""
+        """Transfer records after pending removals of them, whose memory may already have another record."""
         await self._until(lambda: self._removing.isdisjoint(keys))
         self._moving.update(keys)
         try:
@@ -114,7 +114,7 @@ class Client:
             self._wake()
 
     async def remove(self, key: ChunkKey) -> bool:
-        """After our own reads and writes of the record; others find out by its header and checksum."""
+        """Remove a record after reads and writes of it by this client. Others detect it by the checksum."""
         await self._until(lambda: key not in self._moving and key not in self._removing)
         self._removing.add(key)
         try:
@@ -160,10 +160,10 @@ class Client:
 
 
 async def _ended(task: asyncio.Future[None]) -> None:
-    """Cancel it and wait for its end."""
+    """Cancel the task and wait for its end."""
     task.cancel()
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # nobody else looks at it
+        task.exception()  # retrieved, so that asyncio does not log it

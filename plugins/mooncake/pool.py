@@ -1,4 +1,4 @@
-"""The engine's client: one call for a batch of records, its codes in our words. Blocking; run in threads."""
+"""Batch calls of Mooncake's client, with its error codes translated. Blocking; run in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _CONNECT_S = 5.0
 _LEAST_BYTES = 16 << 20
 NOT_THERE = -704
-NOT_YET = -703  # it is being put, and not visible
+NOT_YET = -703  # it is being written, and not visible
 TOO_LONG = -600  # the object is longer than the memory for it
 _FULL = frozenset({-200})
 _PACKAGES = {
@@ -42,11 +42,11 @@ _MEANINGS = {
 
 
 class Pool:
-    """A client of one master. Every method blocks; calls may overlap.
+    """Client of one master. All methods block; calls may be concurrent.
 
     Args:
         config: The options.
-        store: A client that is set up already, and stays so; one of its own if not given.
+        store: A client that is set up already, and stays open; by default a new one.
     """
 
     def __init__(self, config: MooncakeConfig, store: MooncakeDistributedStore | None = None) -> None:
@@ -68,7 +68,11 @@ class Pool:
         return self._address is not None
 
     def join(self, address: int, nbytes: int) -> None:
-        """Join the pool, and register the memory that records are put from and got into.
+        """Join the pool, and register the memory that records are read into and written from.
+
+        Args:
+            address: Start of the memory.
+            nbytes: Length of the memory.
 
         Raises:
             TierUnavailableError: The master does not answer.
@@ -98,32 +102,32 @@ class Pool:
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read each record to its address; its length, or the engine's code."""
+        """Read each record to its address. Return its length or an error code for each."""
         answers = self._store.batch_get_into(self._names(keys), list(addresses), list(sizes))
         return [int(answer) for answer in answers]
 
     def put(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Write each record from its address; 0, or the engine's code."""
+        """Write each record from its address. Return 0 or an error code for each."""
         names = self._names(keys)
         codes = self._store.batch_put_from(names, list(addresses), list(sizes), self._replication)
         return [int(code) for code in codes]
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove it, also while others read it: they find out by the checksum."""
+        """Remove a record, also while others read it: they detect it by the checksum."""
         code = self._store.remove(self._names([key])[0], force=True)
         if code not in {0, NOT_THERE, NOT_YET}:
             raise self.error("remove", key, code)
         return bool(code == 0)
 
     def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
-        """What to raise for a code."""
+        """Return the exception for an error code."""
         text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {meaning(code)}"
         return TierFullError(text) if code in _FULL else TierUnavailableError(text)
 
     def _set_up(self) -> None:
         config = self._config
         host, _, port = config.master.rpartition(":")
-        try:  # the engine would try for minutes, and cannot be told to stop
+        try:  # the engine would try for minutes, and cannot be interrupted
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         except OSError as error:
             raise TierUnavailableError(
@@ -133,13 +137,13 @@ class Pool:
             "local_hostname": config.hostname,
             "metadata_server": config.metadata,
             "global_segment_size": str(config.segment_bytes),
-            "local_buffer_size": str(_LEAST_BYTES),  # for calls that copy, of which we make none
+            "local_buffer_size": str(_LEAST_BYTES),  # for calls that copy, which are not used
             "protocol": config.protocol,
             "rdma_devices": config.devices,
             "master_server_addr": config.master,
         }
         if code := self._store.setup(options):
-            self._store = self._new_store()  # for another try
+            self._store = self._new_store()  # for the next attempt
             raise TierError(
                 f"cannot join the pool of {config.url} as {config.hostname} by {config.protocol}:"
                 f" {meaning(code)}; see whether the master runs there and url, hostname and protocol are right"
@@ -154,10 +158,10 @@ class Pool:
 
 
 def _engine() -> Any:
-    """The engine's module, which is loaded late: it wants libraries of the system's that may not be there.
+    """Import the engine on first use, because it needs system libraries that may be missing.
 
     Raises:
-        MissingDependencyError: It cannot be loaded; the message says what to install.
+        MissingDependencyError: It cannot be loaded. The message names what to install.
     """
     try:
         from mooncake import store
@@ -174,7 +178,7 @@ def _engine() -> Any:
 
 
 def _advice(failure: str) -> str:
-    """What to do when the loader says this."""
+    """Return the advice for an error of the dynamic loader."""
     if "libcu" in failure or "libnv" in failure:
         return (
             "without CUDA, install the package mooncake-transfer-engine-non-cuda instead of"
@@ -185,5 +189,5 @@ def _advice(failure: str) -> str:
 
 
 def meaning(code: int) -> str:
-    """A code of the engine in words."""
+    """Return the description of an error code."""
     return f"{_MEANINGS.get(code, 'the engine says no')} (code {code})"

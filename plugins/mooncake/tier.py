@@ -1,4 +1,4 @@
-"""Chunks in a pool of memory that many machines share."""
+"""The mooncake tier: chunks in a memory pool of several machines."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 class MooncakeTier(Tier):
     """Mooncake Store moves records between the arena, which it has registered, and its segments.
 
-    A batch is a few calls of the engine's, each in a thread, and no copy of ours. What the pool holds,
-    where, and what it evicts is the master's business; a record that is being put is not visible.
+    A batch is a few calls of the engine, each in a thread, without a copy by the tier. The master decides
+    where records are stored and which are evicted. A record is visible when its put is complete.
 
-    Cancelled, a call that a thread works on ends when the thread has ended; what it put stays.
+    If a call is cancelled while a thread works on it, it ends when the thread has ended; records that were
+    put stay.
 
     Args:
         config: The options.
-        store: A client to use that is set up already; it stays open. One of the tier's own if not given.
+        store: A client that is set up already, and stays open; by default the tier has its own.
     """
 
     config_type = MooncakeConfig
@@ -52,13 +53,13 @@ class MooncakeTier(Tier):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Content outlives this process where others' segments hold it."""
+        """Capabilities. Records outlive this process if the segments of other processes hold them."""
         return Capabilities(
             persistent=not self._config.segment_bytes, removes=True, max_concurrency=self._config.threads
         )
 
     def bind(self, arena: Arena) -> None:
-        """Its memory is registered when the tier is opened; a record fits into one of its slabs."""
+        """Use the arena, whose memory is registered when the tier is opened. A record fits into one slab."""
         self._arena = arena
 
     async def contains(self, key: ChunkKey) -> bool:
@@ -108,11 +109,11 @@ class MooncakeTier(Tier):
             return await client.remove(key)
 
     def statistics(self) -> TierStatistics:
-        """Only what this process found broken: what there is the master alone knows."""
+        """Return the counts of corrupt records. Only the master knows the number and size of records."""
         return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
 
     async def __aenter__(self) -> Self:
-        """Join the pool. One whose master does not answer now is joined later.
+        """Join the pool. If its master does not answer, it is joined in the background.
 
         Raises:
             MissingDependencyError: The engine, or a library that it needs, is not installed.
@@ -133,7 +134,7 @@ class MooncakeTier(Tier):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the pool, after the calls under way have ended; what others' segments hold stays."""
+        """Leave the pool after running calls have ended. Records in segments of other processes stay."""
         if self._opened is None:
             return
         client = self._opened
@@ -168,7 +169,7 @@ class MooncakeTier(Tier):
         results: list[Buffer | TierError | None],
         short: list[BudgetExceededError],
     ) -> None:
-        """Read these records straight into leases of their own; how long each is the engine tells."""
+        """Read records directly into new leases. The engine returns the length of each."""
         assert self._arena is not None  # open
         leased: dict[int, Buffer] = {}
         try:
@@ -190,14 +191,14 @@ class MooncakeTier(Tier):
                     results[position] = leased.pop(position)
                 elif answer in {0, TOO_LONG}:
                     await self._broken(client, key)
-                elif answer not in {NOT_THERE, NOT_YET}:  # removed, or put anew, since we asked
+                elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
                     results[position] = client.pool.error("get", key, answer)
         finally:
             for buffer in leased.values():
                 buffer.release()
 
     async def _broken(self, client: Client, key: ChunkKey) -> None:
-        """Something of a length that no record of ours has: a miss, removed if that can be done."""
+        """Count a record of an invalid length as corrupt, and try to remove it. It is a miss."""
         self._corrupt["length"] += 1
         with contextlib.suppress(TierError):
             await client.remove(key)
@@ -208,9 +209,9 @@ class MooncakeTier(Tier):
         work: Callable[[Sequence[int]], Coroutine[Any, Any, None]],
         results: list[TierError | None] | list[Buffer | TierError | None],
     ) -> None:
-        """`work` for a call's worth of positions at a time, as many as there are threads at the same time.
+        """Call `work` with batches of positions, as many at the same time as there are threads.
 
-        What a batch fails with is the result of those in it that have none yet.
+        The error of a batch is the result of those of its positions that have none yet.
         """
         assert self._arena is not None  # open
         step = max(1, self._config.batch_bytes // self._arena.slab_bytes)
@@ -235,7 +236,7 @@ class MooncakeTier(Tier):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Client]:
-        """The client; closing waits until the call has ended."""
+        """The client, which is not closed in the block."""
         if self._opened is None:
             raise TierClosedError(f"the mooncake tier of {self._config.url} is not open")
         self._calls += 1
@@ -248,7 +249,7 @@ class MooncakeTier(Tier):
 
 
 def _rounds(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[list[int]]:
-    """These positions, so that no key comes twice in a round: of two in one call, the engine fills one's memory."""
+    """Divide the positions into rounds without repeated keys, of which the engine fills only one buffer."""
     seen: collections.Counter[ChunkKey] = collections.Counter()
     rounds: list[list[int]] = []
     for position in positions:
