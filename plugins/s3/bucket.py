@@ -1,4 +1,4 @@
-"""Records as objects of one bucket: the requests, bounded in number, with their failures in our words."""
+"""Requests for the records of one bucket, limited in number, with errors translated to TierError."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
-_NO_NAME = "-"  # no record's name begins so: a list of these is short
-_PAGE = 1000  # names in one answer, which is the most that stores give
+_NO_NAME = "-"  # no record has this prefix, so a list of it is short
+_PAGE = 1000  # names in one response, the maximum of the stores
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object that is there.
+    """An existing object.
 
     Attributes:
-        nbytes: Its length.
-        tag: Names this version of it; None where the store has none.
+        nbytes: Length of the object.
+        tag: ETag of this version; None if the store has none.
     """
 
     nbytes: int
@@ -47,16 +47,16 @@ class Found:
 
 
 def name_of(key: ChunkKey) -> str:
-    """The object's name under the prefix; 256 groups, by which stores spread load."""
+    """Return the object's name under the prefix. Stores spread the load by the 256 groups of names."""
     name = key.hex()
     return f"{name[:2]}/{name}"
 
 
 class Bucket:
-    """One bucket, opened. Used on one loop's thread.
+    """Access to one bucket. Used on one event loop.
 
-    Every request ends within the config's `request_timeout_s`. Cancelled, a request that reads is
-    dropped; one that changes something is waited for, so that what it does it has done by then.
+    Every request ends within the config's `request_timeout_s`. If cancelled, a request that reads is dropped;
+    a request that writes or deletes is awaited, so it has no effect after the call.
     """
 
     def __init__(self, config: S3Config, store: ObjectStore) -> None:
@@ -67,7 +67,7 @@ class Bucket:
         self._turns = asyncio.Semaphore(config.concurrency)
 
     async def check(self) -> None:
-        """Whether it can be used.
+        """Check that the bucket can be used.
 
         Raises:
             TierError: There is no such bucket, or the credentials are refused.
@@ -77,7 +77,7 @@ class Bucket:
             await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
 
     async def find(self, key: ChunkKey) -> Found | None:
-        """The object's length; None when it is not there."""
+        """Return length and version of the object; None if it does not exist."""
         async with self._request("find", key):
             try:
                 meta = await obstore.head_async(self._store, name_of(key))
@@ -86,7 +86,7 @@ class Bucket:
         return Found(meta["size"], meta["e_tag"])
 
     async def read(self, key: ChunkKey, max_bytes: int) -> Bytes | Found | None:
-        """The whole object; how long it is when that is more than `max_bytes`; None when it is not there."""
+        """Return the object, or its length if that is above `max_bytes`, or None if it does not exist."""
         async with self._request("read", key):
             try:
                 answer = await obstore.get_async(self._store, name_of(key))
@@ -97,7 +97,7 @@ class Bucket:
             return await answer.bytes_async()
 
     async def read_part(self, key: ChunkKey, found: Found, start: int, stop: int) -> Bytes | None:
-        """Bytes `start` to `stop` of the version that was found; None when that is not there any more."""
+        """Return the bytes `start` to `stop` of the found version; None if that does not exist any more."""
         options: GetOptions = {"range": (start, stop)}
         if found.tag is not None:
             options["if_match"] = found.tag
@@ -109,17 +109,17 @@ class Bucket:
             return await answer.bytes_async()
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
-        """Put the object in one request: it is there as a whole, or not at all."""
+        """Put the object in one request. It exists as a whole or not at all."""
         async with self._request("write", key):
             await see_through(self._send(key, Loan(buffer.array)))
 
     async def delete(self, key: ChunkKey) -> None:
-        """Delete the object, which may be gone already."""
+        """Delete the object if it exists."""
         async with self._request("delete", key):
             await see_through(self._delete([name_of(key)]))
 
     async def delete_all(self) -> int:
-        """Delete every record; how many there were."""
+        """Delete every record. Return the number of records."""
         count = 0
         async for keys in self.pages():
             async with self._request(f"delete records of {self._url}"):
@@ -128,7 +128,7 @@ class Bucket:
         return count
 
     async def pages(self) -> AsyncIterator[list[ChunkKey]]:
-        """The keys of all records, many at a time; objects of other names are passed over."""
+        """Yield the keys of all records in batches. Objects with other names are skipped."""
         listing = obstore.list(self._store, chunk_size=_PAGE)
         while True:
             async with self._request(f"list {self._url}"):
@@ -143,7 +143,7 @@ class Bucket:
             await obstore.put_async(self._store, name_of(key), loan.take(), use_multipart=False)
         finally:
             back = await loan.ended(timeout_s=self._timeout_s)
-        if not back:  # clients of servers let go of it with their connection
+        if not back:  # clients of real servers release it with their connection
             raise TierUnavailableError(f"the client keeps the memory of a record put to {self._url}")
 
     async def _delete(self, names: list[str]) -> None:

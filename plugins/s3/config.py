@@ -18,12 +18,12 @@ _EXPECTED = "expected s3://bucket/prefix, gs://bucket/prefix or az://container/p
 
 
 class Place(NamedTuple):
-    """Where records lie.
+    """Location of records.
 
     Attributes:
         kind: `s3`, `gs` or `az`.
         bucket: The bucket, or Azure's container.
-        prefix: What every object's name begins with, without slashes at its ends; may be empty.
+        prefix: Common prefix of object names, without slashes at its ends; may be empty.
     """
 
     kind: str
@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
 
 def parse_place(url: str) -> Place:
-    """The parts of a URL such as s3://bucket/prefix.
+    """Parse a URL such as s3://bucket/prefix.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not such a URL.
     """
     parts = urlsplit(url)
     kind = _SCHEMES.get(parts.scheme)

@@ -1,4 +1,4 @@
-"""What an object store's failures are to us: what failed, where, why, and what to do."""
+"""Translation of errors of object stores: what failed, where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDIRECTED = "the bucket is in another region or at another endpoint: set regio
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line, without the client's own debug text and without queries, which may be signed."""
+    """Return the cause in one line, without the client's debug text and without queries with signatures."""
     text = str(error).split("\n\nDebug source", 1)[0]
     status = status_of(error)
     code, message = _CODE.search(text), _MESSAGE.search(text)
@@ -35,17 +35,17 @@ def reason(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that the store answered with; None where it did not answer."""
+    """Return the HTTP status of the response; None if there was no response."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
 
 
 def translated(error: BaseException, what: str) -> TierError:
-    """The error to raise instead.
+    """Return the TierError for an error of the client.
 
     Args:
-        error: The client's.
-        what: What could not be done, and where.
+        error: The client's error.
+        what: The failed operation and its place, for the message.
     """
     status = status_of(error)
     text = f"cannot {what}: {reason(error)}"

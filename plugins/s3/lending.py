@@ -1,4 +1,4 @@
-"""The arena's memory in the client's hands, and when it is back."""
+"""Arena memory that is lent to the client of an object store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Loan:
-    """An array that is given away once, and the moment when nobody has it any more.
+    """An array that is passed to the client once, and the end of its use.
 
-    The client sends straight out of the memory it is given, from threads of its own, and says nothing
-    of when it has let go: it may do so after it has answered. But it holds the array as long as it
-    looks there, and so a weak reference tells.
+    The client sends directly from the memory, in threads of its own, and may use it even after it has
+    answered. It keeps a reference to the array for as long as it uses the memory, so a weak reference reports
+    the end.
     """
 
     def __init__(self, array: Bytes) -> None:
@@ -26,19 +26,22 @@ class Loan:
         self._guard = weakref.ref(array, self._gone)
 
     def take(self) -> Bytes:
-        """The array, which the caller keeps in no variable."""
+        """Return the array. The caller must not keep it in a variable."""
         array, self._array = self._array, None
         assert array is not None
         return array
 
     async def ended(self, *, timeout_s: float) -> bool:
-        """Wait until nobody has the array; False when that took too long. The slab is not used again before."""
+        """Wait until nothing refers to the array. Return False after `timeout_s` seconds.
+
+        The slab is not reused while the array exists.
+        """
         self._array = None
         done, _ = await asyncio.wait([self._back], timeout=timeout_s)
         return bool(done)
 
     def _gone(self, _: weakref.ref[Bytes]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed under us
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:

@@ -1,4 +1,4 @@
-"""The client of an object store, from the config."""
+"""Client of an object store, created from the config."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MAX_CERTIFICATE_BYTES = 16 << 20
 
 
 def open_store(config: S3Config) -> ObjectStore:
-    """A client; nothing is connected yet.
+    """Create a client, without connecting.
 
     Raises:
-        ConfigError: A file cannot be read, or the options do not make a client.
+        ConfigError: A file cannot be read, or the options are invalid.
     """
     place = config.place
     options: dict[str, Any] = {
         "client_options": _client_options(config),
-        # Again after a while is the layers' work: no retries and no pauses in here.
+        # The retry layer retries, so the client does not.
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=config.request_timeout_s)},
     }
     prefix = place.prefix or None
@@ -43,7 +43,7 @@ def open_store(config: S3Config) -> ObjectStore:
             return AzureStore(place.bucket, prefix=prefix, config=_azure(config), **options)
         return S3Store(place.bucket, prefix=prefix, config=_s3(config), **options)
     except (BaseError, ValueError, OSError) as error:
-        raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may hold a secret
+        raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may contain a secret
 
 
 def _client_options(config: S3Config) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _s3(config: S3Config) -> Any:
         skip_signature=config.anonymous,
         unsigned_payload=not config.sign_payload,
         virtual_hosted_style_request=not config.path_style,
-        disable_bulk_delete=True,  # not every store that speaks S3 has it
+        disable_bulk_delete=True,  # not supported by all S3-compatible stores
     )
 
 

@@ -1,4 +1,4 @@
-"""Chunks as objects of a bucket that any number of processes share."""
+"""The s3 tier: chunks as objects of a bucket that several processes share."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FIRST_WINDOW = 4
-"""Keys asked for at first: most prompts that are not there have not even their first chunk there."""
+"""Number of keys looked up first. Of most prompts that are not stored, the first chunk is a miss."""
 _ATTEMPTS = 3
-"""How often a record is read that is another one by the time its parts are asked for."""
+"""Attempts to read a record that is replaced between the request of its length and those of its parts."""
 _NUM_COPIES = 2
-"""Threads that copy into the arena: one keeps up with 10 GB/s, unless it waits for its turn on the processor."""
+"""Threads that copy into the arena. One thread copies 10 GB/s, unless it waits for a CPU."""
 
 
 class S3Tier(Tier):
     """One object a record, put in one request: it is there as a whole, or not at all.
 
-    Nothing is kept in this process: `contains` asks the store, and what another process has put is
-    there. A record that fits into `part_bytes` is read by one request; a longer one by a HEAD and then
-    by its parts side by side, all of the same version. Bytes reach the arena by a copy in a thread of ours,
-    never from the client's, so a request that ends late writes nowhere.
+    The tier has no index: a lookup is a request to the store, so records of other processes are found. A
+    record that fits into `part_bytes` is read by one request, a longer one by a HEAD request and concurrent
+    reads of its parts, all of the same version. A thread of the tier copies the bytes into the arena. The
+    client never writes there, so a request that ends late does not write to reused memory.
 
-    Cancelled, a call that reads ends at once, or with the copy of what has come; one that writes or removes ends with its request, within
-    `request_timeout_s`, and what that did stays.
+    If cancelled, a call that reads ends at once or after a running copy. A call that writes or removes ends
+    with its request, within `request_timeout_s`, and the effect of the request stays.
 
     Args:
         config: The options.
-        store: The client to use; made from the config if not given.
+        store: The client; by default created from the config.
     """
 
     config_type = S3Config
@@ -85,7 +85,7 @@ class S3Tier(Tier):
         )
 
     def bind(self, arena: Arena) -> None:
-        """A record fits into a slab: an object that is longer is broken."""
+        """Limit records to the slabs of the arena. A longer object is corrupt."""
         self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
@@ -97,7 +97,7 @@ class S3Tier(Tier):
             return await _side_by_side([_is_there(bucket, key) for key in keys])
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """Asks for a few keys, then for many at the same time, and for none behind the first hole's window."""
+        """Look up a few keys, then `concurrency` keys at a time, until there is a miss."""
         start, width = 0, _FIRST_WINDOW
         with self._call() as bucket:
             while start < len(keys):
@@ -125,7 +125,7 @@ class S3Tier(Tier):
             return True
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """All keys held, as the store lists them; this may take many requests."""
+        """Yield the keys of all records, as the store lists them. This may take many requests."""
         with self._call() as bucket:
             pages = bucket.pages()
         async for page in pages:
@@ -133,19 +133,19 @@ class S3Tier(Tier):
                 yield key
 
     async def clear(self) -> int:
-        """Delete the records under the prefix, also those of others; other objects stay."""
+        """Delete the records under the prefix, including those of other processes. Other objects stay."""
         with self._call() as bucket:
             return await bucket.delete_all()
 
     def statistics(self) -> TierStatistics:
-        """Only what this process found broken: what there is the store alone knows."""
+        """Return the counts of corrupt records. Only the store knows the number and size of records."""
         return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
 
     async def __aenter__(self) -> Self:
-        """Open, after a look at the bucket; a store that does not answer now may do so later.
+        """Check the bucket and open. If the store does not answer, the tier is opened anyway.
 
         Raises:
-            ConfigError: The options make no client.
+            ConfigError: The options are invalid.
             TierError: There is no such bucket, or the credentials are refused.
         """
         self._process = os.getpid()
@@ -163,11 +163,11 @@ class S3Tier(Tier):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, after the calls under way have ended. Content stays."""
+        """Close after running calls have ended. The records stay."""
         self._opened = None
         await self._calls.wait_ended()
         if self._copies is not None:
-            self._copies.shutdown(wait=True)  # no copy runs without its call
+            self._copies.shutdown(wait=True)  # copies end before their calls
 
     async def _get_whole(self, bucket: Bucket, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         content = await bucket.read(key, self._max_record_bytes)
@@ -199,7 +199,7 @@ class S3Tier(Tier):
             except BaseException:
                 buffer.release()
                 raise
-            buffer.release()  # it was put again, or removed, since it was found
+            buffer.release()  # the object was replaced or removed since it was found
         raise TierUnavailableError(
             f"the record of key {key.hex()} in {self._config.url} changes all the time"
         )
@@ -216,7 +216,7 @@ class S3Tier(Tier):
     async def _read_part(
         self, bucket: Bucket, key: ChunkKey, found: Found, buffer: Buffer, start: int, stop: int
     ) -> bool:
-        """Read that part of the version that was found; whether it is still there."""
+        """Read a part of the found version. Return whether that version still exists."""
         content = await bucket.read_part(key, found, start, stop)
         if content is None:
             return False
@@ -228,12 +228,12 @@ class S3Tier(Tier):
         return True
 
     async def _copy(self, content: Bytes, buffer: Buffer, start: int) -> None:
-        """Copy into the buffer from `start` on, in a thread; its end is waited for also when cancelled."""
+        """Copy into the buffer from `start` on, in a thread. If cancelled, wait for the end of the copy."""
         assert self._copies is not None
         await in_thread(self._copies, partial(_fill, content, buffer, start))
 
     async def _broken(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
-        """An object of a length that no record of ours has: a miss, and deleted if that can be done."""
+        """Count an object of an invalid length as corrupt, and try to delete it. It is a miss."""
         self._corrupt["length"] += 1
         self._logger.report(
             "corrupt",
@@ -248,7 +248,7 @@ class S3Tier(Tier):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Bucket]:
-        """The bucket; closing waits until the call has ended."""
+        """The bucket, which is not closed in the block."""
         if self._opened is None:
             raise TierClosedError(f"the s3 tier of {self._config.url} is not open")
         if self._process != os.getpid():
@@ -260,7 +260,7 @@ class S3Tier(Tier):
 
 
 async def _side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What the calls come to, in order; the first failure ends the others."""
+    """Run the calls concurrently and return their results in order. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
