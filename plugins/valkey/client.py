@@ -38,7 +38,7 @@ class Client:
 
     Args:
         topology: Finds the nodes.
-        timeout_s: Longest time that one record is on its way, in seconds.
+        timeout_s: Longest time to transfer one record, in seconds.
     """
 
     def __init__(self, topology: Topology, *, timeout_s: float) -> None:
@@ -48,10 +48,10 @@ class Client:
     async def ask_each(self, command: bytes, names: Sequence[bytes]) -> list[Reply | TierError]:
         """Send the command for each name, in one message per node, to all nodes concurrently.
 
-        A node that fails is an error in the place of each of its names.
+        The result of each name of a failed node is the error of the node.
 
         Raises:
-            TierUnavailableError: Nobody can say which nodes there are.
+            TierUnavailableError: The nodes are unknown.
         """
         answers: list[Reply | TierError] = [None] * len(names)
         places: Places = {}
@@ -199,7 +199,7 @@ async def _scan_node(node: Node, prefix: bytes) -> AsyncGenerator[list[ChunkKey]
 
 
 def _key_of(name: Reply, prefix: bytes) -> ChunkKey | None:
-    """Return the chunk key of a stored name; None for a name that is not ours."""
+    """Return the chunk key of a stored name; None for names of other data."""
     if not (isinstance(name, bytes) and name.startswith(prefix) and _HEX.fullmatch(name, len(prefix))):
         return None
     return ChunkKey(bytes.fromhex(name[len(prefix) :].decode("ascii")))

@@ -172,9 +172,9 @@ class Address:
     """A parsed server URL.
 
     Attributes:
-        endpoints: At least one.
-        username: "" where it names none.
-        database: Its number.
+        endpoints: Hosts or a socket, at least one.
+        username: "" if the URL has none.
+        database: Number of the database.
     """
 
     scheme: str
@@ -187,7 +187,7 @@ def parse_url(text: str) -> Address:
     """Parse a server URL.
 
     Raises:
-        ValueError: It is none of ours. The message shows neither user nor password.
+        ValueError: It is not a URL of this tier. The message shows neither user nor password.
     """
     scheme, separator, rest = text.strip().partition("://")
     scheme = scheme.lower()
@@ -196,7 +196,7 @@ def parse_url(text: str) -> Address:
             "expected a URL such as valkey://host:6379, valkeys://host:6379 (TLS), unix:///run/valkey.sock"
             " or valkey-sentinel://host:26379,host:26379"
         )
-    # Several hosts are no URL that the library knows: what is before and after them is read with the first.
+    # urlsplit does not accept several hosts, so the rest of the URL is parsed without them.
     authority, slash, tail = rest.partition("/")
     userinfo, _, hosts = authority.rpartition("@")
     if ":" in userinfo:
@@ -252,10 +252,10 @@ class Credentials:
             username: "" is the default user.
             file: The option `password_file`.
             variable: The option `password_variable`.
-            prefix: Of the options' names, for messages.
+            prefix: Prefix of the option names in messages.
 
         Raises:
-            ConfigError: The file or the variable is not there, or the file is open to others.
+            ConfigError: The file or the variable does not exist, or the file is open to others.
         """
         password: str | None = None
         if file is not None:
@@ -305,8 +305,12 @@ def make_client_context(
 def read_password(file: Path, name: str) -> str:
     """Read a password from a file, without the line end.
 
+    Args:
+        file: The file.
+        name: Name of the option in messages.
+
     Raises:
-        ConfigError: It cannot be read, is open to others, or is empty. `name` is the option's.
+        ConfigError: It cannot be read, is open to others, or is empty.
     """
     password = read_secret_file(file, name).decode("utf-8", "replace").rstrip("\r\n")
     if not password:
@@ -318,7 +322,7 @@ def read_credentials(config: ValkeyConfig, prefix: str = "") -> Credentials:
     """Read the credentials for the server, or with the prefix `sentinel_` for the Sentinels.
 
     Raises:
-        ConfigError: The file or the variable is not there, or the file is open to others.
+        ConfigError: The file or the variable does not exist, or the file is open to others.
     """
     values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     username = values[f"{prefix}username"] or ("" if prefix else config.address.username)

@@ -1,4 +1,4 @@
-"""Connections to a server: connecting, commands and replies, records to and from the arena without a copy, and errors."""
+"""Connections to a server: connecting, commands and replies, records without a copy, and errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._receive_into(buffer.view)
                 await record.done
         except BaseException:
-            self.abort()  # before the lease ends: nothing more is to come into it
+            self.abort()  # before the lease ends, so that nothing more is received into it
             buffer.release()
             raise
         return buffer
@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
                     while self._writable is not None:
                         await self._writable
                     if replies.done.done():
-                        break  # refused before all of it was there
+                        break  # the server refused the command before it was complete
                     self._send_slice(content, start)
                 else:
                     self._send(tail)
@@ -174,7 +174,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # TLS transports pause at the mark itself, not above it: at 0 they would never resume.
+        # TLS transports pause at the high-water mark itself, not above it: at 0 they would never resume.
         self._transport.set_write_buffer_limits(high=TLS_SLICE_BYTES if self._copies else 0)
         if self._error is not None:
             self._transport.abort()
@@ -204,7 +204,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
-            error.__traceback__ = None  # its frames hold the memory that was read or written
+            error.__traceback__ = None  # its frames refer to the memory that was read or written
         self._lose(f"the connection is lost{f': {error}' if error else ''}", error)
         self._release_waiters()
         self._note_gone()
@@ -331,7 +331,7 @@ class Dialer:
             lambda: connection, endpoint.host, endpoint.port, ssl=self.tls, server_hostname=host
         )
         if (tcp := transport.get_extra_info("socket")) is not None:
-            with contextlib.suppress(OSError):  # an old kernel; the deadlines hold all the same
+            with contextlib.suppress(OSError):  # an old kernel; the deadlines apply anyway
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
@@ -353,7 +353,7 @@ class Dialer:
     def _check(self, where: str, name: str, reply: Reply) -> None:
         if isinstance(reply, ErrorReply):
             if name == "auth" or reply.code in CREDENTIAL_CODES:
-                # Of AUTH only the code: a server that does not know the command repeats its arguments.
+                # For AUTH only the code: a server that does not know the command repeats its arguments.
                 known = ErrorReply(reply.code, reply.code if name == "auth" else reply.text)
                 if reply.code in {"LOADING", "BUSY"} or "max number of clients" in reply.text:
                     raise TierUnavailableError(f"{where} is not ready: {reply.code}")

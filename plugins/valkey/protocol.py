@@ -1,4 +1,4 @@
-"""RESP2, the protocol of Redis and Valkey: encoding of commands, parsing of replies, matching of replies to waiters. No I/O."""
+"""RESP2 of Redis and Valkey: encoding of commands, parsing of replies, queue of waiters. No I/O."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ def encode_each(command: bytes, arguments: Iterable[bytes]) -> bytes:
 
 
 def encode_head(*arguments: bytes, nbytes: int, after: int) -> bytes:
-    """Encode the start of a command: `arguments`, the header of an argument of `nbytes`, and `after` more arguments to follow."""
+    """Encode the start of a command, up to the header of a long argument.
+
+    Args:
+        arguments: Arguments before the long one.
+        nbytes: Length of the long argument.
+        after: Number of arguments after it.
+    """
     parts = [b"*%d\r\n" % (len(arguments) + 1 + after)]
     parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
     parts.append(b"$%d\r\n" % nbytes)
@@ -210,11 +216,11 @@ class Reader:
     def __init__(self) -> None:
         self._expected: deque[Replies | Record] = deque()
         self._small = bytearray(SMALL_BYTES)
-        self._start = 0  # what is in `_small` and not taken yet
+        self._start = 0  # of the bytes in `_small` that are not parsed yet
         self._stop = 0
-        self._body: memoryview | None = None  # where the record goes
+        self._body: memoryview | None = None  # memory for the rest of the record
         self._filled = 0
-        self._ends = False  # the record is there, the end of its line is not
+        self._ends = False  # the record is complete, the CRLF after it is not
 
     @property
     def idle(self) -> bool:
@@ -331,7 +337,7 @@ class Reader:
             left = self._small[self._start : self._stop]
             if len(left) > _MAX_SMALL_BYTES:
                 raise ProtocolError(f"a reply of more than {_MAX_SMALL_BYTES} bytes")
-            # Another object: who filled the old one may still hold a view of it.
+            # A new object: the transport may still have a view of the old one.
             self._small = left + bytearray(max(SMALL_BYTES, len(left)))
             self._start, self._stop = 0, len(left)
 
@@ -339,4 +345,4 @@ class Reader:
 def _fail(future: asyncio.Future[Any], make_error: MakeError) -> None:
     if not future.done():
         future.set_exception(make_error())
-        future.exception()  # looked at: its waiter may have been cancelled
+        future.exception()  # retrieved: its waiter may have been cancelled

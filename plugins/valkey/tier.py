@@ -1,4 +1,4 @@
-"""Tier of records in Valkey or Redis."""
+"""The valkey tier: records in Valkey or Redis."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 class ValkeyTier(Tier):
     """One string per record, named by the prefix and the key in hex.
 
-    What the server evicts, forgets or loses is a miss; that it has no room is TierFullError. A server
-    that is away when the tier is opened is connected to when it is there. In a cluster a node that fails
-    costs its own keys alone.
+    Records that the server evicts, expires or loses are misses. If the server is full, a put fails with
+    TierFullError. A server that cannot be reached when the tier is opened is connected to later. In a
+    cluster, a failed node affects only its own keys.
 
-    A put that is cancelled when all of it was sent may still be stored.
+    A put that is cancelled after all of it was sent may still be stored.
     """
 
     config_type = ValkeyConfig
@@ -137,7 +137,7 @@ class ValkeyTier(Tier):
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
-        # Not a call that closing waits for: who reads the keys may stop anywhere and say nothing.
+        # Not a call that closing waits for: the consumer may stop the iteration at any point.
         async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as pieces:
             async for found in pieces:
                 for key in found:
@@ -195,7 +195,7 @@ class ValkeyTier(Tier):
         client.topology.close()
         await self._calls.wait_ended()
         await client.topology.wait_closed()
-        await asyncio.sleep(0)  # for sockets whose connects were given up in this turn of the loop
+        await asyncio.sleep(0)  # for sockets whose connects were cancelled in this iteration of the loop
 
     @property
     def _client(self) -> Client:
@@ -226,7 +226,7 @@ class ValkeyTier(Tier):
             return await client.fetch(name, fitting)
         except ChunkCorruptError as error:
             self._corrupt[error.cause] += 1
-            await client.ask_each(b"UNLINK", [name])  # a miss, and no hit any more
+            await client.ask_each(b"UNLINK", [name])  # later lookups are misses too
             return None
 
     async def _put(self, client: Client, key: ChunkKey, buffer: Buffer) -> None:

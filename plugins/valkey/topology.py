@@ -35,9 +35,9 @@ class Topology(ABC):
 
     def __init__(self, make_node: MakeNode, timeout_s: float = 0.0) -> None:
         self._make_node = make_node
-        self._timeout_s = timeout_s  # of finding out who has what
+        self._timeout_s = timeout_s  # to find the nodes
         self._nodes: dict[Endpoint, Node] = {}
-        self._old: list[Node] = []  # with connections in use at last sight
+        self._old: list[Node] = []  # retired nodes whose connections may be in use
         self._closed = False
 
     @abstractmethod
@@ -112,10 +112,10 @@ class SingleServer(Topology):
 
 
 class SentinelServer(Topology):
-    """The master that one of the Sentinels reports; asked for again after a failure of the master.
+    """The master that one of the Sentinels reports; requested again after a failure of the master.
 
     Args:
-        sentinels: Asked one after the other. One that does not answer is moved to the end.
+        sentinels: Queried one after the other. One that does not answer is moved to the end.
         service: Name of the master at the Sentinels.
         dialer: For the Sentinels.
         make_node: For the master.
@@ -146,7 +146,7 @@ class SentinelServer(Topology):
         return [await self._find()]
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
-        """Ask for the master again if the server has become a replica."""
+        """Request the master again if the server has become a replica."""
         if reply.code in {"READONLY", "MASTERDOWN", "FAILOVER"}:
             self.trouble()
         return None
