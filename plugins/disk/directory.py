@@ -1,4 +1,4 @@
-"""The directory of a disk tier: names, the owner's lock, quarantine, direct I/O support. Blocking; run in threads.
+"""The directory of a disk tier: names, lock, quarantine, direct I/O support. Blocking; run in threads.
 
     <root>/lock                     held by the owner; contains its process id
     <root>/ab/ab12...               one record each, named by its key in hex
@@ -7,8 +7,9 @@
 
 Files with other names are neither counted nor deleted.
 
-Everything below the root is reached from its descriptor. If the path is replaced while the directory is open, files
-are still read and written in the directory that is locked, never in one that may belong to another process.
+Everything below the root is reached from its descriptor. If the path is replaced while the directory is open,
+files are still read and written in the directory that is locked, never in one that may belong to another
+process.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class RecordFile(NamedTuple):
 class RecordDirectory:
     """The directory of records that one process owns.
 
-    A forked child does not own it: its threads do not exist there, and its copies of the descriptors are closed, so
-    that they do not hold the lock after the owner has ended.
+    A forked child does not own it: its threads do not exist there, and its copies of the descriptors are
+    closed, so that they do not hold the lock after the owner has ended.
     """
 
     def __init__(self, root: Path) -> None:
@@ -305,9 +306,9 @@ def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) ->
 def _lock_directory(directory: int, path: Path) -> int:
     """Lock the directory and its file `lock`, write the process id to it, and return its descriptor.
 
-    The lock is on the inode, not on a name: symbolic links and other mounts of the directory lead to the same lock,
-    and deleting the file does not release it. The file holds the process id, and is the lock on file systems that
-    cannot lock directories.
+    The lock is on the inode, not on a name: symbolic links and other mounts of the directory lead to the same
+    lock, and deleting the file does not release it. The file holds the process id, and is the lock on file
+    systems that cannot lock directories.
 
     Args:
         directory: Descriptor of the directory; holds the lock until it is closed.

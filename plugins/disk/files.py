@@ -227,8 +227,9 @@ class RecordFiles:
 class ParallelReads:
     """Reads files one after the other, each in pieces by all threads that read. Blocking.
 
-    A disk is as fast with a few pieces in flight as with as many whole records, often faster. But whole records
-    that are read side by side end together, and none can be verified and copied while the others are read.
+    A disk is as fast with a few pieces in flight as with as many whole records, often faster. But whole
+    records that are read side by side end together, and none can be verified and copied while the others are
+    read.
 
     A thread leaves when its own file is read, and the last files would be read by one thread. Helpers are
     therefore started while fewer threads read than allowed.
@@ -262,8 +263,8 @@ class ParallelReads:
     def read(self, ticket: int, descriptor: int, view: memoryview) -> int:
         """Fill `view` from the start of the file. Return the number of bytes up to the first missing one.
 
-        The calling thread reads pieces of its own file and of files with lower tickets until its own is complete.
-        On return no thread reads from the file or into `view` any more, and none refers to them.
+        The calling thread reads pieces of its own file and of files with lower tickets until its own is
+        complete. On return no thread reads from the file or into `view` any more, and none refers to them.
 
         Raises:
             Exception: The error of one of its pieces, mostly an OSError.
@@ -312,7 +313,8 @@ class ParallelReads:
     def _next_piece(self, own: _PiecewiseRead | None) -> tuple[_PiecewiseRead, int] | None:
         """Take the first piece that no thread has begun; None when `own` has ended.
 
-        A helper (`own` is None) does not wait for pieces, and ends when enough threads read files of their own.
+        A helper (`own` is None) does not wait for pieces, and ends when enough threads read files of their
+        own.
         """
         with self._changed:
             while not (own.ended if own else self._reading + self._helping > self._threads):
@@ -396,8 +398,8 @@ class _PiecewiseRead:
 class DiskThreads:
     """Thread pools of the disk tier. A running call is always awaited, never abandoned.
 
-    Deletions have a thread of their own, so that room is made while writes wait for theirs: deleting a file of
-    16 MiB takes ext4 about 4 ms, half of the time that writing it takes.
+    Deletions have a thread of their own, so that room is made while writes wait for theirs: deleting a file
+    of 16 MiB takes ext4 about 4 ms, half of the time that writing it takes.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -460,8 +462,8 @@ def _submit(pool: WorkerPool, call: Callable[..., T], *args: Any) -> Future[T]:
 async def wait_ended(future: Future[Any], *, abandon: bool = False) -> None:
     """Wait until the call has ended. Its outcome is in `future` and is not raised.
 
-    If cancelled, a call that no thread has begun is withdrawn (`future.cancelled()`). A call that has begun is
-    awaited: its memory must not be reused before.
+    If cancelled, a call that no thread has begun is withdrawn (`future.cancelled()`). A call that has begun
+    is awaited: its memory must not be reused before.
 
     Args:
         abandon: If cancelled, do not wait for the call, which uses no memory of the caller.

@@ -54,8 +54,8 @@ class Reservation:
 class DiskIndex:
     """The records of one directory. Used on one thread.
 
-    `used_bytes` never exceeds `max_bytes`. At every moment it is at least the size of all record files, including
-    those being written.
+    `used_bytes` never exceeds `max_bytes`. At every moment it is at least the size of all record files,
+    including those being written.
 
     Args:
         max_bytes: Maximum of `used_bytes`.

@@ -56,8 +56,9 @@ _OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of 
 class DiskRecords(OfflineStore):
     """The records of one directory of the disk tier.
 
-    A record's file is written under a temporary name, renamed when it is complete, and never written to again. An
-    open file is therefore a whole record, also when the engine deletes it meanwhile, and reading needs no lock.
+    A record's file is written under a temporary name, renamed when it is complete, and never written to
+    again. An open file is therefore a whole record, also when the engine deletes it meanwhile, and reading
+    needs no lock.
     """
 
     knows_use = True

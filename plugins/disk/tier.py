@@ -55,13 +55,13 @@ _DELETE_BATCH = 256  # records deleted by a thread in one call
 class DiskTier(Tier):
     """One file per record, by direct I/O if the file system supports it.
 
-    A record is written under a temporary name and renamed when it is complete, so a file under its final name is
-    whole, however the process ended. The records are found again at the next start. A record that is being read
-    is not evicted. Removing a record does not disturb its readers, whose file is open. A corrupt record is a miss,
-    counted by cause, logged at most twice a minute, and deleted or moved to the quarantine.
+    A record is written under a temporary name and renamed when it is complete, so a file under its final name
+    is whole, however the process ended. The records are found again at the next start. A record that is being
+    read is not evicted. Removing a record does not disturb its readers, whose file is open. A corrupt record
+    is a miss, counted by cause, logged at most twice a minute, and deleted or moved to the quarantine.
 
-    If a call is cancelled while a thread works on it, it ends when the thread has ended; a record that the thread
-    has published stays.
+    If a call is cancelled while a thread works on it, it ends when the thread has ended; a record that the
+    thread has published stays.
     """
 
     config_type = DiskConfig
@@ -286,8 +286,8 @@ class DiskTier(Tier):
 class RecordStore:
     """The records of one open directory: its index, files and threads. Used on one event loop.
 
-    The index agrees with the files at every moment. If a call is cancelled while a thread works on it, it ends
-    when the thread has ended, and the outcome is in the index.
+    The index agrees with the files at every moment. If a call is cancelled while a thread works on it, it
+    ends when the thread has ended, and the outcome is in the index.
 
     Attributes:
         directory: Locked by this process; not open in a forked child.

@@ -1,4 +1,4 @@
-"""Commands to the nodes of keys: short commands in one message per node, records one by one, and listing of keys."""
+"""Commands to the nodes of keys: short commands in one message per node, records one by one, listing."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ CLOSE_S = 1.0
 
 @contextlib.asynccontextmanager
 async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncIterator[None]:
-    """Raise TierUnavailableError if the block takes longer than `seconds`. `option` is named in the message."""
+    """Raise TierUnavailableError with the name of `option` if the block takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -46,8 +46,8 @@ async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncI
 class Connection(asyncio.BufferedProtocol):
     """A connection, whose commands are answered in the order in which they were sent.
 
-    While a record is transferred no other command may be under way. A command that fails or is cancelled halfway
-    leaves the connection out of step: `idle` stays False, and the connection must be aborted.
+    While a record is transferred no other command may be under way. A command that fails or is cancelled
+    halfway leaves the connection out of step: `idle` stays False, and the connection must be aborted.
 
     Args:
         where: Name of the server in messages.
@@ -127,9 +127,10 @@ class Connection(asyncio.BufferedProtocol):
     async def store(
         self, head: bytes, content: memoryview, tail: bytes, *, before: int, timeout_s: float
     ) -> Reply:
-        """Send a command with a long argument and return the reply. The memory must not change during the call.
+        """Send a command with a long argument and return the reply.
 
-        After the call, also after a cancellation, the memory is not read any more.
+        The memory must not change during the call. After the call, also after a cancellation, the memory is
+        not read any more.
         """
         replies = Replies(before + 1)
         self._send(head, replies)

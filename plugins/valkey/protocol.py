@@ -94,7 +94,8 @@ def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | E
     """Parse the header of a bulk string.
 
     Returns:
-        The length, None for a miss, or the error reply, with the end of the line; None if the line is incomplete.
+        The length, None for a miss, or the error reply, with the end of the line; None if the line is
+        incomplete.
 
     Raises:
         ProtocolError: The line is none of these.

@@ -84,7 +84,7 @@ class ValkeyTier(Tier):
         return (await self.contains_many([key]))[0]
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Look up the keys in one message per node. Keys of a failed node are misses, unless all nodes fail."""
+        """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
         with self._call() as client:
             answers = await client.ask_each(b"EXISTS", [self._name(key) for key in keys])
         errors = [answer for answer in answers if isinstance(answer, TierError)]

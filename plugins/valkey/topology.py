@@ -1,4 +1,4 @@
-"""Routing of keys to servers: a single server, the master that Sentinel reports, or the masters of a cluster."""
+"""Routing of keys: to a single server, the master that Sentinel reports, or the masters of a cluster."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Topology(ABC):
         """
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
-        """Return the node that an error reply redirects to, and whether with ASKING; None for other errors."""
+        """Return the node that an error reply redirects to and whether ASKING is required; else None."""
         del name, reply
         return None
 
@@ -257,8 +257,8 @@ def parse_redirect(text: str, asked: Endpoint | None = None) -> tuple[int, Endpo
 class Cluster(Topology):
     """A cluster: 16384 slots, each with a master.
 
-    The table of slots is requested on first use, and again before the next call after a node redirected a command or
-    could not be reached. Until then the old table is used.
+    The table of slots is requested on first use, and again before the next call after a node redirected a
+    command or could not be reached. Until then the old table is used.
 
     Args:
         seeds: Nodes to ask first.
