@@ -1,1 +1,1 @@
-"""One pool of records a host: the daemon that owns it, and what its clients need to talk to it."""
+"""A pool of records that the engines of a host share: the daemon, its protocol and its status page."""

@@ -1,4 +1,4 @@
-"""Path of the daemon's socket, checks of its directory, and the process at the other end of a connection."""
+"""Path of the daemon's socket, checks of its directory, and credentials of a connection's peer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def default_socket() -> Path:
 
 
 def check_directory(socket_path: Path, *, make: bool) -> None:
-    """Check that only this user can write to the directory of the default socket. Other directories are not checked.
+    """Check that only this user can write to the directory of the default socket.
+
+    Other directories are not checked.
 
     Args:
         socket_path: Path of the socket.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lmcache_async.types import ChunkKey
 
 FIRST_BLOCKS = 4
-"""Blocks of the first segment of a size. Ends of prompts have many sizes with a few records each."""
+"""Blocks of the first segment of a size. Partial chunks have many sizes with few records each."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -66,9 +66,9 @@ class Segment:
 class SegmentAllocator:
     """Blocks of any size, allocated in O(1) if one of that size is free.
 
-    A segment is created when its block size is needed, and dissolved when its last block is returned. New segments
-    of a size grow with the number of its blocks, up to `segment_bytes`. A free block that is up to an eighth larger
-    than the record is used before a segment is created.
+    A segment is created when its block size is needed, and dissolved when its last block is returned. New
+    segments of a size grow with the number of its blocks, up to `segment_bytes`. A free block that is up to
+    an eighth larger than the record is used before a segment is created.
 
     Args:
         nbytes: Size of the memory; bytes beyond the last whole page are not used.
@@ -125,7 +125,7 @@ class SegmentAllocator:
         return any(size <= there <= nearly(size) for there in self._blocks)
 
     def cheapest(self, nbytes: int, price: Callable[[Segment], int | None]) -> tuple[int, list[Segment]]:
-        """Return the adjacent segments that are cheapest to empty for a record of that length, and their price.
+        """Return the adjacent segments that are cheapest to empty for a record, and their price.
 
         The price of several segments is the highest of theirs. The list is empty if there are none.
 

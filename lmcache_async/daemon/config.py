@@ -131,7 +131,7 @@ def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonCon
     """Return the configuration from the command's options and the YAML file; options take precedence.
 
     Raises:
-        ConfigError: The file cannot be read, or a key or a value is wrong; a line for each.
+        ConfigError: The file cannot be read, or a key or a value is wrong; one line for each.
     """
     config, problems, _ = survey_daemon_config(file, given)
     if config is None or problems:
@@ -142,9 +142,9 @@ def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonCon
 def survey_daemon_config(
     file: Path | None, given: Mapping[str, Any]
 ) -> tuple[DaemonConfig | None, list[str], Origin]:
-    """The config of what is right, a line for each mistake, and where the keys of the file are.
+    """Return the config from all valid values, one line for each error, and the origin of the file's keys.
 
-    The config is None where the file cannot be read at all.
+    The config is None if the file cannot be read.
     """
     problems: list[str] = []
     try:

@@ -12,8 +12,8 @@ from lmcache_async.memory.region import Region
 class SharedMemory:
     """`nbytes` of zeroed memory and its descriptor, which can be sent to other processes.
 
-    The file's length is sealed, because access beyond the end of a truncated file kills the process. The memory
-    exists as long as a process maps it.
+    The file's length is sealed, because access beyond the end of a truncated file kills the process. The
+    memory exists as long as a process maps it.
 
     Args:
         nbytes: A multiple of the page size.

@@ -1,9 +1,9 @@
 """Protocol between the daemon and its clients: encoding and decoding of messages. No I/O.
 
-A frame is a 4-byte little-endian length of the body, one byte for the operation, and the body. The daemon answers
-requests in order, with frames of the same operation. The body of an answer begins with the tenant's figures.
-`RELEASE` has no answer. The first message and its answer, `Hello` and `Welcome`, have a fixed length and no frame;
-the descriptor of the memory is sent with `Welcome`.
+A frame is a 4-byte little-endian length of the body, one byte for the operation, and the body. The daemon
+answers requests in order, with frames of the same operation. The body of an answer begins with the tenant's
+figures. `RELEASE` has no answer. The first message and its answer, `Hello` and `Welcome`, have a fixed length
+and no frame; the descriptor of the memory is sent with `Welcome`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_TENANT_BYTES = 64
 ID_BYTES = 16
 
 _HEAD = struct.Struct("<IB")
-_HELLO = struct.Struct(f"<8sIQ{MAX_TENANT_BYTES}s")  # magic, protocol, most bytes of leases, tenant
-_WELCOME = struct.Struct(f"<8sIB{ID_BYTES}sQQ")  # magic, protocol, refusal, daemon, bytes, most of leases
+_HELLO = struct.Struct(f"<8sIQ{MAX_TENANT_BYTES}s")  # magic, protocol, maximum lease bytes, tenant
+_WELCOME = struct.Struct(f"<8sIB{ID_BYTES}sQQ")  # magic, protocol, refusal, daemon, bytes, maximum of leases
 _FIGURES = struct.Struct("<QQQQ")
 _WISH = struct.Struct(f"<{KEY_BYTES}sQ")  # key, bytes
-_GRANT = struct.Struct("<QQQ")  # lease or 0, offset or why not, bytes
+_GRANT = struct.Struct("<QQQ")  # lease or 0, offset or refusal, bytes
 _COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")  # lease, key
 _NUMBER = struct.Struct("<Q")
 
@@ -59,13 +59,13 @@ class Refusal(IntEnum):
 
     NONE = 0
     MISSING = 1
-    """There is no record of that key; of a commit, the bytes are not a record."""
+    """The key has no record. For a commit: the bytes are not a record."""
     PRESENT = 2
     """The key has a record already."""
     FULL = 3
     """The pool is full."""
     TOO_MUCH = 4
-    """The client would exceed its limit of leases; of a connection, there are too many."""
+    """The client would exceed its limit of lease bytes. For a connection: there are too many clients."""
     PROTOCOL = 5
 
 
@@ -85,7 +85,7 @@ class Welcome(NamedTuple):
         refusal: NONE if the memory's descriptor is sent with the message.
         daemon: Identifier of the daemon, which changes with a restart.
         nbytes: Size of the memory.
-        max_lease_bytes: Most bytes of leases that this client may have.
+        max_lease_bytes: Maximum bytes of leases of this client.
     """
 
     protocol: int

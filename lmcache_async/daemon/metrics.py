@@ -31,7 +31,7 @@ SERIES = (
 
 
 def daemon_families(pool: PoolStatistics) -> list[Family]:
-    """All series of a daemon."""
+    """Return the metric families of a daemon."""
     out = Filling(SERIES)
     out.put(f"{POOL}max_bytes", pool.max_bytes)
     out.put(f"{POOL}unused_bytes", pool.unused_bytes)

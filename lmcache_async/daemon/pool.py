@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lmcache_async.types import ChunkKey
 
 MAX_TENANTS = 1024
-"""With this many tenants, those that hold nothing are forgotten before a new one is added."""
+"""If there are this many tenants, those without memory are removed before another one is added."""
 VICTIM_SCAN_PAUSE = 64
-"""Choices without a scan of all segments, after a scan that found none to empty."""
+"""Number of choices without a scan of all segments, after a scan found no segment to empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,8 @@ class Pool:
     def lease(self, tenant: str, key: ChunkKey) -> Slot | None:
         """Return a reader's lease, which counts as a use; None on a miss.
 
-        Lease the records of one prompt from the last to the first, so that prefixes are the most recently used.
+        Lease the records of one prompt from the last to the first, so that prefixes are the most recently
+        used.
         """
         owner = self._tenant(tenant)
         block = owner.records.get(key)
@@ -359,9 +360,9 @@ class Pool:
 class VictimSelector:
     """Choice of the records to evict among those without a lease.
 
-    The least recently used record is chosen first, a suffix before its prefix. Reserved bytes of other tenants and
-    the chunks that the new chunk continues are never chosen. If records of other sizes are older, a whole segment of
-    theirs is chosen, provided that half of its records are older.
+    The least recently used record is chosen first, a suffix before its prefix. Reserved bytes of other
+    tenants and the chunks that the new chunk continues are never chosen. If records of other sizes are older,
+    a whole segment of theirs is chosen, provided that half of its records are older.
     """
 
     def __init__(self, allocator: SegmentAllocator, tenants: Mapping[str, Tenant]) -> None:
@@ -375,7 +376,7 @@ class VictimSelector:
         return None if key is None else owner.records[key]
 
     def choose(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> list[Block]:
-        """Return the records to evict for a record of `nbytes`: one of its size, or those of whole segments."""
+        """Return the records to evict for `nbytes`: one of that size, or those of whole segments."""
         has_size = self._allocator.has_size_for(nbytes)
         oldest = self._oldest(owner, lambda block: self._allocator.fits(block, nbytes)) if has_size else None
         one = [] if oldest is None else [oldest]

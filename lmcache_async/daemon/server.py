@@ -44,7 +44,7 @@ logger = LimitedLogger(logging.getLogger(__name__))
 _BACKLOG = 128
 _RETRY_S = 0.1
 _MAX_GREETINGS = 64
-"""Connections that have not sent their greeting."""
+"""Maximum number of connections that have not sent their greeting."""
 _CLOSE_S = 5.0
 
 
@@ -80,8 +80,9 @@ class Daemon:
         """Allocate the memory and listen.
 
         Raises:
-            ConfigError: Another daemon listens there, it is no place for a socket, or there is no memory.
-            MissingDependencyError: The config asks for a status page, and aiohttp is not installed.
+            ConfigError: Another daemon listens at the path, the path cannot have a socket, or the memory
+                cannot be allocated.
+            MissingDependencyError: The config enables the status page, and aiohttp is not installed.
         """
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
@@ -116,7 +117,7 @@ class Daemon:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptors left; it may pass
+            except OSError as error:  # no descriptors left; may be temporary
                 logger.report("accept", "no connection can be accepted: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -197,7 +198,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Hold the lock file beside the socket, which allows to listen at `path` and to remove a stale socket."""
+    """Hold the lock file beside the socket, which is required to listen and to remove a stale socket."""
     check_directory(path, make=True)
     lock = path.with_name(path.name + ".lock")
     try:
@@ -245,7 +246,7 @@ def _remove_socket(path: Path) -> None:
 
 def _remove_if(path: Path, ours: os.stat_result) -> None:
     """Remove the file at `path` if it is still `ours`."""
-    with contextlib.suppress(OSError):  # gone, or no longer to be reached: it is not there for clients either
+    with contextlib.suppress(OSError):  # removed already, or unreachable for clients too
         if os.path.samestat(path.lstat(), ours):
             path.unlink()
 
@@ -263,6 +264,6 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _welcome(connection: socket.socket, welcome: Welcome, fd: int) -> None:
-    """Send the welcome and the memory's descriptor. The socket's buffer is empty, so it takes the whole message."""
+    """Send the welcome and the memory's descriptor. The empty socket buffer takes the whole message."""
     descriptors = [fd] if welcome.refusal is Refusal.NONE else []
     socket.send_fds(connection, [pack_welcome(welcome)], descriptors)

@@ -25,14 +25,14 @@ logger = LimitedLogger(logging.getLogger(__name__))
 class Session(asyncio.Protocol):
     """Serves one connection. All leases and reservations of the client end with it.
 
-    After a malformed message the client gets no further answers, and the end of the stream. Its leases last until
-    it closes its side of the connection, because it may still be writing to the memory. While a client does not
-    read its answers, no further messages are read from it.
+    After a malformed message the client gets no further answers, and the end of the stream. Its leases last
+    until it closes its side of the connection, because it may still be writing to the memory. While a client
+    does not read its answers, no further messages are read from it.
 
     Args:
         pool: The records.
         tenant: Tenant of the client.
-        max_lease_bytes: Most bytes of leases and reservations that the client may have.
+        max_lease_bytes: Maximum bytes of leases and reservations of the client.
         ended: Called once, after all leases were released.
     """
 
@@ -45,7 +45,7 @@ class Session(asyncio.Protocol):
         self._ended = ended
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
-        self._process: int | None = None  # descriptor of the client's
+        self._process: int | None = None  # pidfd of the client
         self._paused = False
         self._condemned = False
         self._leases: dict[int, Slot] = {}
@@ -69,13 +69,13 @@ class Session(asyncio.Protocol):
 
     def watch(self, process: int) -> None:
         """End the session with that process. Its children may inherit the connection, but not the memory."""
-        if not process or self._condemned:  # of another PID namespace, or gone already
+        if not process or self._condemned:  # in another PID namespace, or the session has ended
             return
         try:
             self._process = os.pidfd_open(process)
         except ProcessLookupError:
             self.close()
-        except OSError as error:  # such as a sandbox without that call
+        except OSError as error:  # for example a sandbox without this system call
             logger.report(
                 "pidfd", "the end of process %d will be noticed by its connection alone: %s", process, error
             )
@@ -126,7 +126,7 @@ class Session(asyncio.Protocol):
         self._lease_bytes = 0
         self._ended(self)
 
-    # Messages.
+    # Messages
 
     def _serve(self) -> None:
         """Answer received messages while the client reads the answers."""
@@ -142,7 +142,7 @@ class Session(asyncio.Protocol):
                     transport.write(frame(op, self._figures(), answer))
         except ProtocolError as error:
             self._condemn(str(error))
-        except Exception as error:  # noqa: BLE001 - a border: what a client sends ends that client alone
+        except Exception as error:  # noqa: BLE001 - an error in a message ends only the session of its client
             self._condemn(f"{error!r:.200}")
 
     def _condemn(self, why: str) -> None:
@@ -168,7 +168,7 @@ class Session(asyncio.Protocol):
             grants.append(Grant(0, refusal=Refusal.MISSING) if slot is None else self._grant(slot))
         self._pool.contains(
             self.tenant, keys
-        )  # used together: the beginning of a prompt is to be its newest part
+        )  # used together; the start of the prompt becomes the most recently used
         return messages.pack_grants(grants)
 
     def _reserve(self, body: bytes) -> bytes:
@@ -200,7 +200,7 @@ class Session(asyncio.Protocol):
         if len({lease for lease, _ in commits}) < len(commits):
             raise ProtocolError("a lease is committed twice")
         outcomes: list[Refusal] = []
-        for lease, key in reversed(commits):  # as for leases
+        for lease, key in reversed(commits):  # as for leases: prefixes are the most recently used
             slot = self._take(lease)
             if _is_record(slot):
                 self._pool.commit(self.tenant, key, slot)
