@@ -18,12 +18,13 @@ async def map_in_order(
 ) -> AsyncGenerator[T, None]:
     """Yield the result of `work` for each item, in the order of the items.
 
-    Close it with `contextlib.aclosing`. When it is closed or cancelled, running work is cancelled and awaited.
+    Close it with `contextlib.aclosing`. When it is closed or cancelled, running work is cancelled and
+    awaited.
 
     Args:
         items: The items.
         work: Called for each.
-        in_flight: Results that are being computed or wait to be taken, at most.
+        in_flight: Maximum number of results that are being computed or not consumed yet.
     """
     running: deque[asyncio.Future[T]] = deque()
     try:
@@ -54,7 +55,7 @@ class RateLimit:
         self._due = 0.0
 
     async def wait(self, nbytes: int) -> None:
-        """Count so many bytes and wait until more may follow."""
+        """Add `nbytes` and wait until the average is within the limit."""
         if self._max_bytes_per_s is None:
             return
         now = asyncio.get_running_loop().time()
@@ -63,10 +64,10 @@ class RateLimit:
 
 
 class Meter:
-    """Receives the progress of a run. This one ignores it."""
+    """Receiver of the progress of a run. The base class ignores it."""
 
     def begin(self, what: str, *, records: int | None = None, nbytes: int | None = None) -> None:
-        """Start a run of so many records or bytes, as far as they are known."""
+        """Start a run. The numbers of records and bytes are None if unknown."""
 
     def advance(self, records: int, nbytes: int) -> None:
         """Count records and bytes that are done."""

@@ -23,7 +23,7 @@ from lmcache_async.types import ChunkKey
 MAX_LISTED = 100
 """Records that a report lists with their cause."""
 VERIFY_THREADS = 2
-_STEP_NS = 1000  # between the times of use of two records whose source knows none, as in the disk tier
+_STEP_NS = 1000  # between the times of use assigned to records whose source has none; as in the disk tier
 
 Check = Callable[[StoredRecord, Iterator[memoryview]], Verdict]
 """Verifies a record that is read in pieces, in a worker thread."""
@@ -31,7 +31,7 @@ Check = Callable[[StoredRecord, Iterator[memoryview]], Verdict]
 
 @dataclass(slots=True)
 class CopyCounts:
-    """What became of the records of a copy.
+    """Counts of the records of a copy, by outcome.
 
     Attributes:
         copied: Records written, by the name of their destination.
@@ -73,15 +73,15 @@ class CopyCounts:
 class Copier:
     """Copies records, each after its verification. Records may be copied at the same time.
 
-    Once `max_bytes` is reached or a destination is full, the remaining records are skipped without being read:
-    they are worth less than those before them.
+    Once `max_bytes` is reached or a destination is full, the remaining records are skipped without being
+    read. Callers copy the most useful records first.
 
     Args:
-        source: Where records are read.
+        source: Store that is read.
         workers: Threads that verify and copy bytes.
-        counts: Where the outcome of each record is counted.
-        selection: Records of other namespaces are passed over.
-        max_bytes: Copy at most so many bytes.
+        counts: Updated with the outcome of each record.
+        selection: Namespaces to copy. Records of others are passed over.
+        max_bytes: Maximum bytes to copy.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Copier:
     async def copy(self, stored: StoredRecord, destinations: Sequence[OfflineStore], verify: Check) -> int:
         """Copy one record to each of the destinations.
 
-        Cancelled, a destination has the whole record or nothing of it.
+        If cancelled, each destination has the whole record or no part of it.
 
         Returns:
             Its length in bytes; 0 if it was not copied.
@@ -143,7 +143,7 @@ class Copier:
                 counts.skipped += 1
                 return 0
             counts.bytes += nbytes  # before the next await: other records are being copied
-            buffer.resize(nbytes)  # what pads it is not copied
+            buffer.resize(nbytes)  # without the padding
             written = [await self._write(destination, stored, buffer) for destination in destinations]
         if not any(written):
             counts.bytes -= nbytes
@@ -191,7 +191,7 @@ class CopyReport:
         holder: The process that has the source open; "" if none is known.
         there: Records that the destination had already.
         records: Records written; of a dry run, records to write.
-        counts: What became of the others.
+        counts: Counts of the records that the destination lacked, by outcome.
         dry_run: Nothing was written.
         complete: Whether the destination has every selected record of the source.
     """
@@ -223,9 +223,9 @@ class CopyOptions:
     """Options of a copy.
 
     Attributes:
-        selection: Copy records of these namespaces only.
-        max_bytes: Copy at most so many bytes.
-        max_bytes_per_s: Read at most so many bytes per second.
+        selection: Namespaces to copy.
+        max_bytes: Maximum bytes to copy.
+        max_bytes_per_s: Maximum bytes read per second.
     """
 
     selection: Selection = EVERYTHING
@@ -238,8 +238,8 @@ async def copy(
 ) -> CopyReport:
     """Copy the records that the destination lacks, the most recently used first.
 
-    A prefix is copied before its continuations. Cancelled or killed, what was copied stays, and the next call
-    copies the rest.
+    A prefix is copied before its continuations. If the call is cancelled or the process is killed, the copied
+    records stay, and the next call copies the rest.
 
     Raises:
         ConfigError: The source cannot list its records, or the destination cannot be written to.
@@ -288,7 +288,7 @@ async def plan_copy(
 
     Args:
         destination: None if it does not exist yet.
-        name: The destination's name then.
+        name: Name of a destination that does not exist yet.
     """
     report = CopyReport(source.name, name if destination is None else destination.name, source.holder)
     report.dry_run = True
@@ -323,7 +323,7 @@ def _plan_one(report: CopyReport, nbytes: int, max_bytes: int | None) -> None:
 async def _missing(
     records: Sequence[StoredRecord], destination: OfflineStore | None, report: CopyReport
 ) -> list[StoredRecord]:
-    """The records that the destination lacks, the most recently used first."""
+    """Return the records that the destination lacks, the most recently used first."""
     newest_first = sorted(records, key=lambda one: one.use_order, reverse=True)
     if destination is None:
         return newest_first

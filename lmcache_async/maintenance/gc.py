@@ -18,12 +18,12 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcOptions:
-    """What to delete.
+    """Options of a deletion.
 
     Attributes:
-        selection: Records of these namespaces only; without `used_before` and `max_bytes`, all of them.
+        selection: Namespaces to delete from; without `used_before` and `max_bytes`, all their records.
         used_before: Delete records last used before this time, in ns since the epoch.
-        max_bytes: Delete the least recently used selected records until all records have at most so many bytes.
+        max_bytes: Delete the least recently used selected records until all records have at most this size.
         unreadable: Delete records with an unreadable header: other versions, and files that are not records.
         half_written: Delete files of interrupted writes.
         quarantine: Delete quarantined files.
@@ -39,7 +39,7 @@ class GcOptions:
 
 @dataclass(slots=True)
 class Collection:
-    """What is to be deleted, or was.
+    """Records and files to delete, or deleted.
 
     Attributes:
         store: Name of the store.
@@ -129,11 +129,11 @@ def choose(
 
 
 async def plan(store: OfflineStore, options: GcOptions, meter: Meter) -> Collection:
-    """Return what would be deleted. Nothing is changed.
+    """Plan a deletion. Nothing is changed.
 
     Raises:
         ConfigError: The store does not know times of use, and an option needs them.
-        TierUnavailableError: It does not answer.
+        TierUnavailableError: The store does not answer.
     """
     if not store.knows_use and (options.used_before is not None or options.max_bytes is not None):
         raise ConfigError(
@@ -174,7 +174,7 @@ async def plan(store: OfflineStore, options: GcOptions, meter: Meter) -> Collect
 
 
 async def collect(store: OfflineStore, collection: Collection, meter: Meter) -> None:
-    """Delete what was planned. If it is interrupted, the next run deletes the rest.
+    """Delete the planned records and files. If it is interrupted, the next run deletes the rest.
 
     Raises:
         TierError: A record or a file could not be deleted.

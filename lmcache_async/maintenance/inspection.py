@@ -14,7 +14,7 @@ from lmcache_async.maintenance.record import RecordInfo, read_headers
 from lmcache_async.tiers.offline import OfflineStore
 
 MAX_REQUEST_NAMESPACES = 10_000
-"""Limit of the count. Each tenant and adapter has a namespace."""
+"""Limit of the counted request namespaces. Each tenant and adapter has one."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Group:
     """The records of one namespace.
 
     Attributes:
-        text: Text of the namespace, or the text that stands for it.
+        text: Text of the namespace, or `encrypted_text` for encrypted records.
         records: Number of records.
         bytes: Bytes of the records, without the padding of their files.
         tokens: Tokens of records whose header is readable.
@@ -30,7 +30,7 @@ class Group:
         shapes: Records by dtype, layout and header bytes.
         requests: A label for each combination of LoRA adapter, cache_salt and tags; "" for none of them.
         oldest: Time of use of the least recently used record, in ns since the epoch; 0 if it is not known.
-        newest: The same of the most recently used one.
+        newest: Time of use of the most recently used record, likewise.
     """
 
     text: str
@@ -135,7 +135,7 @@ async def inspect(store: OfflineStore, selection: Selection, meter: Meter) -> In
 
     Raises:
         ConfigError: The store cannot list its records.
-        TierUnavailableError: It does not answer.
+        TierUnavailableError: The store does not answer.
     """
     found = Inspection(store.name, store.holder)
     async with contextlib.aclosing(read_headers(store, await store.list(), meter)) as headers:

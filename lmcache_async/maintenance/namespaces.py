@@ -13,7 +13,7 @@ from lmcache_async.errors import ConfigError
 ID_DIGITS = 12
 MIN_DIGITS = 4
 _ENCRYPTED = "encrypted:"
-_MAX_DEPTH = 8  # engines nest pairs in a list; a text that nests a thousandfold cannot be printed
+_MAX_DEPTH = 8  # engines nest pairs in a list; text that is nested a thousandfold cannot be printed
 
 
 def namespace_id(text: str) -> str:
@@ -64,7 +64,8 @@ class Selection:
     """A selection of namespaces. Without patterns it contains all records, unreadable ones too.
 
     Attributes:
-        patterns: Each the start of an id, `encrypted`, or `field=value`. A namespace is selected if one matches.
+        patterns: Each the start of an id, `encrypted`, or `field=value`. A namespace is selected if one
+            matches.
     """
 
     patterns: tuple[str, ...] = ()

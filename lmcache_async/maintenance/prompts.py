@@ -1,4 +1,4 @@
-"""Prompts out of a file: token ids or text, a line each; or a trace of requests that has them."""
+"""Prompts from a file: token ids or text, one per line, or a trace of requests with either."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _IDS = ("prompt_token_ids", "token_ids", "tokens", "prompt")
 _TEXTS = ("prompt", "text")
 _HASHES = ("hash_ids", "block_hashes")
 MAX_BYTES = 4 << 30
-"""Of a file, unpacked; what is longer is no list of prompts."""
+"""Maximum size of a file, decompressed. A longer file is not a list of prompts."""
 
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, as it came: one of the two is there.
+    """One prompt: token ids or text.
 
     Attributes:
-        times: How often it is in the file.
+        tokens: Token ids; None for text.
+        text: The text; "" for token ids.
+        times: Number of its occurrences in the file.
     """
 
     tokens: Tokens | None
@@ -40,13 +42,17 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
-    """The different prompts of the file, in its order; or those that come most often first.
+    """Return the distinct prompts of the file.
 
-    Lines of JSON: a list of token ids, a text, or a mapping with either, as request logs have it. A document with
-    `requests`, which may nest, is a trace of sessions. Names that end in .gz are unpacked.
+    Each line is JSON: a list of token ids, a text, or an object with either, as in request logs. A document
+    with `requests`, which may be nested, is a trace of sessions. Files with the suffix .gz are decompressed.
+
+    Args:
+        path: The file.
+        by_use: Return the most frequent prompts first; otherwise in the order of the file.
 
     Raises:
-        ConfigError: There is a line that is no prompt; it is named.
+        ConfigError: The file cannot be read, or a line is not a prompt; the message names it.
     """
     counts: Counter[tuple[bytes | None, str]] = Counter()
     for where, row in _rows(path):
@@ -62,10 +68,10 @@ def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
 
 
 def tokenizer_of(name: str) -> Encode:
-    """What makes token ids of a text: of a file `tokenizer.json`, its folder, or a model's name.
+    """Return the tokenizer of a file `tokenizer.json`, of its folder, or of a model name.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no tokenizer of that name.
         MissingDependencyError: The package tokenizers is not installed.
     """
     try:
@@ -87,7 +93,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:  # the two of a packed file that is cut or damaged
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a truncated or damaged gzip file
         raise ConfigError(f"cannot read {path}: {error}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: split it")
@@ -104,7 +110,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _whole(data: bytes) -> Any | None:
-    """The file as one document, where it is one with requests in it; None where it is lines."""
+    """Return the file as one document if it has requests; None if it has lines."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

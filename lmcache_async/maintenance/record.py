@@ -23,7 +23,7 @@ _BATCH = 64  # headers read one after the other by one task
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """What the header of a record says; its payload was not read.
+    """Header of a record whose payload was not read.
 
     Attributes:
         stored: The record's entry in the listing.
@@ -31,7 +31,7 @@ class RecordInfo:
         header: The header; None if it is unreadable or encrypted.
         key_id: Identifier of the encryption key; "" if the record is not encrypted.
         cause: Why the header is unreadable, as in `ChunkCorruptError`; "" if it is readable or encrypted.
-        message: The same as a sentence.
+        message: The cause as a sentence.
     """
 
     stored: StoredRecord
@@ -43,7 +43,7 @@ class RecordInfo:
 
     @property
     def namespace(self) -> str:
-        """The namespace's text; a text with the key's identifier if it is encrypted; "" if it is unreadable."""
+        """Text of the namespace; `encrypted_text` if it is encrypted; "" if it is unreadable."""
         if self.header is not None:
             return self.header.namespace
         return encrypted_text(self.key_id) if self.key_id else ""
@@ -57,7 +57,7 @@ class Verdict:
         info: The record's header.
         selected: Whether its namespace is selected. If not, it was not verified.
         cause: Why it is damaged, as in `ChunkCorruptError`; "" if it is not.
-        message: The same as a sentence.
+        message: The cause as a sentence.
         header: The header of an undamaged record that is not encrypted, or was decrypted.
     """
 
@@ -94,7 +94,9 @@ async def info_of(store: OfflineStore, stored: StoredRecord) -> RecordInfo | Non
 async def read_headers(
     store: OfflineStore, records: Sequence[StoredRecord], meter: Meter
 ) -> AsyncGenerator[RecordInfo | TierError | None, None]:
-    """Yield the header of each record, in order; the error if it cannot be read; None if the record was deleted.
+    """Yield the header of each record, in order.
+
+    Instead of the header, yield the error if it cannot be read, and None if the record was deleted.
 
     Raises:
         TierUnavailableError: The store does not answer.

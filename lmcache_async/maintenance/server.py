@@ -1,4 +1,4 @@
-"""Warmup of a running vLLM server's own memory by requests for one token of each prompt."""
+"""Warmup of the memory of a running vLLM server, by requests for one token of each prompt."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Requests:
 
     Attributes:
         url: Address of the server.
-        model: Model that was asked for.
+        model: Model of the requests.
         prompts: Requests that were answered.
         tokens: Their prompt tokens, as the server counts them.
-        cached_tokens: Of these, tokens that the server had or loaded; None if it does not say (vLLM does with
-            `--enable-prompt-tokens-details`).
+        cached_tokens: Of these, tokens that the server had or loaded; None if the server does not report them
+            (vLLM does with `--enable-prompt-tokens-details`).
         refused: Requests answered with an error, for example because the prompt is too long.
         first_refusal: The first of these answers.
     """
@@ -52,13 +52,15 @@ class Requests:
 async def warm_server(
     url: str, prompts: Sequence[Prompt], meter: Meter, *, model: str | None, in_flight: int, timeout_s: float
 ) -> Requests:
-    """Send each prompt with `max_tokens` 1. The server loads what a tier has, and computes and stores the rest.
+    """Send each prompt with `max_tokens` 1.
+
+    The server loads the prefix that a tier has, and computes and stores the rest.
 
     Args:
         url: Address of the server.
         prompts: Prompts to send.
         meter: Receives the progress.
-        model: Model to ask for; by default the server's first one.
+        model: Model of the requests; by default the server's first one.
         in_flight: Number of concurrent requests.
         timeout_s: Deadline of each request.
 
@@ -100,7 +102,7 @@ def _count(report: Requests, status: int, answer: Any) -> None:
 
 
 def _base_url(text: str) -> str:
-    """The server's address without `/v1`."""
+    """Return the server's address without `/v1`."""
     url = (text if "//" in text else f"http://{text}").rstrip("/")
     try:
         parts = urlsplit(url)

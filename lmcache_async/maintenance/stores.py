@@ -42,15 +42,15 @@ _LOOKUP_BATCH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
-    """A store as the command line names it.
+    """Command-line arguments that select a store.
 
     Attributes:
         path: A directory with records; None if a tier is named.
         config: The engine's config file, for `tier`, and for the keys of encryption and hash.
         tier: The id of one of its tiers, or a tier as JSON.
-        rank: The rank whose directory is meant, where each rank has one.
+        rank: Rank whose directory is used, if each rank has its own.
         in_flight: Number of concurrent calls.
-        max_record_bytes: Memory for one record.
+        max_record_bytes: Memory for one record, in bytes.
     """
 
     path: Path | None = None
@@ -61,7 +61,7 @@ class StoreSpec:
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def of_tier(self, tier: str) -> StoreSpec:
-        """The same for a tier of the config."""
+        """Return the spec for a tier of the config."""
         return dataclasses.replace(self, path=None, tier=tier)
 
     def read_config(self) -> EngineConfig | None:
@@ -131,7 +131,10 @@ def _load_tier(registry: Registry, name: str, where: str, *, third_party: bool) 
 def _directory_store(
     registry: Registry, path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
 ) -> OfflineStore:
-    """The store of the first tier, our own first, that keeps records in directories."""
+    """Return the store of a directory.
+
+    The first tier that keeps records in directories is used. Bundled tiers are tried first.
+    """
     plugins = registry.available(TIERS, third_party=third_party).values()
     for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
         try:
@@ -146,7 +149,7 @@ def _directory_store(
 
 
 def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
-    """The config of a rank, where each rank has a directory of its own."""
+    """Return the config for a rank, if ranks have directories of their own."""
     if rank is None or "subdirectory" not in type(config).model_fields:
         return config
     return config.model_copy(update={"subdirectory": f"rank-{rank}"})
@@ -156,7 +159,7 @@ def _named_tier(text: str, path: Path | None, config: EngineConfig | None) -> Ti
     if text.lstrip().startswith("{"):
         try:
             return TierSpec.model_validate(json.loads(text)).placed(Origin("--tier"))
-        except ValueError as error:  # pydantic's too
+        except ValueError as error:  # includes pydantic's error
             raise ConfigError(
                 f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
             ) from None

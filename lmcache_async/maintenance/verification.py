@@ -1,4 +1,4 @@
-"""Verification of all records of a store. Damaged ones are reported, and deleted or quarantined on request."""
+"""Verification of all records of a store, with deletion or quarantine of damaged ones on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LISTED = 100
 
 
 class Remedy(Enum):
-    """What is done with a damaged record."""
+    """Action for damaged records."""
 
     KEEP = "keep"
     REMOVE = "remove"
@@ -32,9 +32,9 @@ class VerifyOptions:
     """Options of a verification.
 
     Attributes:
-        selection: Verify records of these namespaces only.
-        remedy: What is done with damaged records.
-        max_bytes_per_s: Read at most so many bytes per second.
+        selection: Namespaces to verify.
+        remedy: Action for damaged records.
+        max_bytes_per_s: Maximum bytes read per second.
         cipher: Decrypts encrypted records; without it only their outer checksum is verified.
     """
 
@@ -55,7 +55,8 @@ class Verification:
         bytes: Bytes read.
         encrypted: Of the undamaged records, those verified by their outer checksum only.
         damaged: Damaged records, by cause.
-        listed: The first `MAX_LISTED` records that are damaged or unreadable, each with key, cause and message.
+        listed: The first `MAX_LISTED` records that are damaged or unreadable, each with key, cause and
+            message.
         errors: Records that could not be read. They may be undamaged.
         gone: Records that were deleted meanwhile.
         passed_over: Records of namespaces that are not selected.
@@ -125,7 +126,7 @@ async def verify(store: OfflineStore, options: VerifyOptions, meter: Meter) -> V
 
     Raises:
         ConfigError: The store cannot list its records.
-        TierUnavailableError: It does not answer.
+        TierUnavailableError: The store does not answer.
     """
     report = Verification(store.name, store.holder)
     records = sorted(await store.list())

@@ -24,7 +24,7 @@ from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import Chunk, ChunkKey, Tokens
 
 SAMPLES = 64
-"""Records read as a whole to find namespaces, where headers alone do not have them."""
+"""Number of records read as a whole to find namespaces, if their headers cannot be read alone."""
 
 
 @dataclass(slots=True)
@@ -34,11 +34,11 @@ class Warmup:
     Attributes:
         source: Name of the source.
         namespaces: Namespaces in which prompts were looked up.
-        prompts: Different prompts.
+        prompts: Distinct prompts.
         tokens: Their tokens.
         found_tokens: Of these, tokens of prefixes that the source has, in the namespace with the longest one.
         there: Records that a destination had already, by its name.
-        counts: What became of the others.
+        counts: Counts of the records that the destination lacked, by outcome.
     """
 
     source: str
@@ -67,9 +67,10 @@ class WarmOptions:
     """Options of a warmup.
 
     Attributes:
-        selection: Look prompts up in these namespaces only.
-        by_use: Copy chunks in the order of how many prompts contain them, prefixes first; else prompt by prompt.
-        max_bytes: Copy at most so many bytes.
+        selection: Namespaces in which prompts are looked up.
+        by_use: Copy chunks in the order of how many prompts contain them, prefixes first; else prompt by
+            prompt.
+        max_bytes: Maximum bytes to copy.
         encode: Tokenizer; None accepts prompts of token ids only.
         hash_key: Secret of a keyed hash; b"" if there is none.
         cipher: Decrypts encrypted records; None if there is none.
@@ -89,7 +90,7 @@ class KeyChain:
 
     Attributes:
         namespace: Text of the namespace.
-        unit: Tokens that the length of a partial chunk is a multiple of.
+        unit: The number of tokens of a partial chunk is a multiple of this.
     """
 
     namespace: str
@@ -131,10 +132,11 @@ async def warm(
 ) -> Warmup:
     """Copy the prompts' prefixes to each destination that lacks them.
 
-    Cancelled, the records copied so far stay, and the next call copies the rest.
+    If cancelled, the records copied so far stay, and the next call copies the rest.
 
     Raises:
-        ConfigError: A prompt is text and there is no tokenizer, or the keys of no selected namespace can be computed.
+        ConfigError: A prompt is text and there is no tokenizer, or the keys of no selected namespace can be
+            computed.
         TierUnavailableError: The source or a destination does not answer.
     """
     report = Warmup(source.name)
@@ -180,7 +182,7 @@ async def warm(
 
 
 def key_chain(namespace: str, hash_key: bytes) -> KeyChain | None:
-    """Return what computes the keys of a namespace; None if its text has no valid parameters, or another hash key."""
+    """Return the key chain of a namespace; None for invalid parameters or another hash key."""
     fields = fields_of(namespace)
     chunk_size, algorithm, keyed = fields.get("chunk_size"), fields.get("algorithm"), fields.get("hash_key")
     if type(chunk_size) is not int or not isinstance(algorithm, str):
@@ -207,10 +209,10 @@ def _is_pair(value: Any) -> bool:
 async def _namespaces(
     store: OfflineStore, records: Sequence[StoredRecord], options: WarmOptions, meter: Meter
 ) -> list[str]:
-    """The texts of the selected namespaces.
+    """Return the texts of the selected namespaces.
 
-    All headers are read where that is possible without the payload. Otherwise, and where they are encrypted, some
-    records are read as a whole.
+    All headers are read if the store can read them without the payload. Otherwise, and for encrypted headers,
+    a sample of records is read as a whole.
     """
     found: dict[str, None] = {}
     hidden = list(records)
@@ -238,7 +240,7 @@ def _wanted(
     options: WarmOptions,
     report: Warmup,
 ) -> list[_Wanted]:
-    """The chunks to copy, in order."""
+    """Return the chunks to copy, in order."""
     found: dict[ChunkKey, _Wanted] = {}
     for prompt in prompts:
         tokens = _tokens(prompt, options.encode)
