@@ -1,1 +1,1 @@
-"""Probes of a machine: memory, disk and one tier, each beside its physical limit. See docs/benchmarks.md."""
+"""Benchmarks of memory, disk and one tier, compared with their physical limits. See docs/benchmarks.md."""

@@ -1,8 +1,8 @@
-"""Store and retrieve through the disk tier, beside pwrite and pread of as many bytes by direct I/O.
+"""Store and retrieve through the disk tier, compared with pwrite and pread of the same amount.
 
 A store ends when everything is on disk, a retrieve when everything is verified and in the KV cache. The limit
-writes and reads files of the same size, as many at a time, with O_DIRECT on the same file system. Where the file
-system has no direct I/O, neither side uses it, and the parameter `o_direct` says so.
+writes and reads files of the same size with O_DIRECT on the same file system, with the same concurrency. If
+the file system has no direct I/O, neither side uses it, and the parameter `o_direct` is false.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RawFiles:
     @contextlib.contextmanager
     def open(cls, path: Path, nbytes: int, count: int, threads: int) -> Iterator[RawFiles]:
         """Use the directory `path` for `count` files of `nbytes` each, a multiple of the page size."""
-        # As the arena's: direct I/O from and to huge pages is faster.
+        # Huge pages, as in the arena: direct I/O with them is faster.
         region = Region(
             threads * nbytes, grain_bytes=nbytes, pin=False, pin_device=None, huge_pages=True, prefault=True
         )
@@ -171,13 +171,13 @@ class RawFiles:
             yield cls(path, count, threads, _takes_direct(path), pool, memory)
 
     async def write(self) -> float:
-        """GB/s of writing every file anew."""
+        """Write all files again. Return GB/s."""
         for name in self._names():
             name.unlink(missing_ok=True)
         return self._all(self._write_one)
 
     async def read(self) -> float:
-        """GB/s of reading every file."""
+        """Read all files. Return GB/s."""
         if not all(name.exists() for name in self._names()):
             await self.write()
         return self._all(self._read_one)

@@ -1,8 +1,8 @@
-"""Measurement of figures beside their physical limits, and the report of a run.
+"""Measurement of figures together with their physical limits, and the report of a run.
 
-A figure alone says as much about the machine and its neighbours as about the code. Each figure is therefore measured
-beside its limits, in the same process, round by round and in a random order. The result is the median of the
-rounds' ratios.
+A figure alone depends on the machine and its load as much as on the code. Each figure is therefore measured
+together with its limits, in the same process, round by round and in a random order. The result is the median
+of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Parameter: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A figure to measure beside its limits.
+    """A figure to measure, with its limits.
 
     Attributes:
-        unit: Of the figure and its limits. Units that end in "/s" are rates: more is better.
+        unit: Unit of the figure and its limits. Units that end in "/s" are rates: more is better.
         limits: Probes of the bounds, by name; each gives a row.
         parameters: Settings of the measurement, for the report.
     """
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure beside one limit.
+    """A figure and one of its limits.
 
     Attributes:
         value: Median of the rounds.

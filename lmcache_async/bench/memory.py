@@ -1,8 +1,8 @@
-"""Store and retrieve in host memory, beside memcpy of the same bytes; and the paged cache that benchmarks use.
+"""Store and retrieve in host memory, compared with memcpy; and the paged cache of benchmarks.
 
-The first limit copies the same rows between the same places: rows of the paged cache, in its order of blocks,
-and records of a second arena like the engine's. The second limit copies as many bytes in larger pieces: all
-rows of a layer of each record at once.
+The first limit copies the same rows between the paged cache, in its order of blocks, and records of a second
+arena like the engine's. The second limit copies the same number of bytes in larger pieces: all rows of a
+layer of each record at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PromptCache:
         """Make the cache.
 
         Raises:
-            ConfigError: The prompt is not a whole number of chunks, or a chunk not one of blocks.
+            ConfigError: The prompt is not a whole number of chunks, or a chunk not a whole number of blocks.
         """
         if form.tokens % form.chunk_size or form.chunk_size % form.block_size:
             raise ConfigError(
@@ -281,7 +281,7 @@ def _records(cache: PromptCache, arena: Arena) -> Iterator[list[Bytes]]:
 
 
 def _row_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
-    """Each row of the cache and its place in a record, in the order chunk, layer, block."""
+    """Pair each row of the cache with its place in a record, in the order chunk, layer, block."""
     per_chunk = cache.form.chunk_size // cache.form.block_size
     memories = _memories(cache)
     size = cache.layout.planes[0].row_bytes
@@ -296,7 +296,7 @@ def _row_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
 
 
 def _layer_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
-    """The same number of bytes in the largest pieces: one per layer of a record."""
+    """Pair the same number of bytes in the largest pieces: one per layer of a record."""
     memories = _memories(cache)
     pairs = []
     for chunk, record in enumerate(records):

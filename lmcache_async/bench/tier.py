@@ -1,11 +1,11 @@
-"""Put and get of records through one tier, beside memcpy and, where there is one, a raw limit of its medium.
+"""Put and get of records through one tier, compared with memcpy and a raw limit of its medium.
 
-The tier is opened as a config has it, without layers. All records of a put or a get are one batch. Records
-are sealed, have random keys and are verified after each get, so a tier that is in use can be measured; the records are
-removed again.
+The tier is opened as configured, without layers. All records of a put or a get are one batch. Records are
+sealed, have random keys and are verified after each get, so a tier that is in use can be measured. The
+records are removed at the end.
 
-Raw limits: for a URL of a Valkey or Redis server, blocking sockets with the same commands; for a tier with the option
-`path`, files of the same size on the same file system.
+Raw limits: for a URL of a Valkey or Redis server, blocking sockets with the same commands; for a tier with
+the option `path`, files of the same size on the same file system.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
     """Resolve the argument TIER.
 
     Args:
-        name: With a config, the id of one of its tiers. Otherwise a tier as JSON, a URL whose scheme is the name of a
-            tier, or the name of a tier.
+        name: With a config, the id of one of its tiers. Otherwise a tier as JSON, a URL whose scheme is the
+            name of a tier, or the name of a tier.
         config: A config file of an engine.
 
     Returns:
@@ -216,7 +216,7 @@ class Records:
         """Compare the end of each payload, and release the buffers.
 
         Raises:
-            RuntimeError: A record is missing or another one.
+            RuntimeError: A record is missing or has other content.
         """
         right = sum(
             bytes(buffer.view[-64:]) == bytes(record.view[-64:])
@@ -289,10 +289,10 @@ def cases(
     *,
     threads: int = 1,
 ) -> list[Case]:
-    """Put and get of all records through `tier`, beside limits of each.
+    """Put and get of all records through `tier`, with limits of each.
 
-    A get from a tier with memory of its own copies nothing. There the figure includes reading the records once into
-    private memory.
+    A get from a tier with memory of its own copies nothing. There the figure includes reading the records
+    once into private memory.
 
     Args:
         threads: Threads of that reading.
@@ -401,7 +401,7 @@ def _directory_beside(path: str) -> tempfile.TemporaryDirectory[str]:
 
 
 class RespSockets:
-    """A blocking socket in a thread per connection: the least work that moves records to and from a RESP server."""
+    """RESP over a blocking socket in a thread per connection: the minimum of work to move the records."""
 
     SCHEMES = ("valkey", "redis", "unix")
 
@@ -425,7 +425,7 @@ class RespSockets:
         """Remove the records of these sockets.
 
         Raises:
-            RuntimeError: The server wants a password, or is not a server of this kind.
+            RuntimeError: The server requires a password, or is not a RESP server.
         """
         with self._connect() as connection:
             answer = self._command(connection, b"DEL")
