@@ -1,1 +1,1 @@
-"""Benchmarks for developers, each beside the limit of what it measures. See docs/benchmarks.md."""
+"""Benchmarks for developers, each compared with a limit of its operation. See docs/benchmarks.md."""

@@ -1,7 +1,8 @@
-"""Store and load on disk with checksums, beside the same without.
+"""Store and load on disk with checksums, compared with the same without.
 
-Each round stores and loads the same amount with and without checksums, in a random order, in separate directories
-and with direct I/O. A store ends when everything is on disk, a load when everything is in the KV cache.
+Each round stores and loads the same amount with and without checksums, in a random order, in separate
+directories and with direct I/O. A store ends when everything is on disk, a load when everything is in the KV
+cache.
 """
 
 from __future__ import annotations

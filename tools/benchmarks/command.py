@@ -41,7 +41,7 @@ def count(text: str) -> int:
 
 
 def option(default: Any, help: str, *, parse: Callable[[str], Any] = count) -> Any:
-    """A field of a benchmark's settings that is an option of the command line, `--its-name`."""
+    """A field of a benchmark's settings that is an option of the command line, named after the field."""
     return field(default=default, metadata={"help": help, "parse": parse})
 
 
@@ -61,12 +61,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A line of the table.
+    """An entry of the table of benchmarks.
 
     Attributes:
         needs: A package beside the requirements of lmcache-async, or CUDA.
         alone: It takes minutes and is not part of `all`.
-        module: Its file, if not the name.
+        module: Name of its module, if not `name`.
     """
 
     name: str
@@ -84,10 +84,10 @@ class Benchmark:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def load(self) -> Loaded:
-        """Import it.
+        """Import the benchmark.
 
         Raises:
-            MissingDependencyError: It needs a package or a device that is not there.
+            MissingDependencyError: A required package or device is missing.
         """
         if not self.available:
             hint = (
@@ -120,7 +120,7 @@ BENCHMARKS = (
 
 
 def left_out() -> list[str]:
-    """A line for each benchmark that `all` leaves out on this machine."""
+    """Return a line for each benchmark that `all` leaves out on this machine."""
     return [
         f"left out, needs {benchmark.needs}: {benchmark.name}"
         if not benchmark.available
@@ -131,7 +131,7 @@ def left_out() -> list[str]:
 
 
 def find(name: str) -> list[Benchmark]:
-    """The benchmark of that name, or all that can run here for `all`.
+    """Return the benchmark of that name, or for `all` those that can run here.
 
     Raises:
         ConfigError: There is no such benchmark.
@@ -148,7 +148,7 @@ def find(name: str) -> list[Benchmark]:
 
 
 def settings_of(loaded: Loaded, name: str, own: Sequence[str], *, quick: bool) -> Any:
-    """The usual or quick settings of a benchmark, with its own options applied.
+    """Return the usual or quick settings of a benchmark, with its options applied.
 
     Raises:
         ConfigError: There is no such option, or its value is wrong.
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
-    """Each result when it is there. Arguments are checked first; the files are written after each result."""
+    """Yield each result when it is available. Check arguments first; write files after each result."""
     from tools.benchmarks.report import check_matplotlib, write_report
 
     chosen = find(given.name)
@@ -227,7 +227,7 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
 
 
 def _progress(name: str) -> Progress:
-    """Show the progress on a terminal."""
+    """Return a callback that shows the progress on a terminal."""
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():

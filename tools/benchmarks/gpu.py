@@ -1,9 +1,9 @@
-"""Paged copies out of a GPU and into it, beside pinned copies of the same bytes in one piece.
+"""Paged copies from and to a GPU, compared with contiguous copies of the same bytes.
 
-Caches as of Llama 8B, Llama 70B and DeepSeek's MLA, in blocks of 16 tokens without an order, in every layout that vLLM
-gives them, in bfloat16 and in fp8. The limits are `cudaMemcpyAsync` between memory in one piece on the device and the
-same pinned host memory, in as many pieces as the copier makes and in one. After that the same copies beside matrix
-products on the default stream, with side streams of low and of high priority.
+The caches are those of Llama 8B, Llama 70B and DeepSeek's MLA, in random blocks of 16 tokens, in every layout
+that vLLM uses, in bfloat16 and in fp8. The limits are `cudaMemcpyAsync` between contiguous device memory and
+the same pinned host memory, in as many pieces as the copier makes, and in one. After that the same copies run
+concurrently with matrix products on the default stream, with side streams of low and of high priority.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ CHUNK_TOKENS = 256
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE
 
 STAGING_BYTES = 64 << 20
-"""As by default, and for each direction."""
+"""Staging memory of each direction, as by default."""
 
 SPARE_BYTES = 1 << 30
-"""Of device memory: for tables, CUDA's own needs and what the allocator rounds up."""
+"""Device memory for tables, CUDA itself and the rounding of the allocator."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model makes its KV.
+    """Sizes of a model that determine its KV.
 
     Attributes:
-        latent: One compressed vector a token (MLA) in place of K and V.
+        latent: The KV is one compressed vector per token (MLA) in place of K and V.
     """
 
     layers: int
@@ -76,11 +76,11 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One cache to be measured.
+    """Shape of one cache to measure.
 
     Attributes:
-        form: `K and V apart`: each layer's K before its V, as FlashAttention has them; `fused`: K and V of a token side by
-            side, or one latent; `cross-layer blocks`: a block holds all layers.
+        form: `K and V apart`: each layer's K before its V, as in FlashAttention; `fused`: K and V of a token
+            are adjacent, or one latent vector; `cross-layer blocks`: a block has all layers.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Shape:
         return elements * self.dtype.itemsize * CHUNK_TOKENS
 
     def build(self, num_blocks: int, device: torch.device) -> KVLayout:
-        """A cache of so many blocks, every byte random."""
+        """Return a cache of `num_blocks` blocks with random bytes."""
         layout = KVLayout.from_block_views(
             self._views(num_blocks, device), num_blocks=num_blocks, block_size=BLOCK_SIZE
         )
@@ -121,7 +121,7 @@ class Shape:
 
 
 def shapes(models: Sequence[str], *, layers: int = 0) -> list[Shape]:
-    """Every form and dtype of these models; with `layers`, of so many layers in place of their own."""
+    """Return every form and dtype of these models, with `layers` layers unless that is 0."""
     made = []
     for name in models:
         model = MODELS[name]
@@ -132,9 +132,9 @@ def shapes(models: Sequence[str], *, layers: int = 0) -> list[Shape]:
 
 
 def refusal(nbytes: int, *, device_bytes: int, host_bytes: int) -> str:
-    """Why a batch of `nbytes` cannot be measured; "" where it can.
+    """Return why a batch of `nbytes` cannot be measured; "" if it can.
 
-    The device holds it twice, in the paged cache and in one piece, and the staging memory of both directions.
+    The device holds it twice, in the paged cache and contiguously, and the staging memory of both directions.
     """
     needed = 2 * nbytes + 2 * STAGING_BYTES + SPARE_BYTES
     if needed > device_bytes:
@@ -149,17 +149,17 @@ def _gib(nbytes: int) -> str:
 
 
 Copy: TypeAlias = "Callable[[], Awaitable[None]]"
-"""Copies once, to the end."""
+"""Makes a copy once and waits for its end."""
 
 OUT, IN = "D2H", "H2D"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """One paged cache, its copier, and memory of the same size in one piece on the device and, pinned, on the host.
+    """A paged cache, its copier, and contiguous memory of its size on the device and, pinned, on the host.
 
     Attributes:
-        blocks: The cache's blocks in no order; chunk i has the i-th `CHUNK_BLOCKS` of them.
+        blocks: The cache's blocks in random order; chunk i has the i-th `CHUNK_BLOCKS` of them.
     """
 
     gpu: Gpu
@@ -174,7 +174,7 @@ class Copies:
     def open(
         cls, gpu: Gpu, shape: Shape, chunks: int, host: HostBytes, *, priority: int = 0
     ) -> Iterator[Copies]:
-        """A cache of `chunks` chunks; `host` has room for them."""
+        """Open a cache of `chunks` chunks. `host` has room for them."""
         layout = shape.build(chunks * CHUNK_BLOCKS, gpu.device)
         blocks = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int64)
         copier = CudaCopier(
@@ -193,10 +193,10 @@ class Copies:
             copier.close()
 
     async def check(self) -> None:
-        """Take all of the cache out, wipe it, and load it again.
+        """Store the whole cache, clear it, and load it again.
 
         Raises:
-            RuntimeError: It came back otherwise, so that there is nothing to measure.
+            RuntimeError: The content differs, so measurements would be meaningless.
         """
         storages = self.layout.storages
         ends = accumulate(storage.numel() for storage in storages)
@@ -215,10 +215,12 @@ class Copies:
         return chunks * self.layout.payload_bytes(CHUNK_BLOCKS)
 
     def paged(self, way: str, chunks: int, *, fenced: bool = True) -> Copy:
-        """The copier's copy of the first `chunks` chunks.
+        """Return the copier's copy of the first `chunks` chunks.
 
         Args:
-            fenced: Behind what the model's stream was asked until then, as in a server.
+            way: `OUT` or `IN`.
+            chunks: Number of chunks.
+            fenced: Wait for the work submitted to the model's stream before, as in a server.
         """
         jobs = self._jobs(chunks)
 
@@ -229,7 +231,7 @@ class Copies:
         return copy
 
     def plain(self, way: str, sizes: Sequence[int]) -> Copy:
-        """Pinned copies of so many bytes each, one after the other on one stream, between memory in one piece."""
+        """Return contiguous pinned copies of these sizes in bytes, one after the other on one stream."""
         streams = self.gpu.streams()
         stream = streams.open(0)
         ends = list(accumulate(sizes))
@@ -245,13 +247,13 @@ class Copies:
             with streams.use(stream):
                 for source, target in pairs:
                     target.copy_(source, non_blocking=True)
-                ended = streams.record_current()  # this thread spins on it: the soonest that can be known
+                ended = streams.record_current()  # the thread spins on it, for the lowest latency
             ended.synchronize()
 
         return copy
 
     def pieces(self, chunks: int) -> list[int]:
-        """Bytes of each copy that the copier makes over the bus."""
+        """Return the bytes of each copy that the copier makes over the bus."""
         return self.copier.copies([CHUNK_BLOCKS] * chunks)
 
     def parameters(self, chunks: int) -> dict[str, Parameter]:
@@ -277,7 +279,7 @@ class Copies:
 
 
 def rate(copy: Copy, nbytes: int) -> Probe:
-    """GB/s of one copy, by the clock of who waits for it."""
+    """Return a probe of the GB/s of one copy, by the clock of its caller."""
 
     async def probe() -> float:
         start = time.perf_counter()
@@ -291,13 +293,16 @@ WANTED_SLOWDOWN = 1.02
 
 
 def load_cases(copies: Copies, products: Products, count: int, chunks: int, priority: int) -> list[Case]:
-    """Two for each direction: the product with copies beside it, and the copies with products beside them.
+    """Return two cases per direction: products with concurrent copies, and copies with concurrent products.
 
-    The copies wait for no fence: behind the products that were asked for, nothing of them would run beside.
+    The copies wait for no fence: behind the submitted products, they would not run concurrently.
 
     Args:
-        count: Products asked for at one time.
-        chunks: Of one batch; batches follow each other for as long as the products last.
+        copies: The cache.
+        products: The load.
+        count: Products submitted at one time.
+        chunks: Chunks of one batch. Batches follow each other for as long as the products last.
+        priority: Priority of the side streams.
     """
     cases = []
     nbytes = copies.nbytes(chunks)
@@ -344,7 +349,7 @@ def _product(products: Products, count: int, copy: Copy | None) -> Probe:
 
 
 def _copies(products: Products, count: int, copy: Copy, nbytes: int) -> Probe:
-    """GB/s of the copies that end before the products do; of one, where none does, or there are no products."""
+    """GB/s of the copies that end before the products; of the first one, if there are none."""
 
     async def probe() -> float:
         running = products.ask(count) if count else None
@@ -353,7 +358,7 @@ def _copies(products: Products, count: int, copy: Copy, nbytes: int) -> Probe:
             await copy()
             ends.append(time.perf_counter() - start)
         if running is not None:
-            running.milliseconds()  # the next figure begins on an idle device
+            running.milliseconds()  # the device is idle before the next measurement
         beside = ends[:-1] or ends  # the products ended during the last one
         return nbytes * len(beside) / beside[-1] / 1e9
 
@@ -363,11 +368,11 @@ def _copies(products: Products, count: int, copy: Copy, nbytes: int) -> Probe:
 UNIT = "GB/s"
 WANTED_RATIO = 0.95
 PRIORITIES = (0, -1)
-_HOST_SHARE = 0.75  # of what is free, where nothing is said
+_HOST_SHARE = 0.75  # of the free memory, by default
 
 
 def _models(text: str) -> str:
-    """Names of models, checked."""
+    """Check names of models."""
     unknown = [name for name in text.split(",") if name not in MODELS]
     if unknown:
         raise argparse.ArgumentTypeError(f"there is no model {unknown[0]!r}; there are: {', '.join(MODELS)}")
@@ -402,7 +407,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 
 
 async def measure(settings: Settings, frame: Frame, gpu: Gpu) -> AsyncIterator[Row]:
-    """All rows of this GPU; what does not fit it is left out."""
+    """Yield all rows of this GPU. Caches that do not fit are left out."""
     chosen = fitting(settings, frame, gpu)
     if not chosen:
         return
@@ -419,7 +424,7 @@ async def measure(settings: Settings, frame: Frame, gpu: Gpu) -> AsyncIterator[R
 
 
 def fitting(settings: Settings, frame: Frame, gpu: Gpu) -> list[tuple[Shape, list[int]]]:
-    """The caches, and numbers of chunks of each in growing order, that fit both memories."""
+    """Return the caches that fit both memories, with numbers of chunks in ascending order."""
     device_bytes = gpu.free_bytes()
     host_bytes = settings.host_gib << 30 or int(gpu.host_bytes() * _HOST_SHARE)
     chosen = []

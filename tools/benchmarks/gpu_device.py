@@ -1,4 +1,4 @@
-"""What the GPU benchmark asks of a GPU. A fake answers in tests; here is CUDA by torch."""
+"""Interface of the GPU benchmark to a GPU, and its implementation with torch and CUDA. Tests use a fake."""
 
 from __future__ import annotations
 
@@ -28,57 +28,57 @@ _PIN_S = 120.0
 
 
 class Running(Protocol):
-    """Products that the device was asked for."""
+    """Products submitted to the device."""
 
     def ended(self) -> bool:
-        """Whether the last one has been computed; does not wait."""
+        """Return whether the last one has ended, without waiting."""
 
     def milliseconds(self) -> float:
-        """What one of them took on the device; waits for the last one."""
+        """Wait for the last one and return the mean time of a product on the device, in milliseconds."""
 
 
 class Products(Protocol):
-    """A load: matrix products in bfloat16, on the stream that a model would use."""
+    """Matrix products in bfloat16 on the model's stream, as a load."""
 
     def ask(self, count: int) -> Running:
-        """Ask for so many, one after the other; does not wait."""
+        """Submit `count` products, one after the other, without waiting."""
 
 
 class Gpu(Protocol):
     """A device and its host memory.
 
     Attributes:
-        name: Of the device.
-        device: Its tensors' device.
+        name: Name of the device.
+        device: Device of tensors.
     """
 
     name: str
     device: torch.device
 
     def streams(self) -> Streams:
-        """What a copier asks of it."""
+        """Return the streams for a copier."""
 
     def mover(self, layout: KVLayout) -> Mover:
-        """What moves rows within its memory."""
+        """Return the mover of rows within device memory."""
 
     def free_bytes(self) -> int:
-        """Device memory that is not in use."""
+        """Return the unused bytes of device memory."""
 
     def host_bytes(self) -> int:
-        """Host memory that is not in use."""
+        """Return the unused bytes of host memory."""
 
     def pin(self, nbytes: int) -> contextlib.AbstractContextManager[HostBytes]:
-        """Pinned host memory in one piece; no copy may be under way when it is left.
+        """Pin contiguous host memory. No copy may be running at the end of the block.
 
         Raises:
-            ConfigError: It is not to be had.
+            ConfigError: The memory cannot be pinned.
         """
 
     def products(self, size: int) -> Products:
-        """Products of two matrices of `size` rows and columns."""
+        """Return products of two matrices of `size` rows and columns."""
 
     def trim(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+        """Return unused memory of the allocator to the device."""
 
 
 class CudaGpu:
@@ -105,7 +105,7 @@ class CudaGpu:
     @contextlib.contextmanager
     def pin(self, nbytes: int) -> Iterator[HostBytes]:
         whole = -(-nbytes // PAGE) * PAGE
-        # One grain, so that it is pinned in one piece: CUDA refuses a copy that lies in two.
+        # One grain, so that it is pinned in one range: CUDA refuses a copy that spans two.
         region = Region(
             whole,
             grain_bytes=whole,
@@ -162,7 +162,7 @@ class _CudaRunning:
 
 
 def available_bytes(meminfo: str) -> int:
-    """Host memory that is not in use, by the text of /proc/meminfo."""
+    """Return the unused bytes of host memory from the text of /proc/meminfo."""
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

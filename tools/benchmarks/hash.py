@@ -1,7 +1,7 @@
-"""From tokens to chunk keys: every algorithm, every form of token ids, whole prompts and step by step.
+"""Chunk keys from tokens: every algorithm and form of token ids, for whole prompts and step by step.
 
-The limit is the bare hash function on the same bytes, one call a chunk, without a chain; for a list of Python
-integers also the way from the list to an array.
+The limit is the hash function alone on the same bytes, one call per chunk, without chaining; for a list of
+Python integers also its conversion to an array.
 """
 
 from __future__ import annotations

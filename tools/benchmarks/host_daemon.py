@@ -1,4 +1,4 @@
-"""`python -m tools.benchmarks.host_daemon SOCKET BYTES`: a daemon for the benchmark, until its input ends."""
+"""`python -m tools.benchmarks.host_daemon SOCKET BYTES`: a daemon that runs until the end of stdin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A lookup of a long prompt that is all there: in the engine, and as the scheduler connector of the connector asks.
+"""Lookup of a long prompt that is stored completely: in the engine, and from the scheduler connector.
 
-The scheduler connector's lookups go the whole way: its thread, the message, the server and the engine in another
-process, and back until the scheduler's thread can see the answer. The limits are an echo of as many bytes
-between the same two processes, and one look into a dict for each key.
+Lookups of the scheduler connector include its thread, the message, the server and the engine in another
+process, until the scheduler's thread can see the answer. The limits are an echo of the same number of bytes
+between the same two processes, and one dict lookup for each key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A prompt all of which is stored, and how its chunks are."""
+    """A prompt that is stored completely, and its chunk size."""
 
     tokens: int
     chunk_size: int
@@ -56,14 +56,14 @@ class Stored:
 
     @property
     def rig(self) -> Rig:
-        """Chunks as small as they can be, in an arena of which lookups may pin as many as there are."""
+        """Chunks of minimum size, in an arena whose pin limit is not reached by a lookup."""
         slabs = 4 * (self.tokens // self.chunk_size)
         return Rig(
             layers=1, blocks=1, block_size=BLOCK_SIZE, head_dim=1, chunk_size=self.chunk_size, slabs=slabs
         )
 
     async def fill(self, engine: CacheEngine) -> None:
-        """Store the prompt; where its KV lies does not matter here."""
+        """Store the prompt. The positions of its KV do not matter."""
         await engine.store(self.prompt, np.zeros(self.tokens, np.int64))
         if (found := await engine.lookup(self.prompt)) != self.tokens:
             raise RuntimeError(f"{found} of {self.tokens} tokens were stored: {engine.statistics()}")
@@ -71,14 +71,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the two servers listen."""
+    """Sockets of the two servers."""
 
     lookups: Path
     echo: Path
 
 
 def serve(stored: Stored, places: Places, message_bytes: int, ready: Any) -> None:
-    """The process: answers lookups until it is ended."""
+    """Main function of the other process: answer lookups until it is terminated."""
 
     async def main() -> None:
         rig = stored.rig
@@ -121,7 +121,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _echo_server(listening: socket.socket, message_bytes: int) -> None:
-    """Send back what comes, in messages of one size, for one connection."""
+    """Send back the received messages of one size, for one connection."""
     with listening:
         connection, _ = listening.accept()
     view = memoryview(bytearray(message_bytes))
@@ -145,7 +145,7 @@ LIMITS = {
 }
 _START_S = 120.0
 _ANSWER_S = 10.0
-_LOOK_S = 10e-6  # between two looks for the answer, as short as a sleep can be
+_LOOK_S = 10e-6  # between two polls for the answer, as short as a sleep can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 def _probes(
     stored: Stored, frame: Frame, engine: CacheEngine, keys: list[ChunkKey], client: LookupClient
 ) -> dict[str, Probe]:
-    """Milliseconds, by what is looked up and from where."""
+    """Return probes in milliseconds, by type and origin of the lookup."""
     prompt, tokens = stored.prompt, stored.prompt.tolist()
     known = _chain(tokens)
 
@@ -233,7 +233,7 @@ def _chain(tokens: list[int]) -> RequestKeys:
 
 
 def _ask(client: LookupClient, chain: RequestKeys, num_tokens: int, keys: Sequence[ChunkKey]) -> float:
-    """Milliseconds until the scheduler's thread sees the answer."""
+    """Return the milliseconds until the scheduler's thread sees the answer."""
     start = time.perf_counter()
     lookup = client.ask(chain, num_tokens)
     while not (answers := client.take_answers()):
@@ -247,7 +247,7 @@ def _ask(client: LookupClient, chain: RequestKeys, num_tokens: int, keys: Sequen
 
 
 def _checked(start: float, found: int, keys: Sequence[ChunkKey]) -> float:
-    """Milliseconds since `start`, for an answer that is right."""
+    """Return the milliseconds since `start`, for a correct answer."""
     milliseconds = 1e3 * (time.perf_counter() - start)
     if found != len(keys):
         raise RuntimeError(f"{found} of {len(keys)} chunks were found")
@@ -310,7 +310,7 @@ def _client(stored: Stored, places: Places) -> Iterator[LookupClient]:
 
 @contextlib.contextmanager
 def _echo(places: Places, message: bytes) -> Iterator[Callable[[], object]]:
-    """What sends the message and waits for it to come back."""
+    """Connect to the echo server, and yield a function that sends the message and waits for the echo."""
     view = memoryview(bytearray(len(message)))
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(places.echo))

@@ -1,10 +1,11 @@
-"""What the event loop and everything in Python cost a chunk: the whole engine, with a copier that copies nothing.
+"""Cost of the event loop and of all Python code per chunk: an engine with a copier that copies nothing.
 
-Records are as small as they can be, and come in batches of as many chunks as usual. A store and a retrieve of
-few and of many chunks show what is paid a call, and that nothing grows with the number of chunks. The limits
-are one turn of the loop and one hop to a thread and back. What crosses the loop is counted too.
+Records have minimum size and come in batches of the usual number of chunks. Stores and retrieves of few and
+of many chunks show the cost per call, and that the cost per chunk does not grow with the number of chunks.
+The limits are one iteration of the loop, and one hop to a thread and back. The callbacks of the loop are
+counted too.
 
-As in vLLM, the garbage collector does not look again at what the process had before.
+As in vLLM, earlier objects of the process are excluded from garbage collection.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ class Settings:
 
     batch: int = option(16, "chunks of a batch: 32 MiB hold so many records of 2 MiB")
     chunks: tuple[int, ...] = field(default=(64, 512, 4096, 16384))
-    single: int = field(default=512)  # chunks of the case in which each is a batch
-    turns: int = field(default=1000)  # of the loop, and hops, for one figure of a limit
+    single: int = field(default=512)  # number of chunks, with batches of one chunk
+    turns: int = field(default=1000)  # iterations of the loop, or thread hops, for one figure of a limit
 
 
 QUICK = Settings(chunks=(8, 64), single=8, turns=10)
 
 
 class NoCopier:
-    """A copier that takes no time. As that of the CPU, it gives checksums of what it copies."""
+    """A copier that takes no time. Like the CPU copier, it returns checksums."""
 
     def __init__(self, layout: KVLayout, **options: Any) -> None:
         del options
@@ -76,13 +77,13 @@ class NoCopier:
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop, which counts what is put on it."""
+    """asyncio's own loop, with a count of the callbacks scheduled."""
 
     def __init__(self) -> None:
         self.calls = 0
         super().__init__()
 
-    # Typeshed's type of the arguments cannot be said again in a subclass.
+    # Typeshed's type of the arguments cannot be repeated in a subclass.
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *arguments: Any, context: Context | None = None
     ) -> asyncio.Handle:
@@ -98,7 +99,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """A prompt, and engines for it with batches of so many chunks."""
+    """A prompt, and engines for it with batches of `batch` chunks."""
 
     cache: PromptCache
     batch: int
@@ -144,14 +145,14 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             counted += _counts(batches)
         for row in await frame.compare(cases):
             yield row
-    # A count is hardly ever another one: once is enough, for it takes an engine of its own.
+    # Counts hardly vary: one round is enough, because each takes an engine of its own.
     for row in await dataclasses.replace(frame, rounds=1).compare(counted):
         yield row
 
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Else the cost of looking through all of torch would be counted as that of our chunks."""
+    """Exclude the objects of torch from garbage collection, whose cost would be attributed to chunks."""
     gc.collect()
     gc.freeze()
     try:
@@ -190,7 +191,7 @@ def _counts(batches: Batches) -> list[Case]:
 
 
 def _calls(batches: Batches, *, store: bool) -> Probe:
-    """Calls put on the loop by one store or retrieve, for each chunk; on a loop of its own."""
+    """Return the callbacks scheduled by one store or retrieve, per chunk, on a loop of its own."""
     cache = batches.cache
 
     async def count() -> float:

@@ -1,6 +1,6 @@
-"""A process that gives a Mooncake pool its memory: `python -P mooncake_store.py MASTER NBYTES`. It ends with its input.
+"""`python -P mooncake_store.py MASTER NBYTES`: add memory to a Mooncake pool until the end of stdin.
 
-Run as a file, without our package, so that it is up soon.
+It is run as a file, without importing lmcache-async, for a fast start.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""This engine beside other products, with the same workload and in turn.
+"""This engine compared with other products, with the same workload and alternately.
 
-Products that are installed are measured; others, and tasks that fail, are left out with the reason. Each peer runs in
-a process of its own, since peers leave threads behind, replace signal handlers and may crash. It is idle while this
-engine is measured. Seconds are taken in that process, around the peer's own call. A ratio above 1 of a rate, below 1
-of a time, is in favour of this engine.
+Installed products are measured. Others, and tasks that fail, are left out with the reason. Each peer runs in
+a process of its own, since peers leave threads behind, replace signal handlers and may crash. It is idle
+while this engine is measured. Seconds are measured in that process, around the peer's own call. This engine
+is better if the ratio of a rate is above 1, or that of a time below 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Task:
     """One operation to measure.
 
     Attributes:
-        unit: Of its figure.
+        unit: Unit of its figure.
         amount: The figure is `amount` per second for a rate, and `amount` times the seconds for a time.
     """
 
@@ -106,7 +106,7 @@ Ready: TypeAlias = "Callable[[], AbstractContextManager[Callable[[], float]]]"
 
 
 class PeerError(Exception):
-    """A peer, or a task of it, does not run; the message has the reason."""
+    """A peer or one of its tasks does not run. The message has the reason."""
 
 
 class Peer(Protocol):
@@ -114,7 +114,7 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """With its version."""
+        """Name and version."""
 
     @property
     def tasks(self) -> Collection[str]:
@@ -133,7 +133,7 @@ class PeerModule(Protocol):
 
     @staticmethod
     def tasks(work: Workload) -> dict[str, Ready]:
-        """For each task that it can do, a context manager of it; one is open at any time."""
+        """Return a context manager for each supported task. One is open at any time."""
 
 
 _START_S = 180.0
@@ -206,11 +206,15 @@ class ChildPeer:
         self._connection = connection
 
     def wait_ready(self) -> None:
-        """Wait for its start; PeerError if it fails."""
+        """Wait until the process is ready.
+
+        Raises:
+            PeerError: It does not start.
+        """
         self.tasks = frozenset(self._answer(_START_S)["tasks"])
 
     async def seconds(self, task: str) -> float:
-        # The loop is blocked meanwhile: while one is measured, the other is to do nothing.
+        # The loop is blocked meanwhile, because this engine must be idle while a peer is measured.
         try:
             self._connection.send_bytes(task.encode())
         except OSError as error:
@@ -230,7 +234,7 @@ class ChildPeer:
 
 
 def serve(module: str, work: Workload, connection: Any) -> None:
-    """The process of a peer: do tasks by name until the connection is closed."""
+    """Main function of a peer's process: do tasks by name until the connection is closed."""
     os.environ.update(QUIET)
 
     def tell(**answer: str | float | list[str]) -> None:
@@ -249,7 +253,7 @@ def serve(module: str, work: Workload, connection: Any) -> None:
             try:
                 if task != ready:
                     ready, run = "", _unknown
-                    used.close()  # what the last one used goes first
+                    used.close()  # resources of the previous task
                     run = used.enter_context(tasks[task]())
                     ready = task
                 tell(seconds=run())
@@ -263,7 +267,7 @@ def _unknown() -> float:
 
 
 def _told(error: BaseException) -> str:
-    """The error in one line."""
+    """Return the error as one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, PeerError) else f"{type(error).__name__}: {text[:300]}"
 
@@ -277,7 +281,7 @@ KINDS = (
 Seconds: TypeAlias = "Callable[[], Awaitable[float]]"
 """Does a task once and returns the seconds."""
 
-_BATCH = 16  # chunks of a batch: as many as one holds of records of 2 MiB
+_BATCH = 16  # chunks of a batch: as many as 32 MiB have records of 2 MiB
 _ROOT = b"benchmark of key"
 
 
@@ -304,7 +308,7 @@ async def copying(work: Workload) -> AsyncIterator[dict[str, Seconds]]:
 
 async def bookkeeping(work: Workload) -> AsyncIterator[dict[str, Seconds]]:
     cache = PromptCache.of(work.small)
-    # Lookups may pin a quarter of the arena: as a peer's, they are to pin all of the prompt.
+    # Lookups may pin a quarter of the arena. Like those of peers, they must pin the whole prompt.
     async with Batches(cache, _BATCH).open(**{"arena.max_bytes": 4 * cache.arena_bytes}) as engine:
         yield {
             **_moves(cache, engine, STORE_NOTHING, RETRIEVE_NOTHING),
@@ -335,7 +339,7 @@ def _moves(
 
 
 def _lookups(cache: PromptCache, engine: CacheEngine) -> dict[str, Seconds]:
-    """Lookups from tokens: a peer's lookup hashes them too."""
+    """Return lookups from tokens. A peer's lookup hashes the tokens too."""
     root = RequestNamespace().root(cache.namespace.root(), cache.namespace.algorithm, b"")
     tokens = cache.tokens.astype(np.int64)
 
@@ -401,7 +405,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 
 
 async def measure(work: Workload, frame: Frame, peers: Sequence[Peer]) -> AsyncIterator[Row]:
-    """Rows of every task that a peer can do. A peer that fails at a task is left out of it."""
+    """Yield the rows of every task that a peer can do. A peer that fails at a task is left out of it."""
     if not peers:
         return
     tasks = work.tasks()
@@ -421,7 +425,7 @@ async def _compare(frame: Frame, task: Task, ours: Seconds, peers: Sequence[Peer
     }
     for name, probe in list(able.items()):
         try:
-            await probe()  # before the rounds: most of what fails, fails at once
+            await probe()  # before the rounds, because most failures occur at once
         except _LeftOutError as error:
             del able[name]
             frame.leave_out(f"{task.name}, {name}", str(error))
@@ -442,7 +446,7 @@ class _LeftOutError(Exception):
 
 
 def _probe(task: Task, seconds: Callable[..., Awaitable[float]], *what: str) -> Probe:
-    """A probe of the task's figure; for a peer, `what` is the name of the task and of the peer."""
+    """Return a probe of the task's figure. For a peer, `what` is the name of the task and of the peer."""
 
     async def probe() -> float:
         try:

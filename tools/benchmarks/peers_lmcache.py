@@ -1,8 +1,8 @@
 """LMCache's engine, in its own process.
 
-It has no connector for a cache in host memory: ours stands in, which copies block by block as `np.copyto` does, the best
-that it could do on one thread. Keys, allocation, the index and all else are LMCache's, with its default settings. Without
-copies it has a connector of its own.
+LMCache has no connector for a cache in host memory. It gets one here that copies block by block with
+`np.copyto`, which is the best case on one thread. Keys, allocation, the index and everything else are
+LMCache's, with default settings. Without copies, a connector of LMCache is used.
 """
 
 from __future__ import annotations
@@ -137,7 +137,11 @@ class Engine:
             self.store()
 
     def _check(self) -> None:
-        """What is stored comes back: else there is nothing to measure."""
+        """Check that the stored content is retrieved.
+
+        Raises:
+            RuntimeError: The content differs, so measurements would be meaningless.
+        """
         for tensor in self._cache.tensors:
             tensor.view(torch.int16).random_()
         before = [tensor.clone() for tensor in self._cache.tensors]
@@ -153,7 +157,7 @@ class Engine:
 
 
 class RowConnector(GPUConnectorInterface):  # type: ignore[misc, unused-ignore]
-    """Copies blocks between a `PromptCache` and LMCache's memory objects, `[layer][block]` as our records are."""
+    """Copies blocks between a `PromptCache` and LMCache's memory objects, `[layer][block]` as in records."""
 
     def __init__(self, cache: PromptCache) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""vLLM's own hashing of blocks for its prefix cache, in its own process; blocks are as long as our chunks."""
+"""vLLM's block hashing for its prefix cache, in its own process. Blocks have the length of our chunks."""
 
 from __future__ import annotations
 

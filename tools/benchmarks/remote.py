@@ -1,7 +1,8 @@
-"""Put and get through the tiers valkey, s3, mooncake and host, beside the medium's own clients and bare sockets.
+"""Put and get through the tiers valkey, s3, mooncake and host, compared with other clients and sockets.
 
-Both sides move as many records at a time between one server and the same memory. Without `--url` the server is one
-on the loopback; see `servers.py`. `lmcache-async bench tier` measures any tier of a config with fewer limits.
+Both sides move the same number of records concurrently between one server and the same memory. Without
+`--url`, the server runs on the loopback; see `servers.py`. `lmcache-async bench tier` measures any configured
+tier, with fewer limits.
 """
 
 from __future__ import annotations
@@ -77,23 +78,23 @@ class Remote(ABC):
 
     @abstractmethod
     def server(self, settings: Settings) -> AbstractContextManager[Any]:
-        """The URL of a server on the loopback, or its socket."""
+        """Start a server on the loopback, and yield its URL or socket."""
 
     @abstractmethod
     def options(self, url: Any, settings: Settings) -> dict[str, Any]:
-        """Options of the tier."""
+        """Return the options of the tier."""
 
     @abstractmethod
     def limits(self, url: Any, records: Records, settings: Settings) -> AbstractAsyncContextManager[Limits]:
-        """The limits of this medium."""
+        """Open the limits of this medium."""
 
     def more_cases(self, records: Records, tier: Tier, parameters: dict[str, Parameter]) -> list[Case]:
-        """Cases beside put and get."""
+        """Return cases other than put and get."""
         del records, tier, parameters
         return []
 
     def missing(self) -> str:
-        """The reason why it cannot be measured here; "" if it can."""
+        """Return the reason why it cannot be measured here; "" if it can."""
         return ""
 
     async def run(self, settings: Settings, frame: Frame) -> AsyncIterator[Row]:
@@ -181,7 +182,7 @@ class RedisPy:
 
     async def _all(self, work: Callable[[Any, str], Any]) -> float:
         for client in self.clients:
-            await client.ping()  # connected
+            await client.ping()  # opens the connection
         left = iter(self.records.names)
 
         async def task(client: Any) -> None:
@@ -224,7 +225,7 @@ class S3(Remote):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket of a server that takes unsigned requests."""
+    """A bucket of a server that accepts unsigned requests."""
 
     endpoint: str
     host: str
@@ -262,7 +263,7 @@ class Objects:
 
 @dataclass(slots=True)
 class Obstore:
-    """The client of the tier, alone: whole puts, reads of the same parts, no copy into the arena."""
+    """The tier's client alone: whole puts, reads of the same parts, no copy into the arena."""
 
     objects: Objects
     _obstore: Any
@@ -323,7 +324,7 @@ class Obstore:
 
 @dataclass(slots=True)
 class BareHTTP:
-    """HTTP over a blocking socket in a thread per request: the least work that moves the objects."""
+    """HTTP over a blocking socket in a thread per request: the minimum of work to move the objects."""
 
     _HEAD_BYTES: ClassVar[int] = 1 << 14
     _LENGTH: ClassVar[re.Pattern[bytes]] = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -351,7 +352,7 @@ class BareHTTP:
             for first, last in self.objects.parts
         ]
         rate = self._all(self._get, work)
-        work.clear()  # its views keep the slabs
+        work.clear()  # its views keep the slabs leased
         self.objects.records.check(buffers)
         return rate
 
@@ -390,7 +391,7 @@ class BareHTTP:
         receive_into(connection, memory[len(content) :])
 
     def _answer(self, connection: socket.socket) -> tuple[bytes, int]:
-        """The content that came with the head of an answer, and the length of the whole content."""
+        """Return the part of the content that came with the response headers, and the content length."""
         data = b""
         while b"\r\n\r\n" not in data:
             if not (piece := connection.recv(self._HEAD_BYTES)):
@@ -410,12 +411,12 @@ class Mooncake(Remote):
     def missing(self) -> str:
         try:
             importlib.import_module("mooncake.store")
-        except ImportError as error:  # of a library of the system; see docs/tiers/mooncake.md
+        except ImportError as error:  # a system library is missing; see docs/tiers/mooncake.md
             return f"Mooncake's library cannot be loaded: {error}"
         return ""
 
     def server(self, settings: Settings) -> AbstractContextManager[str]:
-        # The records of the tier and of the client, and of the round before, which the master removes late.
+        # For the records of the tier, of the client, and of the previous round, which are removed late.
         return servers.mooncake_pool((settings.mib + 64) * 4 * MIB)
 
     def options(self, url: str, settings: Settings) -> dict[str, Any]:
@@ -439,7 +440,7 @@ class Mooncake(Remote):
 
 @dataclass(frozen=True, slots=True)
 class MooncakeClient:
-    """Mooncake's client: its batch calls without copies, from as many threads as the tier has."""
+    """Mooncake's client: its batch calls without copies, with as many threads as the tier."""
 
     records: Records
     store: Any
@@ -517,7 +518,7 @@ def _check(code: int) -> None:
 
 
 class Host(Remote):
-    """A put is one copy into the pool. A get copies nothing, so it is measured with one reading of the records."""
+    """The host tier. A get copies nothing, so it is measured with one read of the records."""
 
     name = "host"
 

@@ -1,4 +1,4 @@
-"""Figures as a page for people: report.html and a plot a benchmark."""
+"""Report of the figures as HTML: report.html and a plot per benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ img { max-width: 100% }
 
 
 def check_matplotlib() -> None:
-    """Raises MissingDependencyError where plots cannot be drawn."""
+    """Check that plots can be drawn.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError(
             "--report needs the package matplotlib, which is not installed: pip install matplotlib"
@@ -30,10 +34,12 @@ def check_matplotlib() -> None:
 
 
 def write_report(directory: Path, whole: Mapping[str, Any], *, newest: str) -> None:
-    """Write `report.html`, and the plot of the newest result; those of the others are there already.
+    """Write `report.html` and the plot of the newest result. The plots of the others exist already.
 
     Args:
+        directory: Created if it does not exist.
         whole: The content of the JSON file.
+        newest: Name of the benchmark.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if rows := whole["benchmarks"][newest]["rows"]:
@@ -98,7 +104,7 @@ def _line(cells: Sequence[str | float]) -> str:
 
 
 def _plot(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A bar for each ratio, from the least to the greatest of its rounds a thin line, and the limit at 1."""
+    """Draw a bar for each ratio, a thin line from its smallest to its largest round, and the limit at 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,11 +1,10 @@
-"""What the connector costs vLLM's scheduler thread: each call, timed on that thread, for long prompts.
+"""Cost of the connector on vLLM's scheduler thread: each call, timed on that thread, for long prompts.
 
-The scheduler connector and its lookup thread are the real ones, so are vLLM's requests and block pool; lookups
-are answered by the real server in another process, over an engine that has exactly the keys of every
-second prompt. Each request goes through all calls that vLLM makes for it: arrival, matching until the
-answer is there, then either a load and its end, or a prefill in steps with its stores, and the end.
-
-The limit is one look at each token id of the prompt, which any work on that thread with its tokens would cost.
+The scheduler connector, its lookup thread, and vLLM's requests and block pool are real. Lookups are answered
+by the real server in another process, with an engine that has exactly the keys of every second prompt. Each
+request passes all calls that vLLM makes for it: arrival, matching until there is an answer, then either a
+load and its end, or a prefill in steps with its stores, and the end. The limit is one read of each token id
+of the prompt, the minimum cost of any work with its tokens on that thread.
 """
 
 from __future__ import annotations
@@ -77,13 +76,13 @@ class KnownKeys:
 
 
 def prompt(index: int, num_tokens: int) -> list[int]:
-    """Fresh int objects above Python's small ones, as a tokenizer makes them."""
+    """Return new int objects above Python's cached ones, as a tokenizer makes them."""
     chosen = random.Random(index)
     return [chosen.randrange(1000, 128000) for _ in range(num_tokens)]
 
 
 def serve(load: Workload, path: Path, ready: Any) -> None:
-    """The other process: one rank's lookup server."""
+    """Main function of the other process: one rank's lookup server."""
 
     async def main() -> None:
         identity = Identity(PROTOCOL, ROOT, "xxh3_128", CHUNK, load.block_size)
@@ -112,9 +111,9 @@ _START_S = 120.0
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds that passed, and those of them in which the thread had a CPU.
+    """Wall-clock seconds, and CPU seconds of the thread.
 
-    On a busy machine the two differ: a thread waits for a CPU, whatever it does.
+    On a busy machine the two differ, because the thread waits for a CPU.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -129,7 +128,7 @@ class Spent:
 
 @dataclass(slots=True)
 class Times:
-    """What each call took, and all calls of each request together."""
+    """Times of each call, and of all calls of each request together."""
 
     calls: defaultdict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
     requests: defaultdict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
@@ -156,7 +155,7 @@ class Times:
 
 
 class Driver:
-    """The part of vLLM's scheduler that calls us."""
+    """The calls of vLLM's scheduler to the connector."""
 
     def __init__(self, load: Workload, half: Any) -> None:
         from vllm.v1.core.block_pool import BlockPool
@@ -196,7 +195,7 @@ class Driver:
         times.end("hit" if external else "miss, with its stores")
 
     def _match(self, request: Any) -> int:
-        """Ask as vLLM's idle loop does: once a step, of a millisecond."""
+        """Poll as in vLLM's idle loop: once per step of a millisecond."""
         while True:
             external, _ = self.times.call("get_num_new_matched_tokens", self.half.match, request, 0)
             if external is not None:
@@ -262,7 +261,7 @@ def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
-    """Its rounds are the requests, each beside the limit of its own."""
+    """Yield the rows. A round is a request with its own limit."""
     times, floors = measure(settings, frame)
     for kind, spent_by_name in (("request", times.requests), ("call", times.calls)):
         for name, spent in spent_by_name.items():
@@ -270,7 +269,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 
 
 def measure(load: Workload, frame: Frame) -> tuple[Times, list[float]]:
-    """What the calls took, and for each request the limit beside it."""
+    """Return the times of the calls, and the limit of each request."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lma") as directory:
         path, ready = socket_path(Path(directory), "bench", 0), context.Event()
@@ -289,7 +288,7 @@ def measure(load: Workload, frame: Frame) -> tuple[Times, list[float]]:
 
 
 def _one_request(driver: Driver, frame: Frame, index: int) -> float:
-    """Run it and measure the limit, in a random order; the limit."""
+    """Run a request and measure its limit, in a random order. Return the limit."""
     floor_first = frame.chosen.random() < 0.5
     floor = _floor(driver.load, index) if floor_first else 0.0
     driver.run(index)
@@ -298,7 +297,7 @@ def _one_request(driver: Driver, frame: Frame, index: int) -> float:
 
 
 def _floor(load: Workload, index: int) -> float:
-    """Seconds of one look at each token id of a prompt that nobody has looked at before."""
+    """Return the seconds of one read of each token id of a new prompt."""
     tokens = prompt(load.requests + index, load.tokens)
     start = time.perf_counter()
     array("i", tokens)
@@ -316,7 +315,7 @@ def _row(load: Workload, name: str, spent: Spent, floors: Sequence[float]) -> Ro
     values = [1e3 * seconds for seconds in spent.wall]
     limits = [1e3 * floors[number] for number in spent.numbers]
     row = Row.of(name, "ms", values, LIMIT, limits, dataclasses.asdict(load), more)
-    return dataclasses.replace(row, ratios=())  # far too many of them
+    return dataclasses.replace(row, ratios=())  # too many for the report
 
 
 def _percentile(ordered: Sequence[float]) -> float:

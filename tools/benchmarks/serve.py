@@ -1,8 +1,9 @@
-"""A real vLLM with this connector beside one without: first tokens, hits, restarts, mixed loads, a slow tier.
+"""A real vLLM with this connector compared with one without: TTFT, hits, restarts, mixed loads, a slow tier.
 
-Each vLLM is a process of its own. All are alive together and are asked strictly one after the other, in a random
-order for each round, so that a drift of the machine meets all of them. Every answer must be that of the vLLM without a
-connector, and every hit must be one by vLLM's own count; otherwise there are no figures.
+Each vLLM is a process of its own. All run at the same time and get requests strictly one after the other, in
+a random order for each round, so that a drift of the machine affects all of them. Every answer must equal
+that of the vLLM without a connector, and every hit must be one by vLLM's own count; otherwise there are no
+figures.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
 PARTS = ("alone", "disk", "slow", "load")
 MIB = 1 << 20
 SHORT_TOKENS = 66
-REPEATS = 5  # of what takes milliseconds; a round keeps their median
-STORED_PROMPTS = 3  # asked for after the restart
-SLOWER = 3.0  # the slow tier, compared with computing
-WARM_HITS = 25  # the first dozens of loads and of vLLM's hits behind them are slower
+REPEATS = 5  # of requests of milliseconds; a round uses their median
+STORED_PROMPTS = 3  # requested after the restart
+SLOWER = 3.0  # duration of a read of the slow tier, relative to computing
+WARM_HITS = 25  # the first dozens of loads, and of vLLM's hits after them, are slower
 IDLE_S = 1.2
-"""vLLM's processes spin for a second after their last work, and stores go on after their answer. The engine that is
-asked next must not share cores with them."""
+"""Pause before another engine gets requests, in seconds. vLLM's processes spin for a second after their last
+work, and
+stores continue after their answer. They must not share cores with the measured engine."""
 
 PLAIN = "no connector"
 OURS = "lmcache-async"
@@ -75,16 +77,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mixed load: streams that decode, and prompts that come meanwhile.
+    """A mixed load: streams that decode, and prompts that arrive meanwhile.
 
-    Prompts come as the streams advance and not by the clock. Every vLLM has the same prompts within the same number of
-    decoded tokens, however fast it is.
+    Prompts arrive by the progress of the streams and not by the clock. Every vLLM gets the same prompts
+    within the same number of decoded tokens, regardless of its speed.
 
     Attributes:
         streams: Requests that decode throughout.
         stream_tokens: Tokens that each of them generates.
         new: Number of new prompts.
-        repeated: Number of prompts that were asked for before.
+        repeated: Number of prompts that were sent before.
         prompt_tokens: Tokens of each prompt.
     """
 
@@ -96,7 +98,7 @@ class Mix:
     answer_tokens: int = 4
 
     def moments(self, chosen: random.Random) -> list[tuple[int, bool]]:
-        """For each prompt, the number of stream tokens before it comes, and whether it is new.
+        """Return, for each prompt, the number of stream tokens before it is sent, and whether it is new.
 
         The prompts are spread evenly over all but the first and last tenth.
         """
@@ -113,7 +115,7 @@ class Settings:
     """Attributes with a help text are options; see docs/benchmarks.md.
 
     Attributes:
-        shape: Of the model that is made if none is named.
+        shape: Sizes of the model that is created if none is named.
         prompts: Number of new prompts that are sent at the same time.
     """
 
@@ -139,7 +141,7 @@ QUICK = Settings(
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
-    """Measure the parts that are asked for.
+    """Measure the selected parts.
 
     Raises:
         ConfigError: There is no such part or connector.
@@ -185,14 +187,14 @@ def measure(settings: Settings, frame: Frame) -> list[Row]:
 
 
 def prompt(chosen: random.Random, count: int, vocabulary: int) -> list[int]:
-    """Random token ids without special ones."""
+    """Return random token ids without special ones."""
     return [chosen.randrange(3, vocabulary) for _ in range(count)]
 
 
 def mixed(
     mix: Mix, repeated: Sequence[Sequence[int]], chosen: random.Random, vocabulary: int
 ) -> list[Request]:
-    """One mixed load, the streams first."""
+    """Return one mixed load, the streams first."""
     requests = [
         Request(prompt(chosen, SHORT_TOKENS, vocabulary), mix.stream_tokens) for _ in range(mix.streams)
     ]
@@ -204,22 +206,22 @@ def mixed(
 
 
 def tokens_per_second(requests: Sequence[Request], answers: Sequence[Answer]) -> float:
-    """Tokens of prompts and answers per second, from the first request sent to the last token."""
+    """Return the tokens of prompts and answers per second, from the first request to the last token."""
     tokens = sum(len(request.prompt) for request in requests) + sum(len(answer.tokens) for answer in answers)
     start = min(answer.sent for answer in answers)
     return tokens / (max(answer.times[-1] for answer in answers) - start)
 
 
 def gap_ms(answers: Sequence[Answer], part: float) -> float:
-    """The percentile of the milliseconds between a token and the next.
+    """Return a percentile of the milliseconds between consecutive tokens.
 
-    At least a microsecond: tokens that are read together on a busy machine have no gap that can be compared.
+    The minimum is a microsecond: tokens that are read together on a busy machine have no gap to compare.
     """
     return max(percentile([gap for answer in answers for gap in answer.gaps_ms], part), 1e-3)
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest value that at least `part` of all values do not exceed.
+    """Return the smallest value that at least `part` of all values do not exceed.
 
     Raises:
         ValueError: There are no values.
@@ -230,7 +232,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 class Figures:
-    """Figures of all rounds, by what was measured and in which engine."""
+    """Figures of all rounds, by measurement and engine."""
 
     def __init__(self) -> None:
         self._taken: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -246,7 +248,7 @@ class Figures:
     def rows(
         self, main: Sequence[str], on_disk: Collection[str], facts: Mapping[str, Parameter]
     ) -> list[Row]:
-        """Every row that there are figures for.
+        """Return all rows with figures.
 
         Args:
             main: This connector and the peers that took part.
@@ -298,12 +300,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A prompt on disk, and the answers to it of the vLLM without a connector.
+    """A prompt on disk, and the answers of the vLLM without a connector.
 
     Attributes:
         files: The files of the disk tier for this prompt alone.
-        cold: The answer when the prompt was computed.
-        hit: The answer from vLLM's prefix cache, which rounds differently.
+        cold: The answer with the prompt computed.
+        hit: The answer from vLLM's prefix cache, with different rounding.
     """
 
     prompt: list[int]
@@ -317,9 +319,9 @@ class Asked:
     """Answers of one engine in its turn of a round.
 
     Attributes:
-        cold: To the prompt when it was new.
-        hits: From the connector, with vLLM's prefix cache empty.
-        own: From vLLM's prefix cache.
+        cold: Answer to the prompt when it was new.
+        hits: Answers from the connector, with vLLM's prefix cache empty.
+        own: Answers from vLLM's prefix cache.
         raw: Milliseconds of reading the files of each hit, if it came from files.
     """
 
@@ -331,12 +333,12 @@ class Asked:
 
 
 class Contest:
-    """One run: the engines that take part, asked in turn, and the checks of their answers.
+    """One run: the participating engines, their turns, and the checks of their answers.
 
     Attributes:
         plain: vLLM without a connector.
         main: The engines compared with it: this connector, and the peers.
-        files: Directories of KV of engines whose hits come from the disk.
+        files: KV directories of engines whose hits come from the disk.
     """
 
     def __init__(
@@ -368,7 +370,7 @@ class Contest:
         self._step()
 
     def start_peer(self, missing: str, contestant: Contestant) -> None:
-        """Start a peer. If it does not start it is left out, and the log has the reason."""
+        """Start a peer. If it does not start, it is left out and the reason is logged."""
         name = contestant.name
         if missing:
             logger.warning("%s is left out: the package %s is not installed", name, missing)
@@ -384,7 +386,7 @@ class Contest:
             self.files[name] = contestant.files
 
     def measure(self) -> None:
-        """Measure everything that is asked for."""
+        """Measure all selected parts."""
         new = self._new_prompt()
         for engine in list(self.main):
             with self._excused(engine):
@@ -408,7 +410,7 @@ class Contest:
         disk, slow = engines.get(RESTARTED), engines.get(SLOW)
         self._step()
         if disk is not None:
-            # Another prompt, so that vLLM's first-time work is done; the hits come from the disk.
+            # A different prompt, so that vLLM's first-time work is done but the hits come from the disk.
             self._warm_up(disk, self._new_prompt())
             for each in stored:
                 self._ask_after_restart(disk, each)
@@ -419,7 +421,7 @@ class Contest:
             self._step()
 
     def _store_on_disk(self) -> list[Stored]:
-        """Store prompts with a vLLM that has a disk tier, and end it."""
+        """Store prompts with a vLLM that has a disk tier, and end that vLLM."""
         with self._starter.started([self._with_disk(DISK)]) as [engine]:
             self._warm_up(engine, self._new_prompt())
             serve_files.wait_still(self._disk)
@@ -447,7 +449,7 @@ class Contest:
         return Contestant(name, ours([disk_tier(self._disk)], arena, **{"vllm.load_policy": "always"}))
 
     def _with_slow_tier(self, cold_s: float) -> Contestant:
-        """A vLLM with a tier whose reads take longer than computing, and no deadline that ends them."""
+        """Return a vLLM with a tier whose reads take longer than computing and reach no deadline."""
         delay_s = max(SLOWER * cold_s, 0.2)
         timeout_s = 60.0 + 4 * delay_s
         settings: dict[str, Any] = {"retrieve.timeout_s": timeout_s}
@@ -458,7 +460,7 @@ class Contest:
         return Contestant(SLOW, ours([tier], self._settings.arena_mib * MIB // 2, **settings))
 
     def _teach(self, slow: Engine) -> Stored:
-        """Let it store a prompt and load it until it has measured that computing is faster."""
+        """Let the engine store a prompt and load it until it has measured that computing is faster."""
         new = self._new_prompt()
         self._turn(self.plain)
         computed = self.plain.ask(new)
@@ -473,7 +475,7 @@ class Contest:
         return lesson
 
     def _ask_slow_tier(self, engine: Engine, stored: Stored) -> Answer:
-        """Ask for a prompt that only a slow tier has. The engine chooses between loading and computing."""
+        """Send a prompt that only a slow tier has. The engine decides between loading and computing."""
         engine.reset()
         answer = engine.ask(stored.prompt)
         reference = stored.hit if answer.cached_tokens else stored.cold
@@ -481,7 +483,7 @@ class Contest:
         return answer
 
     def _ask_after_restart(self, engine: Engine, stored: Stored) -> None:
-        """The first request for a prompt in a new process, beside computing it and vLLM's own hit."""
+        """Send the first request for a prompt to a new process; also measure computing and vLLM's own hit."""
         self._turn(self.plain)
         self.plain.reset()
         self.figures.note("cold beside restart", PLAIN, self.plain.ask(stored.prompt).ttft_ms)
@@ -495,7 +497,7 @@ class Contest:
         self.figures.note("restart", engine.name, answer.ttft_ms)
 
     def _alone_round(self, disk: Engine | None, slow: Engine | None, lesson: Stored | None) -> None:
-        """One round of requests that are alone: in each engine's turn a new prompt, and then the same again."""
+        """Run one round of single requests: in each engine's turn a new prompt, then the same again."""
         new = self._new_prompt()
         results: dict[Engine, Asked] = {}
         turns: list[Callable[[], None]] = [
@@ -541,7 +543,7 @@ class Contest:
         self.figures.note("loaded from slow tier", engine.name, answer.cached_tokens)
 
     def _judge(self, asked: Asked, reference: Asked) -> None:
-        """Check all answers of a turn, and add them to the figures."""
+        """Check all answers of a turn and add them to the figures."""
         engine, note = asked.engine, self.figures.note
         self._check_miss("a new prompt", engine, asked.cold)
         self._check("a new prompt", engine, asked.cold, reference.cold)
@@ -558,7 +560,7 @@ class Contest:
             note(FLOOR, engine.name, *map(operator.add, asked.raw, own))
 
     def _load_rounds(self) -> None:
-        """One warm-up and the rounds. The repeated prompts are the same throughout."""
+        """Run one warm-up and the rounds. The repeated prompts are the same throughout."""
         mix = self._settings.mix
         repeated = [self._new_prompt(mix.prompt_tokens) for _ in range(mix.repeated)]
         for engine in list(self.main):
@@ -572,7 +574,7 @@ class Contest:
             self._step()
 
     def _load_round(self, repeated: Sequence[list[int]]) -> None:
-        """Both loads, the same for every engine, each from an empty prefix cache of vLLM."""
+        """Run both loads, the same for every engine, each with an empty prefix cache of vLLM."""
         mix, vocabulary = self._settings.mix, self._vocabulary
         new = [Request(self._new_prompt(mix.prompt_tokens), 1) for _ in range(self._settings.prompts)]
         both = {NEW: new, MIXED: mixed(mix, repeated, self._chosen, vocabulary)}
@@ -604,7 +606,7 @@ class Contest:
                     self.figures.note(f"gap {part}", engine.name, gap_ms(given[MIXED][: mix.streams], part))
 
     def _warm_up(self, engine: Engine, new: list[int], *, hits: int = 0) -> float:
-        """Run first-time work, and touch every block of vLLM's pool; returns the seconds of the last request."""
+        """Run first-time work and touch all blocks of vLLM's pool. Return the seconds of the last request."""
         self._turn(engine)
         seconds = 0.0
         for number in range(POOL_PROMPTS + hits):
@@ -615,13 +617,13 @@ class Contest:
         return seconds
 
     def _own_hit(self, known: list[int]) -> Answer:
-        """The answer of the vLLM without a connector from its prefix cache."""
+        """Return the answer of the vLLM without a connector from its prefix cache."""
         answer = self.plain.ask(known)
         self._check_hit("its own hit", self.plain, answer, len(known))
         return answer
 
     def _computes(self, engine: Engine) -> bool:
-        """Whether it has no cache except vLLM's own."""
+        """Return whether the engine has no cache except vLLM's own."""
         return engine is self.plain or engine.name == NO_CONNECTOR
 
     @property
@@ -632,7 +634,7 @@ class Contest:
         return prompt(self._chosen, tokens or self._settings.tokens, self._vocabulary)
 
     def _turn(self, engine: Engine) -> None:
-        """From here on this engine alone is asked: the others are idle, and its processes are awake."""
+        """Begin the turn of an engine: the others are idle, and its processes are awake."""
         if self._awake is not engine:
             self._rest()
             self._awake = engine
@@ -645,7 +647,7 @@ class Contest:
 
     @contextlib.contextmanager
     def _excused(self, engine: Engine) -> Iterator[None]:
-        """Leave out a peer that fails within. The failure of another engine ends the run."""
+        """Leave out a peer that fails in the block. The failure of another engine ends the run."""
         try:
             yield
         except ServeError as error:
@@ -660,7 +662,7 @@ class Contest:
         check_same(f"{engine.name}, {what}", answer, reference, str(self.plain.facts["dtype"]))
 
     def _check_hit(self, what: str, engine: Engine, answer: Answer, tokens: int) -> None:
-        """All full chunks of the prompt came from a cache."""
+        """Check that all full chunks of the prompt came from a cache."""
         least = (tokens - 1) // CHUNK * CHUNK
         check_cached(f"{engine.name}, {what}", answer, least=least, most=tokens - 1)
 

@@ -1,7 +1,7 @@
-"""A vLLM in a process of its own, driven by JSON lines: an operation on stdin, what it came to on stdout.
+"""A vLLM in a process of its own, controlled by JSON lines: an operation on stdin, its result on stdout.
 
-It is vLLM's asynchronous engine, as a server has it, and times are those at which its stream gives tokens.
-Whatever vLLM prints goes to stderr, which the driver keeps as the engine's log.
+It is vLLM's asynchronous engine, as in a server. Times are those at which its stream yields tokens. The
+output of vLLM goes to stderr, which the driver keeps as the engine's log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOGPROBS = 5
 
 
 class Served:
-    """The requests of one operation: each is sent once those before it have given tokens enough."""
+    """The requests of one operation. Each is sent when earlier ones have generated enough tokens."""
 
     def __init__(self, engine: Any, requests: list[dict[str, Any]], number: int) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class Served:
         return self._answers
 
     def _send_later(self, tokens: int | None) -> None:
-        """What is due after so many tokens; None: all that is left."""
+        """Send the requests that are due after this number of tokens; for None, all remaining ones."""
         while self._later and (tokens is None or self._requests[self._later[0]]["after"] <= tokens):
             self._group.create_task(self._one(self._later.popleft()))
 
@@ -75,7 +75,7 @@ class Served:
 
 
 class Child:
-    """Each public method is an operation; what it returns is the answer."""
+    """Each public method is an operation that returns the answer."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import AsyncEngineArgs
@@ -101,12 +101,12 @@ class Child:
         }
 
     async def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Greedy tokens with log-probabilities, and when they came, in seconds since the first was sent."""
+        """Return greedy tokens with log-probabilities, and their times in seconds since the first request."""
         self._number += 1
         return await Served(self._engine, requests, self._number).run()
 
     async def reset(self, prompt: list[int]) -> None:
-        """Empty vLLM's own prefix cache. It refuses while blocks are in use, so a step is run in between."""
+        """Empty vLLM's own prefix cache. It refuses while blocks are in use, so steps are run in between."""
         async with asyncio.timeout(_RESET_S):
             while not await self._engine.reset_prefix_cache():
                 await asyncio.sleep(0.05)
@@ -131,7 +131,7 @@ def _sampling(max_tokens: int) -> Any:
 
 
 async def serve(lines: TextIO, answers: TextIO) -> None:
-    """Until `exit` or the end of the input; the first line carries the engine's options."""
+    """Serve until `exit` or the end of the input. The first line has the engine's options."""
 
     def answer(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -154,7 +154,7 @@ async def serve(lines: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM and its children print to the log from here on
+    os.dup2(2, 1)  # from here on, the output of vLLM and its children goes to the log
     uvloop.run(serve(sys.stdin, answers))
 
 

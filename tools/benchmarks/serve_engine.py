@@ -1,4 +1,4 @@
-"""vLLM processes of the serve benchmark: model, options, connectors, requests and the comparison of answers."""
+"""vLLM processes of the serve benchmark: model, options, connectors, requests, comparison of answers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 COMMAND = (sys.executable, "-m", "tools.benchmarks.serve_child")
 START_S, ANSWER_S, EXIT_S = 600.0, 300.0, 30.0
 ANSWER_TOKENS = 4
-SHORT_PROMPT = list(range(100, 116))  # less than a block, so no cache keeps it
+SHORT_PROMPT = list(range(100, 116))  # shorter than a block, so it is never cached
 
 CHUNK = 256
 CPU_BLOCK, GPU_BLOCK = 128, 16
 POOL_PROMPTS = 5  # a store may hold a quarter of all blocks, which is more than a prompt
 MIN_POOL_TOKENS = 8192
-ANSWER_ROOM = 512  # tokens of a request beside a prompt
+ANSWER_ROOM = 512  # tokens of a request in addition to the prompt
 MAX_REQUESTS = 64
 GIB = 1 << 30
 
 TOLERANCES = {"float32": 1e-3}
-"""Differences of log-probabilities by the type of the model. One wrong block changes them by far more than 0.1."""
+"""Tolerances of log-probabilities by dtype. One wrong block changes them by far more than 0.1."""
 ROUGH_TOLERANCE = 0.1
 
 ALL = "all"
@@ -55,15 +55,15 @@ _SHARED = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _ON_CPU = {
-    "OMP_NUM_THREADS": "1",  # the model has one core, so that copies have another
+    "OMP_NUM_THREADS": "1",  # the model uses one core, so that copies have another
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "4",  # an upper bound; the number of blocks is given
-    "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for seconds
+    "TORCH_COMPILE_DISABLE": "1",  # compiling the ranks of log-probabilities takes seconds
 }
 
 
 class ServeError(LMCacheAsyncError):
-    """A vLLM did not start, ended, answered wrongly or missed a hit. There are no figures then."""
+    """A vLLM did not start, ended, answered wrongly or missed a hit. There are no figures."""
 
     @property
     def first_line(self) -> str:
@@ -77,7 +77,8 @@ class Request:
 
     Attributes:
         max_tokens: Number of tokens to generate.
-        after: Send it when the requests with `after` 0 have given that many tokens together; 0 sends it at once.
+        after: Send it when the requests with `after` 0 have generated that many tokens together; 0 sends it
+        at once.
     """
 
     prompt: Sequence[int]
@@ -90,9 +91,9 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        sent: Seconds since its operation began.
+        sent: Seconds since the start of its operation.
         times: Arrival of each token, on the same clock.
-        logprobs: The best tokens and their log-probabilities at each generated place.
+        logprobs: The best tokens and their log-probabilities at each generated position.
         cached_tokens: Prompt tokens that were not computed, as counted by vLLM.
     """
 
@@ -114,10 +115,10 @@ class Answer:
 
 
 def difference(answer: Answer, reference: Answer, tolerance: float) -> float:
-    """Return the largest difference of a log-probability; infinite where tokens differ.
+    """Return the largest difference of a log-probability; infinite if tokens differ.
 
-    Greedy tokens with equal probability within the tolerance may change places. Tokens after such a place are not
-    compared.
+    Greedy tokens with equal probability within the tolerance may be exchanged. Tokens after such a position
+    are not compared.
     """
     if len(answer.tokens) != len(reference.tokens):
         return math.inf
@@ -152,7 +153,7 @@ def check_same(what: str, answer: Answer, reference: Answer, dtype: str) -> None
 
 
 def check_cached(what: str, answer: Answer, *, least: int, most: int) -> None:
-    """Check the number of prompt tokens that were not computed.
+    """Check the number of prompt tokens that came from a cache.
 
     Raises:
         ServeError: There were more or fewer.
@@ -163,7 +164,7 @@ def check_cached(what: str, answer: Answer, *, least: int, most: int) -> None:
 
 
 class Engine:
-    """A vLLM process. It begins to start at once; `wait_ready` waits for it.
+    """A vLLM process. It starts at once; `wait_ready` waits for the end of the start.
 
     Every call waits for its end, so no two engines compute at the same time.
 
@@ -186,7 +187,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=inherited | dict(environment),
-                start_new_session=True,  # its workers end with it, see close
+                start_new_session=True,  # its workers are killed with it, see `kill`
             )
         self._send(options)
 
@@ -198,21 +199,21 @@ class Engine:
         return self.serve([Request(prompt, max_tokens)])[0]
 
     def serve(self, requests: Sequence[Request]) -> list[Answer]:
-        """Send requests at the same time, each when it is due."""
+        """Send requests concurrently, each when it is due."""
         self._send({"do": "serve", "requests": [asdict(request) for request in requests]})
         return [Answer(**fields) for fields in self._receive(ANSWER_S)]
 
     def reset(self) -> None:
-        """Empty vLLM's own prefix cache, after the stores that hold blocks of it."""
+        """Empty vLLM's own prefix cache, after the end of stores that pin its blocks."""
         self._send({"do": "reset", "prompt": SHORT_PROMPT})
         self._receive(ANSWER_S)
 
     def wake(self) -> None:
-        """Make its processes spin again, and let vLLM notice the stores that have ended."""
+        """Make the processes spin again, and let vLLM process the stores that have ended."""
         self.ask(SHORT_PROMPT, 1)
 
     def close(self) -> None:
-        """End the process as a server ends, and kill its group if it does not."""
+        """End the process like a server, and kill its group if it does not end."""
         try:
             if self._process.poll() is None:
                 self._send({"do": "exit"})
@@ -223,7 +224,7 @@ class Engine:
             self.kill()
 
     def kill(self) -> None:
-        """Kill its process group and wait some seconds for the end of every process."""
+        """Kill the process group and wait some seconds for the end of every process."""
         deadline = time.monotonic() + _GONE_S
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -268,7 +269,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A vLLM that takes part.
+    """A vLLM to compare.
 
     Attributes:
         transfer: Its `kv_transfer_config`; None for no connector.
@@ -284,7 +285,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model that is made; by default 32 KiB of float32 KV per token."""
+    """Sizes of the created model; by default 32 KiB of float32 KV per token."""
 
     layers: int = 8
     hidden: int = 512
@@ -294,10 +295,10 @@ class Shape:
 
 
 def make_model(directory: Path, shape: Shape, *, dtype: str, max_tokens: int) -> None:
-    """Write a small Llama with seeded weights and without a tokenizer; prompts are token ids.
+    """Write a small Llama with seeded weights and without a tokenizer. Prompts are token ids.
 
-    The weights are random but of real scale, and queries and keys have a gain above 1: attention is peaked, so one
-    wrong block of KV changes the answer.
+    The weights are random with a realistic scale, and queries and keys have a gain above 1: attention is
+    peaked, so one wrong block of KV changes the answer.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -332,15 +333,15 @@ def make_model(directory: Path, shape: Shape, *, dtype: str, max_tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """Starts vLLMs of one model.
+    """Starts vLLM processes for one model.
 
-    vLLM's pool of blocks has room for a few prompts: after the warm-up all of its memory has been touched, and first
+    vLLM's block pool has room for a few prompts: after the warm-up all its memory has been touched, and first
     touches are not measured. A prompt is one step.
 
     Attributes:
         directory: For the model, logs and KV.
-        sockets: For the sockets of vLLM, whose paths must be short.
-        together: Number of vLLMs that are alive at the same time.
+        sockets: Directory for the sockets of vLLM, whose paths must be short.
+        together: Number of vLLM processes at the same time.
     """
 
     directory: Path
@@ -353,7 +354,7 @@ class Starter:
 
     @contextlib.contextmanager
     def started(self, contestants: Sequence[Contestant]) -> Iterator[list[Engine]]:
-        """The vLLMs, ready; killed at the end.
+        """Start vLLM processes and yield them when they are ready. They are killed at the end of the block.
 
         Raises:
             ServeError: One did not start.
@@ -364,7 +365,7 @@ class Starter:
                 engine = self._start(contestant)
                 stack.callback(engine.kill)
                 engines.append(engine)
-                if self.gpu:  # each measures how much memory the others leave
+                if self.gpu:  # each measures the memory that the others leave
                     engine.wait_ready()
             for engine in [] if self.gpu else engines:
                 engine.wait_ready()
@@ -402,14 +403,14 @@ class Starter:
 
 
 def ours(tiers: Sequence[Any], arena_bytes: int, **settings: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of this connector, with default settings except those given."""
+    """Return the `kv_transfer_config` of this connector, with default settings except those given."""
     return {
         "kv_connector": "LMCacheAsyncConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "chunk_size": CHUNK,
             "arena.max_bytes": arena_bytes,
-            "vllm.lookup_timeout_s": 5.0,  # on a busy machine a late answer would be a miss, and end the run
+            "vllm.lookup_timeout_s": 5.0,  # on a busy machine, a late answer would be a miss and end the run
             "tiers": list(tiers),
             **settings,
         },
@@ -422,13 +423,13 @@ def disk_tier(path: Path, **settings: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Another connector of vLLM, configured to keep KV in host memory, or on disk if its name ends in `/disk`.
+    """Another connector of vLLM, with KV in host memory, or on disk if its name ends in `/disk`.
 
     Attributes:
-        memory_key: The option of its `kv_connector_extra_config` for the bytes of memory.
-        path_key: The same for a directory.
-        needs: A package beside vLLM.
-        module: The module of the connector, for stand-ins of something missing on a CPU.
+        memory_key: Name of the option in `kv_connector_extra_config` for the bytes of memory.
+        path_key: Name of the option for a directory.
+        needs: A required package in addition to vLLM.
+        module: Module of the connector, for substitutes of something missing on a CPU.
     """
 
     name: str
@@ -439,7 +440,7 @@ class Connector:
 
     @property
     def missing(self) -> str:
-        """The package that it needs and that is not installed, or ""."""
+        """The required package if it is not installed, or ""."""
         return self.needs if self.needs and importlib.util.find_spec(self.needs) is None else ""
 
     def contestant(self, arena_bytes: int, directory: Path) -> Contestant:
@@ -461,7 +462,7 @@ class Connector:
 
 
 def _lmcache(arena_bytes: int, disk: Path | None) -> dict[str, str]:
-    """LMCache's environment. With `disk` it has the disk alone and reads with direct I/O, as the disk tier does."""
+    """Return LMCache's environment. With `disk` it has only the disk, with direct I/O as in the disk tier."""
     common = {
         "LMCACHE_CHUNK_SIZE": str(CHUNK),
         "LMCACHE_SAVE_UNFULL_CHUNK": "False",
@@ -488,11 +489,13 @@ CONNECTORS = (
     Connector(f"LMCacheConnectorV1{ON_DISK}", needs="lmcache"),
 )
 ITSELF = Connector(NO_CONNECTOR)
-"""A second vLLM without a connector. Differences between others that are as small as its own have no meaning."""
+"""A second vLLM without a connector. Differences of others that are as small as its own have no meaning."""
 
 
 def chosen_connectors(names: str) -> list[Connector]:
-    """Connectors by name between commas, each with `@MODULE` behind it if wanted; `all` for all but `NoConnector`.
+    """Parse comma-separated names of connectors.
+
+    A name may be followed by `@MODULE`. `all` selects all except `NoConnector`.
 
     Raises:
         ConfigError: There is no such connector.
@@ -509,7 +512,7 @@ def chosen_connectors(names: str) -> list[Connector]:
 
 
 def choose(what: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Names between commas, in the order of `names`.
+    """Return the comma-separated names in the order of `names`.
 
     Raises:
         ConfigError: One of them is unknown.

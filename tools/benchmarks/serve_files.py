@@ -1,4 +1,4 @@
-"""The files of a disk tier: which are there, out of the page cache, and read with nothing around it."""
+"""The files of a disk tier: listing, removal from the page cache, and raw reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-THREADS = 4  # as many as the disk tier reads at a time
+THREADS = 4  # concurrent reads of the disk tier
 STILL_S, LONGEST_S = 0.5, 60.0
 
 
 def sizes(directory: Path) -> dict[Path, int]:
-    """Every file under it with its bytes."""
+    """Return every file under the directory with its size in bytes."""
     found = {}
     for path in directory.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
@@ -30,10 +30,10 @@ def sizes(directory: Path) -> dict[Path, int]:
 
 
 def wait_still(directory: Path) -> None:
-    """Until nothing has changed for a while.
+    """Wait until no file has changed for `STILL_S` seconds.
 
     Raises:
-        ServeError: It does not come to that.
+        ServeError: The files still change after `LONGEST_S` seconds.
     """
     deadline = time.monotonic() + LONGEST_S
     before = sizes(directory)
@@ -47,7 +47,7 @@ def wait_still(directory: Path) -> None:
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Write them back, as only clean pages can be dropped, and drop them from the page cache."""
+    """Write files back, because only clean pages can be dropped, and drop them from the page cache."""
     for path in paths:
         with _opened(path, os.O_RDONLY) as descriptor:
             os.fdatasync(descriptor)
@@ -55,7 +55,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def direct(paths: Sequence[Path]) -> bool:
-    """Whether they can be read around the page cache."""
+    """Return whether the files can be read with direct I/O."""
     try:
         with _opened(paths[0], os.O_RDONLY | os.O_DIRECT):
             return True
@@ -64,7 +64,7 @@ def direct(paths: Sequence[Path]) -> bool:
 
 
 class RawReads:
-    """Reads whole files by `preadv`, as many at a time as the disk tier, into memory that was touched before."""
+    """Reads whole files with `preadv` into memory touched before, with the concurrency of the disk tier."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -84,12 +84,12 @@ class RawReads:
             memory.close()
 
     def milliseconds(self) -> float:
-        """Of reading all of them, around the page cache or after they were dropped from it."""
+        """Drop all files from the page cache and read them. Return the milliseconds of the reads."""
         drop(self._paths)
         left = iter(self._paths)
 
         def thread(memory: mmap.mmap) -> None:
-            for path in left:  # the next one, whichever thread is free
+            for path in left:  # shared by all threads
                 self._read(path, memory)
 
         start = time.perf_counter()

