@@ -328,7 +328,7 @@ def cases(
 
 
 async def ensure_put(records: Records, tier: Tier) -> None:
-    """Put the records if they are not there."""
+    """Put the records if the tier does not have all of them."""
     if await tier.count_prefix(records.keys) < records.count:
         for answer in await tier.put_many(records.items):
             if answer is not None:

@@ -130,7 +130,7 @@ class RecordDirectory:
         self._fd = os.open(self.root, _DIRECTORY)
 
     def prepare(self) -> None:
-        """Create what is missing and lock the directory; also after it was deleted while open."""
+        """Create missing directories and lock the root; also after it was deleted while open."""
         with self._preparing:  # two threads may find it missing at the same time
             _make_private(self.root)
             descriptor = os.open(self.root, _DIRECTORY)

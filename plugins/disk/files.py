@@ -286,7 +286,7 @@ class ParallelReads:
         return own.result()
 
     def _start_helpers(self, except_for: int = 0) -> None:
-        """Start helpers for the pieces that no thread has begun, except for so many of them."""
+        """Start helpers for the pieces that no thread has begun, except for `except_for` of them."""
         if self._start_helper is None:
             return
         with self._changed:

@@ -64,7 +64,7 @@ class Benchmark:
     """An entry of the table of benchmarks.
 
     Attributes:
-        needs: A package beside the requirements of lmcache-async, or CUDA.
+        needs: A package in addition to the requirements of lmcache-async, or CUDA.
         alone: It takes minutes and is not part of `all`.
         module: Name of its module, if not `name`.
     """

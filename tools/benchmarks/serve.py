@@ -58,8 +58,7 @@ SLOWER = 3.0  # duration of a read of the slow tier, relative to computing
 WARM_HITS = 25  # the first dozens of loads, and of vLLM's hits after them, are slower
 IDLE_S = 1.2
 """Pause before another engine gets requests, in seconds. vLLM's processes spin for a second after their last
-work, and
-stores continue after their answer. They must not share cores with the measured engine."""
+work, and stores continue after their answer. They must not share cores with the measured engine."""
 
 PLAIN = "no connector"
 OURS = "lmcache-async"
