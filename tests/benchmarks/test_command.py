@@ -25,7 +25,7 @@ NAMES = [benchmark.name for benchmark in command.BENCHMARKS if benchmark.availab
 
 ROWS = {
     "hash": {"xxh3_128, int32 array, whole", "blake3, int64 array, in steps", "sha256, list, whole"},
-    "lookup": {"engine, keys", "engine, keys, pinned", "scheduler half, hashed before"},
+    "lookup": {"engine, keys", "engine, keys, pinned", "scheduler connector, hashed before"},
     "loop": {"store, 64 chunks in batches of 16", "retrieve, 8 chunks in batches of 1"},
     "scheduler": {"request: hit", "request: miss, with its stores", "call: on_new_request"},
     "valkey": {"put, records of 1 MiB", "get, records of 1 MiB"},

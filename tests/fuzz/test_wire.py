@@ -230,7 +230,7 @@ async def hear(data: bytes) -> RankConnection:
         theirs.shutdown(socket.SHUT_WR)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         async with asyncio.timeout(30):
-            await link._converse(reader, writer)
+            await link.serve(reader, writer)
     finally:
         theirs.close()
         ours.close()

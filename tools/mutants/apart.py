@@ -22,8 +22,8 @@ APART = (
     Mutation(
         "apart: who is gone is waited for",
         LOOKUP,
-        "if pending.abandoned:",
-        "if False:",
+        "asks += 1\n            if pending.abandoned:",
+        "asks += 1\n            if False:",
         TEST_WAITER,
     ),
     Mutation(
