@@ -1,4 +1,4 @@
-"""What batch calls answer, chunk by chunk: for tiers with a `get_many` of their own, and for layers."""
+"""Per-chunk results of batch calls, for tiers that implement `get_many` and for layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lmcache_async.memory.tasks import is_ending, running_task
 from lmcache_async.tiers.border import ContractError, each
 
 Read: TypeAlias = Buffer | TierError | None
-"""What `get_many` answers of one chunk: its record, why there is none, or that it is not there."""
+"""Result of `get_many` for one chunk: its record, its error, or None on a miss."""
 
 
 @contextlib.contextmanager
 def reads(count: int) -> Iterator[list[Read]]:
-    """So many answers, misses at first, to be filled in the block; where that raises, their leases end."""
+    """Provide a list of `count` results, initially misses. If the block raises, its buffers are released."""
     results: list[Read] = [None] * count
     try:
         yield results
@@ -27,16 +27,25 @@ def reads(count: int) -> Iterator[list[Read]]:
 
 
 async def settle(results: list[Read], position: int, read: Awaitable[Buffer | None]) -> bool:
-    """Put what one read comes to, its failure too, in its place; False when there was no memory for it."""
+    """Store the result or the error of one read at its position.
+
+    Args:
+        results: Results of the batch.
+        position: Position of the chunk.
+        read: The read.
+
+    Returns:
+        False if there was no memory for the record.
+    """
     task = running_task()
     try:
         results[position] = await read
     except TierError as error:
         results[position] = error
-    except BudgetExceededError as error:  # the chunks that did find room are of use
+    except BudgetExceededError as error:  # the chunks that got memory are usable
         results[position] = no_memory(error)
         return False
-    except BaseException as error:  # of one chunk's read, also SystemExit, which would end the event loop
+    except BaseException as error:  # also SystemExit, which would end the event loop
         if is_ending(error, task):
             raise
         results[position] = ContractError.of("get", error)
@@ -44,7 +53,7 @@ async def settle(results: list[Read], position: int, read: Awaitable[Buffer | No
 
 
 async def settle_put(results: list[TierError | None], position: int, write: Awaitable[None]) -> None:
-    """Put the failure of one write in its place, whatever it raises."""
+    """Store the error of one write, of whatever type, at its position."""
     task = running_task()
     try:
         await write
@@ -57,29 +66,34 @@ async def settle_put(results: list[TierError | None], position: int, write: Awai
 
 
 def no_memory(cause: BudgetExceededError) -> TierError:
-    """Why a chunk was not read that is there."""
+    """Return the error of a stored chunk for which there was no memory."""
     error = TierError(f"no memory for a chunk to be read: {cause}")
-    error.__cause__ = cause.with_traceback(None)  # its frames hold what was read
+    error.__cause__ = cause.with_traceback(None)  # its frames hold views of the record
     return error
 
 
 def memory_was_short(error: BaseException) -> bool:
-    """Whether it was our own memory that a call did not get, which says nothing of the backend."""
+    """Return whether a call failed for lack of local memory, which says nothing about the backend."""
     return isinstance(error, BudgetExceededError) or isinstance(error.__cause__, BudgetExceededError)
 
 
 def release_answers(answers: Sequence[object]) -> None:
-    """Release the buffers among these."""
+    """Release the buffers in a list of results."""
     for answer in answers:
         if isinstance(answer, Buffer) and not answer.released:
             answer.release()
 
 
 def check_answers(verb: str, answers: Sequence[object], asked: int) -> None:
-    """There is one for each chunk; else the buffers among them are released.
+    """Check the number of results of a batch call. If it is wrong, the buffers among them are released.
+
+    Args:
+        verb: Name of the method, for messages.
+        answers: Result of the tier inside.
+        asked: Number of requested chunks.
 
     Raises:
-        TierError: The tier inside breaks its contract.
+        TierError: The tier inside violated its contract.
     """
     try:
         each(verb, answers, asked)

@@ -1,4 +1,4 @@
-"""The tier contract: three coroutines to write, working defaults for the rest."""
+"""Interface of tiers: three abstract coroutines, with default implementations for the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
-from typing_extensions import TypeVar  # typing's own has no default before Python 3.13
+from typing_extensions import TypeVar  # defaults of type variables are in typing from Python 3.13
 
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
@@ -23,7 +23,8 @@ from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
-"""`await allocate(nbytes)` gives a `Buffer` of that length; BudgetExceededError when there is no room in time."""
+"""`await allocate(nbytes)` returns a `Buffer` of that length; it raises BudgetExceededError if no memory is
+free in time."""
 
 
 class TierConfig(BaseModel):
@@ -33,7 +34,7 @@ class TierConfig(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig, default=Any)
-"""A tier's own config type. `class MyTier(Tier)` without one is a tier whose `config` is not checked for types."""
+"""Config type of a tier. With `class MyTier(Tier)`, without a parameter, `config` is not type-checked."""
 
 
 class Medium(StrEnum):
@@ -49,19 +50,20 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a tier can do beyond the three verbs; the conformance suite picks its cases by it.
+    """Optional features of a tier. The conformance suite selects its cases by them.
 
     Attributes:
-        in_arena: `get` gives leases of the arena itself, without a copy, and `put` keeps one.
-        own_memory: `get` gives leases of memory that is the tier's own and not of `allocate`'s. Others read
-            it too (`Buffer.shared`), so nobody writes to it.
-        writes: `put` is implemented. What only reads is given nothing, and lacks nothing.
+        in_arena: `get` returns leases of arena slabs without a copy, and `put` keeps a lease.
+        own_memory: `get` returns leases of the tier's own memory instead of memory of `allocate`. The memory
+            is shared with other readers (`Buffer.shared`) and must not be written to.
+        writes: `put` is implemented. A tier without it is never written to and does not count as lacking
+            chunks.
         persistent: Content outlives the process.
         removes: `remove` is implemented.
         lists: `keys` is implemented.
-        local_index: `contains` answers from this process's memory, so asking for every key is cheap.
-        shared: Other processes find what this one has put, as soon as `put` has returned.
-        max_concurrency: How many chunks the default batch verbs move at the same time.
+        local_index: `contains` is answered from memory of this process, so a lookup of every key is cheap.
+        shared: Other processes find a chunk as soon as `put` has returned.
+        max_concurrency: Number of chunks that the default batch methods transfer concurrently.
         medium: Where the tier stores records.
     """
 
@@ -79,18 +81,18 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """What a tier holds.
+    """Content of a tier.
 
     Attributes:
-        chunks: Records held.
+        chunks: Number of records.
         bytes: Bytes that count against `max_bytes`.
-        max_bytes: The capacity; None where the backend alone knows.
-        evictions: Records given up for room since the tier was opened.
-        corrupt: Records that the tier itself found broken, since it was opened; each was a miss and is
-            no hit any more.
-        corrupt_by_cause: The same by cause; see `ChunkCorruptError`.
-        common: Chunks, bytes, capacity and evictions are of a store that others write to as well. Each of them is
-            told the same, so nobody adds them up.
+        max_bytes: Capacity in bytes; None if only the backend knows it.
+        evictions: Records evicted since the tier was opened.
+        corrupt: Corrupt records that the tier itself detected since it was opened. Each was a miss and is not
+            found any more.
+        corrupt_by_cause: `corrupt` by cause; see `ChunkCorruptError`.
+        common: Chunks, bytes, capacity and evictions are those of a store with several writers. Every writer
+            reports the same values, so they must not be summed.
     """
 
     chunks: int = 0
@@ -104,13 +106,13 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ScrubReport:
-    """What a scrub came to.
+    """Result of a scrub.
 
     Attributes:
-        chunks: Records read and proven.
-        bytes: Their bytes, with those found broken.
-        corrupt: Records found broken, by cause.
-        errors: Records that could not be read; they may be right.
+        chunks: Records read and verified.
+        bytes: Bytes of these records and of the corrupt ones.
+        corrupt: Number of corrupt records by cause.
+        errors: Records that could not be read; they may be intact.
     """
 
     chunks: int = 0
@@ -120,50 +122,63 @@ class ScrubReport:
 
 
 class Tier(ABC, Generic[ConfigT]):
-    """A place that keeps chunks by key.
+    """A store of chunks by key.
 
-    A buffer's bytes are one sealed record; a tier stores and returns them as they are and need not
-    look inside. Calls may overlap. A chunk is immutable: a second `put` of a key stores the same
-    content, and either copy may stay. Every coroutine is a cancellation point; once cancelled it
-    touches the caller's buffer no more and holds no lease of its own making.
+    The bytes of a buffer are one sealed record. A tier stores and returns them unchanged and need not parse
+    them. Calls may overlap. A chunk is immutable: a second `put` of a key stores the same content, and either
+    copy may be kept. Every coroutine is a cancellation point. After cancellation it does not touch the
+    caller's buffer and holds no lease that it made.
 
-    Buffers belong to the call they were given to. Those of `allocate` that `get` does not return are
-    released when it ends, however it ends, and a call may hold two for each key. The buffer given to
-    `put` is read-only and ends with the call; a tier that wants the bytes for longer takes a lease of
-    its own (`buffer.retain()`), which is read-only too, or copies them. A tier may release what it was
-    given, and need not.
+    Buffers belong to the call that received them. Buffers of `allocate` that `get` does not return are
+    released when the call ends, for whatever reason; a call may hold two per key. The buffer passed to `put`
+    is read-only and valid until the call ends. To use the bytes for longer, take a lease of your own
+    (`buffer.retain()`), which is read-only too, or copy them. A tier may release the buffers that it received
+    but does not have to.
+
+    Args:
+        config: Options of the tier, an instance of `config_type`.
+
+    Attributes:
+        config_type: Config class, which validates the options of the tier.
     """
 
     config_type: ClassVar[type[TierConfig]] = TierConfig
 
     on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
-    """Set by who wants to know, before it is opened: to be called with the keys that the tier gives up for room."""
+    """Callback for evictions. Set before the tier is opened; the tier calls it with the keys that it evicts."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     @classmethod
     def offline(cls, config: ConfigT, options: OfflineOptions) -> OfflineStore | None:
-        """Access to the tier's records without opening the tier, for the maintenance commands.
+        """Return access to the tier's records without opening the tier, for the maintenance commands.
 
-        The default is None: the commands open the tier and use its `keys`, `get`, `put` and `remove`. A tier whose
-        records are files can return a store that reads them while an engine has the tier open.
+        The default is None: the commands open the tier and use its `keys`, `get`, `put` and `remove`. A tier
+        whose records are files can return a store that reads them while an engine has the tier open.
+
+        Args:
+            config: Options of the tier.
+            options: Options of the store.
         """
         del config, options
         return None
 
     @classmethod
     def directory_config(cls, path: Path) -> ConfigT | None:
-        """The config of a tier whose records are files in this directory, where a command is given only its path.
+        """Return the config of a tier whose records are files in a directory, for commands with only a path.
 
         The default is None: the tier does not keep records in a directory.
+
+        Args:
+            path: The directory.
         """
         del path
         return None
 
     @abstractmethod
     async def contains(self, key: ChunkKey) -> bool:
-        """Whether `get` would find the chunk now.
+        """Return whether `get` would find the chunk now.
 
         Raises:
             TierError: The backend failed. The caller counts it as a miss.
@@ -171,18 +186,26 @@ class Tier(ABC, Generic[ConfigT]):
 
     @abstractmethod
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        """The chunk in a buffer of `allocate`'s, leased to the caller; None on a miss.
+        """Return the chunk in a buffer of `allocate`, leased to the caller; None on a miss.
 
-        A tier with memory of its own, as its `capabilities` say, gives a lease of that.
+        A tier with `in_arena` or `own_memory` in its `capabilities` returns a lease of that memory instead.
+
+        Args:
+            key: The chunk.
+            allocate: Leases memory for the record; see `Allocate`.
 
         Raises:
             TierError: The backend failed. The caller counts it as a miss.
-            BudgetExceededError: `allocate` found no room in time.
+            BudgetExceededError: `allocate` found no free memory in time.
         """
 
     @abstractmethod
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        """Keep the bytes of `buffer.view` under `key`. They are visible when the call returns.
+        """Store the bytes of `buffer.view` under `key`. They are visible when the call returns.
+
+        Args:
+            key: The chunk.
+            buffer: The record; read-only, valid until the call ends.
 
         Raises:
             TierError: The chunk was not stored. The caller counts a drop.
@@ -193,27 +216,30 @@ class Tier(ABC, Generic[ConfigT]):
         return Capabilities()
 
     def bind(self, arena: Arena) -> None:
-        """Called once before the tier is opened.
+        """Prepare the tier for an arena. Called once before the tier is opened.
 
-        A tier that keeps leases adds a reclaimer to the arena here; one whose transport wants
-        registered memory registers the arena's region.
+        A tier that keeps leases adds a reclaimer to the arena here. A tier whose transport needs registered
+        memory registers the region of the arena.
         """
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading keys are there: the length of the longest run from the first on."""
+        """Return the length of the longest prefix of `keys` that is stored."""
         for count, key in enumerate(keys):
             if not flag("contains", await self.contains(key)):
                 return count
         return len(keys)
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """`contains` for each key, in order. Asked only of tiers with a `local_index`."""
+        """Call `contains` for each key, in order. Called only for tiers with a `local_index`."""
         return [flag("contains", await self.contains(key)) for key in keys]
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """`get` for each key, in order; a failure is a value in its place.
+        """Call `get` for each key; the results are in the order of `keys`.
 
-        Cancelled, it gives back every buffer it has got before it ends.
+        If the call is cancelled, every buffer it has received is released before it ends.
+
+        Returns:
+            For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
         """
         limit = asyncio.Semaphore(self.capabilities.max_concurrency)
         with reads(len(keys)) as results:
@@ -228,7 +254,11 @@ class Tier(ABC, Generic[ConfigT]):
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        """`put` for each item, in order; None where it was stored, else why not."""
+        """Call `put` for each item; the results are in the order of `items`.
+
+        Returns:
+            For each item None if it was stored, else the error.
+        """
         limit = asyncio.Semaphore(self.capabilities.max_concurrency)
         results: list[TierError | None] = [None] * len(items)
 
@@ -242,39 +272,42 @@ class Tier(ABC, Generic[ConfigT]):
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
-        """Forget the chunk; whether it was there. A tier that cannot remove answers False."""
+        """Delete the chunk. Return whether it was stored; False if the tier does not support removal."""
         del key
         return False
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        """A record that `get` gave was proven wrong: never give it again; whether it was there.
+        """Make a record that failed verification unreadable. Return whether it was stored.
 
-        The default removes it. A tier that keeps such records for somebody to look at puts it aside.
+        The default deletes it. A tier with a quarantine moves it there.
 
         Args:
-            key: The record's.
-            cause: Of the doubt; see `ChunkCorruptError`.
+            key: Key of the record.
+            cause: Cause of the failure; see `ChunkCorruptError`.
         """
         del cause
         return await self.remove(key)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
-        """Read every record, prove it and reject what is broken; at most at that rate.
+        """Read and verify every record, and reject corrupt ones.
 
-        It is not meant to end soon, so nothing puts a deadline around it; cancel it at any time. A tier
-        that cannot do it reports nothing.
+        A scrub may take long and has no deadline. It can be cancelled at any time. The default verifies
+        nothing and returns an empty report.
+
+        Args:
+            max_bytes_per_s: Maximum read rate in bytes per second; None for no limit.
         """
         del max_bytes_per_s
         return ScrubReport()
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """All keys held, in no order. A tier that cannot list gives none; see `capabilities`."""
+        """Iterate over all stored keys, in no order. Empty if `lists` is not in the capabilities."""
         nothing: tuple[ChunkKey, ...] = ()
         for key in nothing:
             yield key
 
     async def clear(self) -> int:
-        """Remove every chunk that `keys` lists; how many there were."""
+        """Remove every chunk that `keys` lists. Return the number of removed chunks."""
         removed = 0
         for key in [key async for key in self.keys()]:
             removed += flag("remove", await self.remove(key))
@@ -289,4 +322,4 @@ class Tier(ABC, Generic[ConfigT]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. Content of a persistent tier stays."""
+        """Close the tier. The content of a persistent tier is kept."""

@@ -1,8 +1,8 @@
-"""The border between the engine and a tier: its failures, its answers, and the leases of its calls.
+"""Enforcement of the tier contract: errors, results and leases of the calls of a tier.
 
-A tier is third-party code. Whatever it raises becomes a TierError, whatever it answers is checked for type
-and count, and the memory that a call was given ends with the call. `BorderLayer` in `layers/border.py`
-applies this to every call of a tier.
+A tier is third-party code. Exceptions that it raises are converted to TierErrors, results are checked for type
+and length, and memory that a call received is released when the call ends. `BorderLayer` in
+`layers/border.py` applies this to every call of a tier.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lmcache_async.observability.logging import LimitedLogger, describe
 T = TypeVar("T")
 
 BUFFERS_PER_KEY = 2
-"""Buffers of `allocate` that a call may hold for each of its keys: one to answer, one to work with.
+"""Buffers of `allocate` that a call may hold per key: one to return and one to work with.
 
-Without a bound, a call that allocates without end would evict all that host memory holds.
+Without a bound, a call that never stops allocating would evict the whole content of host memory.
 """
 
 _READS = frozenset({"get", "get_many"})
@@ -32,11 +32,11 @@ _WRITES = frozenset({"put", "put_many"})
 
 
 class ContractError(TierError):
-    """A tier gave a wrong answer, or raised something else than TierError."""
+    """A tier returned an invalid result, or raised an exception other than TierError."""
 
     @classmethod
     def of(cls, verb: str, error: BaseException) -> ContractError:
-        """What stands for an unexpected exception. It keeps no frame, and so no view of a buffer, alive."""
+        """Convert an unexpected exception. Its frames, and so views of buffers, are not kept alive."""
         drop_tracebacks(error)
         found = cls(f"{verb} raised {type(error).__name__}: {describe(error)}")
         found.__cause__ = error
@@ -44,9 +44,10 @@ class ContractError(TierError):
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Forget the frames that an error, its causes and its parts came through.
+    """Remove the tracebacks of an error, of its causes and contexts, and of the members of a group.
 
-    Their variables hold views of buffers: a slab would stay busy for as long as anyone keeps the error.
+    Local variables in the frames hold views of buffers: a slab would stay in use as long as the error is
+    referenced.
     """
     left, seen = [error], set[int]()
     while left:
@@ -61,10 +62,14 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 def flag(verb: str, answer: object) -> bool:
-    """An answer of yes or no: a bool, also NumPy's, or 0 or 1.
+    """Convert a boolean result: a bool, a NumPy bool, or the int 0 or 1.
+
+    Args:
+        verb: Name of the method, for messages.
+        answer: Result of the tier.
 
     Raises:
-        ContractError: It is something else.
+        ContractError: The result is something else.
     """
     if isinstance(answer, bool):
         return answer
@@ -74,10 +79,15 @@ def flag(verb: str, answer: object) -> bool:
 
 
 def number(verb: str, answer: object, most: int | None = None) -> int:
-    """A count, from 0 to `most`.
+    """Convert a count from 0 to `most`.
+
+    Args:
+        verb: Name of the method, for messages.
+        answer: Result of the tier.
+        most: Largest valid count; None for no limit.
 
     Raises:
-        ContractError: It is something else.
+        ContractError: The result is not an integer in that range.
     """
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer):
         raise ContractError(f"{verb} gave {_kind(answer)}, not an int")
@@ -88,10 +98,15 @@ def number(verb: str, answer: object, most: int | None = None) -> int:
 
 
 def each(verb: str, answers: object, asked: int) -> list[object]:
-    """A list of one answer for each chunk that was asked for.
+    """Check that the result is a list with one element for each requested chunk.
+
+    Args:
+        verb: Name of the method, for messages.
+        answers: Result of the tier.
+        asked: Number of requested chunks.
 
     Raises:
-        ContractError: It is no list, or of another length.
+        ContractError: The result is not a list, or has another length.
     """
     if not isinstance(answers, list | tuple | np.ndarray):
         raise ContractError(f"{verb} gave {_kind(answers)}, not a list")
@@ -101,10 +116,14 @@ def each(verb: str, answers: object, asked: int) -> list[object]:
 
 
 def read(verb: str, answer: object) -> Buffer | None:
-    """A buffer that is not released, or None.
+    """Check that the result is a buffer that is not released, or None.
+
+    Args:
+        verb: Name of the method, for messages.
+        answer: Result of the tier.
 
     Raises:
-        ContractError: It is something else.
+        ContractError: The result is something else.
     """
     if answer is None:
         return None
@@ -116,7 +135,7 @@ def read(verb: str, answer: object) -> Buffer | None:
 
 
 def flags(verb: str, answers: object, asked: int) -> list[bool]:
-    """`flag` for each chunk."""
+    """Apply `flag` to the result for each chunk."""
     return [flag(verb, answer) for answer in each(verb, answers, asked)]
 
 
@@ -127,11 +146,11 @@ def _kind(answer: object) -> str:
 
 
 class Border:
-    """What one tier raises and answers, as the engine takes it.
+    """Checks the results and converts the errors of one tier.
 
     Args:
-        name: The tier's id, for messages.
-        logger: Where broken contracts go, once per cause.
+        name: Tier id, for messages.
+        logger: Logger for contract violations, one line per cause.
     """
 
     def __init__(self, name: str, logger: LimitedLogger) -> None:
@@ -139,29 +158,29 @@ class Border:
         self._logger = logger
 
     async def call(self, verb: str, run: Callable[[], object], check: Callable[[object], T]) -> T:
-        """Await `run()` and check what it gives.
+        """Await `run()` and check its result.
 
-        A cancellation that the tier swallows is raised all the same.
+        If the tier suppresses a cancellation, CancelledError is raised all the same.
 
         Args:
-            verb: Of the tier, for messages.
-            run: Gives an awaitable.
-            check: Gives the answer in the right type; it raises ContractError where it is wrong.
+            verb: Name of the method, for messages.
+            run: Returns an awaitable.
+            check: Returns the result in the expected type; raises ContractError if it is invalid.
 
         Raises:
-            TierError: The tier failed, or broke its contract.
-            BudgetExceededError: There was no memory for an answer.
+            TierError: The tier failed or violated its contract.
+            BudgetExceededError: There was no memory for the result.
         """
         task = running_task()
         cancels = 0 if task is None else task.cancelling()
         answer: object = None
         try:
-            answer = await run()  # type: ignore[misc]  # a tier may give anything; `await` raises TypeError then
+            answer = await run()  # type: ignore[misc]  # a tier may return any object; `await` raises TypeError then
             if task is not None and task.cancelling() > cancels:
-                raise asyncio.CancelledError  # noqa: TRY301  # it goes the way of one that the tier passes on
+                raise asyncio.CancelledError  # noqa: TRY301  # handled below like one that the tier raises
             return check(answer)
         except BaseException as error:
-            answer = None  # the frames of what is raised here hold no view of a buffer
+            answer = None  # or the traceback would keep a view of a buffer alive
             if is_ending(error, task):
                 raise
             if task is not None and task.cancelling() > cancels:
@@ -170,7 +189,7 @@ class Border:
             raise failure from failure.__cause__
 
     def failure(self, verb: str, error: BaseException) -> TierError | BudgetExceededError:
-        """The error that stands for what a tier raised; a broken contract is logged."""
+        """Convert an exception of a tier. A contract violation is logged."""
         drop_tracebacks(error)
         if isinstance(error, ContractError):
             found = TierError(f"tier {self._name!r}: {error}")
@@ -195,7 +214,7 @@ class Border:
     def read(
         self, verb: str, answer: object, check: Callable[[str, object], Buffer | None] = read
     ) -> Buffer | TierError | None:
-        """One of the answers of `get_many`; one that is wrong becomes an error of that chunk."""
+        """Check one element of the result of `get_many`; an invalid one becomes the error of that chunk."""
         if isinstance(answer, TierError):
             return self._chunk_error(verb, answer)
         try:
@@ -204,10 +223,10 @@ class Border:
             return self._chunk_error(verb, error)
 
     def reads(self, verb: str, answers: object, asked: int) -> list[Buffer | TierError | None]:
-        """The answers of `get_many`.
+        """Check the result of `get_many`.
 
         Raises:
-            ContractError: There is not one answer for each chunk.
+            ContractError: The number of results differs from the number of chunks.
         """
         return [
             answer
@@ -217,10 +236,10 @@ class Border:
         ]
 
     def outcomes(self, verb: str, answers: object, asked: int) -> list[TierError | None]:
-        """What `put_many` says of each chunk: None where it was stored, or why not.
+        """Check the result of `put_many`: for each chunk None if it was stored, else the error.
 
         Raises:
-            ContractError: There is not one answer for each chunk.
+            ContractError: The number of results differs from the number of chunks.
         """
         return [
             None if answer is None else self._chunk_error(verb, answer)
@@ -231,29 +250,29 @@ class Border:
         if not isinstance(answer, TierError):
             answer = ContractError(f"{verb} gave {_kind(answer)} for a chunk")
         failure = self.failure(verb, answer)
-        assert isinstance(failure, TierError)  # as it was given one
+        assert isinstance(failure, TierError)  # `answer` is a TierError, for which `failure` returns one
         return failure
 
 
 def _has_text(error: BaseException) -> bool:
     try:
         str(error)
-    except BaseException:  # noqa: BLE001  # of a third party
+    except BaseException:  # noqa: BLE001  # __str__ of a third-party class
         return False
     return True
 
 
 class CallLeases:
-    """The leases of one call of a tier. They end with the call, whatever the tier does with them.
+    """Leases of one call of a tier. They end with the call, whatever the tier does with them.
 
-    A tier may release a buffer that it was given, any number of times or not at all. What it answers
-    becomes a buffer of the caller's, which the tier can neither use nor release any more.
+    A tier may release a buffer that it received, any number of times or not at all. A buffer that it returns
+    is transferred to the caller; the tier can neither use nor release it any more.
 
     Args:
-        border: The tier's.
-        allocate: Gives memory for a read; None in a call that reads nothing.
-        keys: How many chunks the call is about.
-        foreign: Whether the tier answers leases of memory that is not from `allocate`.
+        border: Checks of the tier.
+        allocate: Leases memory for a read; None in a call that reads nothing.
+        keys: Number of chunks of the call.
+        foreign: Whether the tier returns leases of memory that is not from `allocate`.
     """
 
     def __init__(
@@ -273,12 +292,16 @@ class CallLeases:
         self._ended = False
 
     async def allocate(self, nbytes: int) -> Buffer:
-        """For the tier: memory for a record.
+        """Lease memory for a record. Called by the tier.
+
+        Args:
+            nbytes: Length in bytes.
 
         Raises:
-            BudgetExceededError: There is none in time, the call holds as much as it may, or it has ended.
-            TypeError: `nbytes` is no integer.
-            ValueError: It is negative.
+            BudgetExceededError: No memory is free in time, the call holds `BUFFERS_PER_KEY` buffers per key,
+                or it has ended.
+            TypeError: `nbytes` is not an integer.
+            ValueError: `nbytes` is negative.
         """
         wanted = operator.index(nbytes)
         self._check_room()
@@ -292,22 +315,26 @@ class CallLeases:
         return buffer
 
     def lend(self, buffer: Buffer) -> Buffer:
-        """For a `put`: a read-only lease of the caller's buffer."""
+        """Return a read-only lease of the caller's buffer, for a `put`."""
         lease = buffer.lend(self)
         self._leases.append(lease)
         return lease
 
     def retained(self, lease: Buffer) -> None:
-        """A further lease of a read's memory ends with the call too; of a put's buffer it is the tier's own."""
+        """Register a further lease that the tier took with `retain`.
+
+        Further leases of a read's memory end with the call. Further leases of a put's buffer belong to the
+        tier.
+        """
         if not lease.readonly:
             lease.owner = self
             self._further.append(lease)
 
     def answer(self, verb: str, answer: object) -> Buffer | None:
-        """What `get` gave, as the caller's.
+        """Check the result of `get` and transfer it to the caller.
 
         Raises:
-            ContractError: It is neither None nor a buffer that the tier may answer.
+            ContractError: The result is neither None nor a buffer that the tier may return.
         """
         buffer = read(verb, answer)
         if buffer is None:
@@ -317,10 +344,12 @@ class CallLeases:
         return buffer.take_over()
 
     def answers(self, verb: str, answers: object, asked: int) -> list[Buffer | TierError | None]:
-        """What `get_many` gave, as the caller's; a wrong answer for one chunk is that chunk's error.
+        """Check the result of `get_many` and transfer its buffers to the caller.
+
+        An invalid element becomes the error of that chunk.
 
         Raises:
-            ContractError: There is not one answer for each chunk.
+            ContractError: The number of results differs from the number of chunks.
         """
         try:
             given = each(verb, answers, asked)
@@ -338,7 +367,7 @@ class CallLeases:
         ]
 
     def close(self) -> None:
-        """The call has ended: release what is left."""
+        """End the call: release the remaining leases."""
         self._ended = True
         for leases in (self._leases, self._further):
             for lease in leases:

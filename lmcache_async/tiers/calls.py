@@ -1,4 +1,4 @@
-"""Calls under way, and the wait for the last of them: what a tier has when it closes."""
+"""Counter of running calls, with a wait for the last one when a tier is closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Calls:
-    """Counts calls of one tier. Used on one event loop."""
+    """Counts running calls of one tier. Used on one event loop."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -16,7 +16,7 @@ class Calls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """A call is under way in the block."""
+        """Count a call for the duration of the block."""
         self._count += 1
         try:
             yield
@@ -26,9 +26,10 @@ class Calls:
                 self._ended.set_result(None)
 
     async def wait_ended(self) -> None:
-        """Wait until none is under way; no new ones should begin meanwhile. One waits at a time.
+        """Wait until no call is running. No call may start in the meantime, and only one task may wait.
 
-        There is no deadline: who closes has made the calls end. Cancelled, it only stops to wait.
+        There is no deadline: the caller must already have made the calls end. Cancellation only stops the
+        wait.
         """
         if not self._count:
             return

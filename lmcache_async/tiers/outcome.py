@@ -1,4 +1,4 @@
-"""What several tiers are given of a chunk, and what became of it."""
+"""Outcome of a chunk that is written to several tiers, and helpers of the tier stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ def when_all(
     position: int,
     on_outcome: Callable[[int, str], None],
 ) -> None:
-    """Tell the chunk's outcome now, or when the last of its futures is done."""
+    """Report the outcome of a chunk now, or when the last of its futures is done.
+
+    Args:
+        futures: Results of the tiers that queued the chunk.
+        kept: Whether a tier has stored the chunk already.
+        error: Error of a tier that was written to at once, if any.
+        position: Position of the chunk.
+        on_outcome: Called with the position and "" if at least one tier stored the chunk, else the class name
+            of an error.
+    """
     if not futures:
         on_outcome(position, "" if kept or error is None else type(error).__name__)
         return
@@ -44,10 +53,15 @@ def when_all(
 def leaving(
     items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None, *, encrypted: bool
 ) -> Sequence[tuple[ChunkKey, Buffer]]:
-    """What tiers outside of the arena are given in place of `items`: the first so many as `at_rest` has.
+    """Return the records for the tiers outside the arena.
+
+    Args:
+        items: Keys and plain records.
+        at_rest: Encrypted records of the first `len(at_rest)` items; None if no stage encrypts.
+        encrypted: Whether encryption is on.
 
     Raises:
-        ChainError: It is to be encrypted, and nothing is.
+        ChainError: Encryption is on and `at_rest` is None.
     """
     if at_rest is not None:
         return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]

@@ -1,4 +1,4 @@
-"""Which tier serves which chunk: pure decisions."""
+"""Selection of the tier that serves each chunk. Pure functions and data, without I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from itertools import groupby
 
 
 class Cover:
-    """What is known of where chunks are: each chunk's fastest tier, filled in as tiers answer."""
+    """The fastest tier of each chunk, filled in as lookups return.
+
+    Args:
+        count: Number of chunks.
+
+    Attributes:
+        tiers: For each chunk the index of a tier, or None if none is known.
+    """
 
     def __init__(self, count: int) -> None:
         self.tiers: list[int | None] = [None] * count
@@ -15,24 +22,24 @@ class Cover:
 
     @property
     def prefix(self) -> int:
-        """How many leading chunks are covered: the position of the first hole."""
+        """Number of leading chunks with a tier; the position of the first hole."""
         while self._prefix < len(self.tiers) and self.tiers[self._prefix] is not None:
             self._prefix += 1
         return self._prefix
 
     def holes(self) -> list[int]:
-        """Positions from the first hole on that no tier covers yet."""
+        """Return the positions without a tier, from the first hole on."""
         return [i for i in range(self.prefix, len(self.tiers)) if self.tiers[i] is None]
 
     def mark(self, tier: int, positions: Sequence[int]) -> None:
-        """Tier `tier` has the chunks at `positions`; a position keeps the tier that marked it first."""
+        """Set the tier of the chunks at `positions`. The tier that was set first is kept."""
         for position in positions:
             if self.tiers[position] is None:
                 self.tiers[position] = tier
 
 
 def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring chunks of one tier together: (tier, start, stop) in prefix order."""
+    """Group consecutive chunks of the same tier: (tier, start, stop) in prefix order."""
     result: list[tuple[int, int, int]] = []
     start = 0
     for tier, group in groupby(tiers):

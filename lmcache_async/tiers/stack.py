@@ -1,4 +1,4 @@
-"""The tiers of an engine, fastest first, as one: plan, fetch, write, promote."""
+"""The tier stack of an engine: lookup, fetch, write and promotion over all tiers, fastest first."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ __all__ = ["Fetched", "StackedTier", "TierStack"]
 
 
 class TierStack:
-    """Ordered tiers. A failure of one is a miss of that one, or a counted drop; it never raises.
+    """Ordered tiers. A failure of one tier is a miss of that tier or a counted drop; it is not raised.
 
     Args:
-        tiers: Fastest first.
-        write_timeout_s: How long a chunk waits for room in a slow tier's queue before it is dropped.
-        encrypted: Nothing but encrypted records may leave the process's memory.
+        tiers: Entries, fastest first.
+        write_timeout_s: Seconds that a chunk waits for room in the queue of a slow tier before it is dropped.
+        encrypted: Only encrypted records may leave the memory of the process.
+
+    Attributes:
+        tiers: The entries.
+        counts: Counters by "<tier id>.<event>", with the class name of the error or the cause where there is
+            one.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class TierStack:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether any tier is given records that leave the process's memory."""
+        """Whether records are written to any tier outside the memory of the process."""
         return any(stacked.leaves_memory for stacked in self._takers)
 
     @property
@@ -51,11 +56,15 @@ class TierStack:
 
     @property
     def late_calls(self) -> int:
-        """Calls that were given up and have not ended yet."""
+        """Number of abandoned calls that have not ended yet."""
         return sum(s.tier.late_calls for s in self.tiers if isinstance(s.tier, GuardLayer))
 
     async def open(self, arena: Arena) -> Self:
-        """Open every tier; when one fails those already open are closed again."""
+        """Open every tier. If one fails, those already open are closed again.
+
+        Args:
+            arena: Arena to which the tiers are bound.
+        """
         async with AsyncExitStack() as stack:
             for stacked in self.tiers:
                 stacked.tier.bind(arena)
@@ -67,26 +76,38 @@ class TierStack:
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Write what is queued, within the deadline, then close every tier; that also when cancelled."""
+        """Flush the write queues within the deadline, then close every tier, also if cancelled.
+
+        Args:
+            timeout_s: Deadline of the flush in seconds.
+        """
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
             await self._exit.aclose()
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until nothing is queued or under way to any tier; False when the deadline came first."""
+        """Wait until no write is queued and no write or abandoned call is running.
+
+        Args:
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            False if the deadline has passed.
+        """
         waits = [s.writer.flush(timeout_s=timeout_s) for s in self.tiers if s.writer is not None]
         waits += [s.tier.drain(timeout_s=timeout_s) for s in self.tiers if isinstance(s.tier, GuardLayer)]
         return all(await asyncio.gather(*waits))
 
     async def plan(self, keys: Sequence[ChunkKey], in_arena: bool = False) -> tuple[tuple[int, ...], str]:
-        """For each chunk of the longest prefix that is there, the fastest tier that has it.
+        """Find the longest stored prefix and, for each of its chunks, the fastest tier that has it.
 
         Args:
-            in_arena: Ask only the tiers that keep their chunks in the arena.
+            keys: Keys in prefix order.
+            in_arena: Look up only the tiers that store their chunks in the arena.
 
         Returns:
-            The tiers' indices, and why the prefix ends ("" when it is all of `keys`).
+            The indices of the tiers, and the reason why the prefix ends ("" if it is all of `keys`).
         """
         cover = Cover(len(keys))
         failed = False
@@ -109,12 +130,14 @@ class TierStack:
         return tuple(tier for tier in found if tier is not None), cause
 
     async def missing(self, keys: Sequence[ChunkKey], *, memory_chunks: int | None = None) -> list[int]:
-        """Positions of the chunks that at least one tier that takes any lacks, as far as it is cheap to know.
+        """Return the positions of chunks that at least one writable tier lacks.
 
-        All of them when no such tier answers: what nobody vouches for is not there.
+        A tier without a local index is only queried for a prefix. If every writable tier fails, all positions
+        are returned.
 
         Args:
-            memory_chunks: How many leading chunks tiers in the arena are to have; None is all of them.
+            keys: Keys in prefix order.
+            memory_chunks: Number of leading chunks that tiers in the arena should have; None for all.
         """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
@@ -124,7 +147,7 @@ class TierStack:
                 held = await stacked.holds(keys, everything)
             except TierError as error:
                 self._count(stacked, "errors", error)
-                continue  # a tier that fails takes no write now either
+                continue  # a tier that fails would not accept a write now either
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
             lacking.update(set(wanted).difference(held))
@@ -133,16 +156,25 @@ class TierStack:
     async def fetch(
         self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate, *, slower: bool = True
     ) -> Fetched:
-        """Get the chunks, each from the tier planned for it or, failing that, from a slower one if `slower`.
+        """Read the chunks, each from its planned tier.
 
-        Cancelled, it gives back what it has got.
+        If the call is cancelled, all buffers read so far are released.
+
+        Args:
+            keys: Keys in prefix order.
+            tiers: For each key the index of its tier.
+            allocate: Leases memory for records.
+            slower: If the planned tier does not have a chunk, try slower tiers.
+
+        Returns:
+            The buffers up to the first chunk that was not read, leased to the caller.
         """
         got: list[Buffer | None] = [None] * len(keys)
         sources = list(tiers)
         cause = ""
         try:
             parts = runs(tiers)
-            if len(parts) == 1:  # nothing to run side by side
+            if len(parts) == 1:  # nothing to run concurrently
                 await self._fetch_run(keys, parts[0], allocate, got)
             else:
                 async with asyncio.TaskGroup() as group:
@@ -201,7 +233,14 @@ class TierStack:
         return tiers[position]
 
     async def lease_in_arena(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> list[Buffer]:
-        """Leases of those chunks that their planned tier keeps in the arena; nothing is copied."""
+        """Lease the chunks whose planned tier stores them in the arena; nothing is copied.
+
+        If the call is cancelled, all leases are released.
+
+        Args:
+            keys: Keys in prefix order.
+            tiers: For each key the index of its tier.
+        """
         leases: list[Buffer] = []
         try:
             for index, start, stop in runs(tiers):
@@ -220,9 +259,13 @@ class TierStack:
         return leases
 
     async def reserve_writes(self, keys: Sequence[ChunkKey], *, timeout_s: float) -> list[WriteReservation]:
-        """Wait until every slow tier's queue has room for these chunks.
+        """Wait until the queue of every slow tier has room for these chunks.
 
-        Cancelled, or where one has none in time, nothing is reserved.
+        If the call is cancelled or fails, nothing is reserved.
+
+        Args:
+            keys: Keys of the chunks.
+            timeout_s: Deadline in seconds, for all queues together.
 
         Raises:
             BudgetExceededError: A queue has no room within `timeout_s`.
@@ -248,16 +291,21 @@ class TierStack:
         *,
         at_rest: Sequence[Buffer] | None = None,
     ) -> list[list[asyncio.Future[TierError | None]]]:
-        """Give the chunks to every tier that takes any. Ends when each tier has them or has queued them.
+        """Write the chunks to every writable tier. Ends when each tier has stored or queued them.
 
         Args:
-            on_outcome: Called once for each chunk, with its position and "" when at least one tier keeps
-                it or else the cause; for queued chunks when the last tier has answered.
-            at_rest: What tiers outside of the arena are given for the first so many chunks, instead of the
-                same buffers; the other chunks they are not given. None is refused where all is encrypted.
+            items: Keys and records.
+            on_outcome: Called once for each chunk with its position and "" if at least one tier stored it,
+                else the cause. For queued chunks it is called after the last tier has finished.
+            at_rest: Encrypted records of the first `len(at_rest)` chunks, for tiers outside the arena. The
+                other chunks are not written to these tiers. None means that the plain records are written,
+                which is refused if everything is encrypted.
 
         Returns:
-            For each chunk the answers to come of those tiers that share it with other processes.
+            For each chunk the futures of its writes to tiers that are shared with other processes.
+
+        Raises:
+            ChainError: Encryption is on and `at_rest` is None.
         """
         outside = leaving(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
         shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
@@ -294,9 +342,13 @@ class TierStack:
                 self._count(stacked, "dropped", error)
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
-        """Copy chunks that came from slower tiers into the faster ones; without waiting for room.
+        """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
 
-        Where all is encrypted, into those in the arena alone: these buffers are decrypted.
+        If everything is encrypted, only to tiers in the arena, because these buffers are decrypted.
+
+        Args:
+            items: Keys and verified records.
+            sources: For each item the index of the tier that it was read from.
         """
         for index, stacked in enumerate(self.tiers):
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
@@ -309,7 +361,13 @@ class TierStack:
                 self.counts[f"{stacked.id}.promoted"] += outcomes.count(None)
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
-        """Count a record that could not be proven right, and have its tier reject it."""
+        """Count a record that failed verification and reject it in its tier.
+
+        Args:
+            tier: Index of the tier.
+            key: Key of the record.
+            cause: Cause of the failure; see `ChunkCorruptError`.
+        """
         stacked = self.tiers[tier]
         self.counts[f"{stacked.id}.corrupt.{cause}"] += 1
         try:

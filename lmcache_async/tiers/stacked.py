@@ -1,4 +1,4 @@
-"""A tier in its place in the stack, and what a fetch from the stack comes to."""
+"""An entry of the tier stack, and the result of a fetch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lmcache_async.types import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class StackedTier:
-    """A tier in its place.
+    """A tier in the stack.
 
     Attributes:
-        id: Its name in config, log lines and counters; unique in the stack.
+        id: Name in the configuration, log lines and counters; unique in the stack.
         tier: The tier with its layers.
-        writer: The queue before it; None for a tier in the arena, which takes a chunk at once, and for one
-            that takes none.
+        writer: Write queue of the tier; None for a tier in the arena, which stores a chunk at once, and for a
+            read-only tier.
     """
 
     id: str
@@ -29,16 +29,26 @@ class StackedTier:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether its records are outside of the process's memory."""
+        """Whether its records are stored outside the memory of the process."""
         return not self.tier.capabilities.in_arena
 
     @property
     def takes(self) -> bool:
-        """Whether it is given records; others are only read from."""
+        """Whether the tier accepts writes; otherwise it is only read."""
         return self.tier.capabilities.writes
 
     async def holds(self, keys: Sequence[ChunkKey], positions: list[int]) -> list[int]:
-        """Which of these positions of `keys` it has, as far as it is cheap to know.
+        """Return the positions of stored chunks.
+
+        A tier without a local index is only queried for a prefix, so stored chunks after the first miss are
+        left out.
+
+        Args:
+            keys: Keys of all chunks.
+            positions: Positions in `keys` to look up, ascending.
+
+        Returns:
+            The subset of `positions` whose chunks are stored.
 
         Raises:
             TierError: The tier failed.
@@ -50,7 +60,7 @@ class StackedTier:
         return positions[: await self.tier.count_prefix(wanted)]
 
     async def put_now(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> Sequence[TierError | None]:
-        """Give it records past the queue; for each None, or why not."""
+        """Store records without the queue. For each, return None or the error."""
         try:
             return await self.tier.put_many(items)
         except TierError as error:
@@ -59,12 +69,12 @@ class StackedTier:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a fetch came to: the leading chunks' buffers, leased to the caller.
+    """Result of a fetch: buffers of the leading chunks, leased to the caller.
 
     Attributes:
-        buffers: One for each chunk up to the first hole.
-        tiers: Which tier gave each.
-        cause: Why there is a hole; "" when all chunks were there.
+        buffers: One for each chunk up to the first missing one.
+        tiers: For each buffer the index of the tier that it was read from.
+        cause: Why the prefix ends early; "" if all chunks were read.
     """
 
     buffers: tuple[Buffer, ...]

@@ -1,4 +1,4 @@
-"""The queue before a slow tier: bounded in bytes and in seconds, drained in order, several chunks a call."""
+"""Write queue of a slow tier: FIFO, bounded in bytes and in drain time, several chunks per call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lmcache_async.types import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class WriterStatistics:
-    """What waits to be written.
+    """State of a write queue.
 
     Attributes:
-        queued_chunks: Chunks that wait or are being written.
+        queued_chunks: Chunks that are queued or being written.
         queued_bytes: Their bytes, which count against `max_bytes`.
-        max_bytes: The bound, which is lower than configured where the tier is slow.
-        refused: Chunks that found no room within their deadline.
+        max_bytes: Bound of the queue in bytes; lower than configured if the tier is slow.
+        refused: Chunks that were dropped because the queue had no room within their deadline, or was closed.
     """
 
     queued_chunks: int
@@ -33,10 +33,10 @@ class WriterStatistics:
 
 
 class _WriteRate:
-    """How fast a tier writes: bytes a second of the time in which it wrote, later calls weighing more.
+    """Write rate of a tier: exponentially weighted bytes per second of the time spent in writes.
 
     Args:
-        kept: What remains of the weight of earlier calls after each call.
+        kept: Factor of the weight of earlier calls, applied at each call.
     """
 
     __slots__ = ("_bytes", "_ended", "_kept", "_seconds")
@@ -48,13 +48,13 @@ class _WriteRate:
         self._ended = -math.inf
 
     def add(self, nbytes: int, start: float, end: float) -> None:
-        """A call wrote so many bytes. Time that it shares with a call that ended before counts once."""
+        """Add a call that wrote `nbytes`. Time that overlaps with a call that ended before counts once."""
         self._bytes = self._bytes * self._kept + nbytes
         self._seconds = self._seconds * self._kept + max(0.0, end - max(start, self._ended))
         self._ended = end
 
     def bytes_in(self, seconds: float) -> float:
-        """How much is written in that time; infinite as long as nothing took any."""
+        """Return the bytes written in that time; infinite while no write has taken any time."""
         return self._bytes * seconds / self._seconds if self._seconds else math.inf
 
 
@@ -66,9 +66,9 @@ class _Item:
 
 
 class WriteReservation:
-    """Room in a writer's queue for chunks that are still to be submitted.
+    """Room in a write queue for chunks that will be submitted.
 
-    A chunk takes its part with `submit`; what is left by then is given back by `release`.
+    `TierWriter.submit` uses the part of a chunk; `release` returns the parts that were not used.
     """
 
     __slots__ = ("_keys", "_writer")
@@ -78,33 +78,33 @@ class WriteReservation:
         self._keys = keys
 
     def take(self, key: ChunkKey) -> bool:
-        """Use the chunk's part; whether there is one."""
+        """Use the part of a chunk. Return whether there is one."""
         if key not in self._keys:
             return False
         self._keys.discard(key)
         return True
 
     def release(self) -> None:
-        """Give back what no chunk has taken. May be called twice."""
+        """Return the room that no chunk has used. May be called twice."""
         keys, self._keys = self._keys, set()
         self._writer.withdraw(self, keys)
 
 
 class TierWriter:
-    """Writes what is submitted to one tier, first in first out.
+    """Writes submitted chunks to one tier, first in, first out.
 
-    A submitted chunk holds a lease of its buffer and bytes of the bound until the tier has taken or
-    refused it. Cancelling who waits for a result does not stop the write.
+    A submitted chunk holds a lease of its buffer and bytes of the bound until the tier has stored or refused
+    it. Cancelling a task that waits for a result does not stop the write.
 
     Args:
         tier: The tier.
-        name: What messages call it.
-        max_bytes: Bound of what waits.
-        max_s: Bound of the time in which the tier writes what waits, by the rate of its calls so far. One
-            chunk may wait whatever the rate.
-        chunk_bytes: Bytes of the largest chunk; the bound has room for one at least.
-        call_bytes: Most bytes given to one call of `put_many`.
-        workers: Calls at the same time.
+        name: Tier id, for messages.
+        max_bytes: Bound of the queue in bytes.
+        max_s: Bound of the time, in seconds, that the tier takes to write the queue at its measured rate. One
+            chunk may be queued at any rate.
+        chunk_bytes: Bytes of the largest chunk; the bound is at least that.
+        call_bytes: Maximum bytes of one call of `put_many`.
+        workers: Number of concurrent calls.
     """
 
     def __init__(
@@ -138,10 +138,15 @@ class TierWriter:
         self._workers = [asyncio.create_task(self._run()) for _ in range(self._num_workers)]
 
     async def reserve(self, keys: Collection[ChunkKey], *, timeout_s: float) -> WriteReservation:
-        """Wait for room for chunks that will be submitted. Cancelled, nothing is reserved.
+        """Wait for room for chunks that will be submitted. If the call is cancelled, nothing is reserved.
+
+        Args:
+            keys: Keys of the chunks.
+            timeout_s: Deadline in seconds.
 
         Raises:
-            BudgetExceededError: There was none within `timeout_s`; or, at once, they are more than the bound.
+            BudgetExceededError: There was no room within `timeout_s`, or the chunks exceed the bound (raised
+                at once).
         """
         wanted = set(keys)
         await self._budget.reserve(len(wanted) * self._chunk_bytes, timeout_s=timeout_s)
@@ -150,7 +155,7 @@ class TierWriter:
         return reservation
 
     def withdraw(self, reservation: WriteReservation, keys: Collection[ChunkKey]) -> None:
-        """Give back the room that a reservation has for these chunks."""
+        """Release the room that a reservation has for these chunks."""
         for key in keys:
             if self._reserved.get(key) is reservation:
                 del self._reserved[key]
@@ -159,10 +164,17 @@ class TierWriter:
     async def submit(
         self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float
     ) -> list[asyncio.Future[TierError | None]]:
-        """Queue the chunks, in order; each future tells None when its chunk is kept, else why not.
+        """Queue the chunks in order.
 
-        Chunks that find no room within `timeout_s` are refused, from the first such one on: what a
-        prompt loses is its end. Cancelled, it leaves queued what is queued.
+        If a chunk finds no room within `timeout_s`, it and all chunks after it are refused, so a prompt loses
+        its end. If the call is cancelled, chunks that are queued stay queued.
+
+        Args:
+            items: Keys and records.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            For each chunk a future of None if it was stored, else of the error.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -183,21 +195,32 @@ class TierWriter:
         return futures
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is written; False when that took too long."""
+        """Wait until everything submitted so far is written.
+
+        Args:
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            False if the deadline has passed.
+        """
         if not self._pending:
             return True
         _, late = await asyncio.wait(set(self._pending), timeout=timeout_s)
         return not late
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Write what is queued, as far as the deadline lets; give every lease back, also when cancelled."""
+        """Flush within the deadline, then release every lease, also if cancelled.
+
+        Args:
+            timeout_s: Deadline of the flush in seconds.
+        """
         self._closed = True
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
             for worker in self._workers:
                 worker.cancel()
-            while self._queue:  # before anything is awaited, so that a second cancellation changes nothing
+            while self._queue:  # before the next await, so that a second cancellation cannot skip it
                 self._end(self._queue.popleft(), self._was_closed())
             await asyncio.gather(*self._workers, return_exceptions=True)
 
@@ -224,7 +247,7 @@ class TierWriter:
             await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
         except BudgetExceededError as error:
             return self._full("its write queue has no room", error)
-        if refusal := self._refusal():  # closed while this one waited: nobody would write it
+        if refusal := self._refusal():  # closed during the wait: it would never be written
             self._budget.release(nbytes)
         return refusal
 
@@ -254,7 +277,7 @@ class TierWriter:
             message = f"tier {self._name!r}: put_many gave {len(outcome)} answers for {len(items)} chunks"
             return [TierError(message)] * len(items)
         written = sum(item.buffer.nbytes for item, error in zip(items, outcome, strict=True) if error is None)
-        if written:  # a call that only refuses says nothing of the rate
+        if written:  # a call that stored nothing is no measurement
             self._rate.add(written, start, loop.time())
             self._budget.limit(int(min(self._rate.bytes_in(self._max_s), self._budget.max_bytes)))
         return outcome

@@ -1,4 +1,4 @@
-"""What to give up when a tier is full."""
+"""Eviction policies of tiers."""
 
 from lmcache_async.tiers.eviction.base import EvictionPolicy
 from lmcache_async.tiers.eviction.lru import LRUPolicy

@@ -1,4 +1,4 @@
-"""The eviction policy's contract: it orders keys, the tier that owns it moves the bytes."""
+"""Interface of eviction policies."""
 
 from __future__ import annotations
 
@@ -12,51 +12,61 @@ if TYPE_CHECKING:
 
 
 class EvictionPolicy(ABC):
-    """Decides which chunks a tier gives up. No I/O, no clock; used on one thread.
+    """Selects the chunks that a full tier deletes.
 
-    A chunk is of use only while all chunks before it in its prompt are there, so a policy gives up
-    a suffix before its prefix. It is told no prompt, only keys; what it knows of their order it
-    learns from `touch`.
+    A policy orders keys; the tier that owns it moves the bytes. It has no I/O and no clock and is used on one
+    thread.
+
+    A chunk is usable only while all chunks before it in its prompt are stored, so a policy evicts a suffix
+    before its prefix. It receives keys only, no prompts; `touch` is its only source for their order.
     """
 
     @abstractmethod
     def add(self, key: ChunkKey, size: int) -> None:
-        """`key` is held from now on and weighs `size` (bytes or slabs, the tier's choice).
+        """Record a chunk that is now stored.
+
+        Args:
+            key: The chunk.
+            size: Its size, in the unit of the tier (bytes or slabs).
 
         Raises:
-            ValueError: It is held already.
+            ValueError: The key is stored already.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool = True) -> None:
-        """One prompt's consecutive chunks, in prefix order, were used or asked for together.
+        """Record the use or lookup of consecutive chunks of one prompt.
 
-        Keys that are not held count too: their place in the prompt is remembered, within a bound.
+        Keys that are not stored count too: a bounded number of their positions is remembered.
 
         Args:
-            gapless: False where chunks may have been left out between two of `keys`: they are
-                neighbours then only as far as nothing nearer is known.
+            keys: Keys in prefix order.
+            gapless: False if chunks between two of `keys` may have been left out. The pair is then treated as
+                neighbours only if no nearer neighbour is known.
         """
 
     @abstractmethod
     def before(self, key: ChunkKey) -> ChunkKey | None:
-        """The chunk that the held `key` is known to continue."""
+        """Return the known predecessor of a stored chunk in its prompt; None if it is not known."""
 
     @abstractmethod
     def discard(self, key: ChunkKey) -> bool:
-        """`key` is held no more; whether it was."""
+        """Remove a key that is not stored any more. Return whether it was recorded."""
 
     @abstractmethod
     def evict(
         self, wanted: int, evictable: Callable[[ChunkKey], bool], *, last_resort: bool = False
     ) -> list[ChunkKey]:
-        """Chunks to give up, together `wanted` or more; none when they cannot make that up.
-
-        They are not held any more when this returns, in the order in which they should go.
+        """Select chunks to delete and remove them from the policy.
 
         Args:
-            evictable: False for a chunk that somebody uses now; it counts as touched.
-            last_resort: When nothing else is left, also chunks before one that is used now.
+            wanted: Total size to free, in the unit of `add`.
+            evictable: Returns False for a chunk that is in use; such a chunk counts as touched.
+            last_resort: If nothing else is left, also select chunks before one that is in use.
+
+        Returns:
+            Chunks with a total size of at least `wanted`, in the order of deletion; an empty list if that is
+            not possible.
         """
 
     @abstractmethod
@@ -67,4 +77,4 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[ChunkKey]:
-        """The keys held, in no order."""
+        """Iterate over the recorded keys, in no order."""

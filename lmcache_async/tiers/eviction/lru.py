@@ -1,4 +1,4 @@
-"""Least recently used, suffixes before their prefixes."""
+"""LRU eviction, suffixes before their prefixes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ if TYPE_CHECKING:
 
     from lmcache_async.types import ChunkKey
 
-# Places in a prompt remembered for chunks not held yet: those of a lookup whose store is still to come. As many
-# as chunks are held, within these bounds: what is never stored, as of most lookups of a full tier, is of no use.
-# The lower one covers a prompt of a million tokens in chunks of 256. A place takes some 230 bytes.
+# Number of remembered predecessors of chunks that are not stored yet (looked up, store still to come): the number
+# of stored chunks, within these bounds. Most chunks looked up in a full tier are never stored, so their entries
+# are useless. The lower bound covers a prompt of a million tokens in chunks of 256. An entry takes about 230 bytes.
 MIN_HINTS = 1 << 12
 MAX_HINTS = 1 << 16
 
 
 class LRUPolicy(EvictionPolicy):
-    """Gives up the least recently used chunk that no held chunk continues.
+    """Evicts the least recently used chunk that has no stored continuation.
 
-    Two things keep prefixes longer than suffixes:
+    Two rules keep prefixes longer than suffixes:
 
-    - a batch is touched from its end, so that its earlier chunks are the more recent ones;
-    - neighbours in a prompt are remembered as a link from a chunk to the one before it. Keys are
-      chained, so such a link is true in every request. While a chunk has a held continuation it is
-      *parked*: it leaves the queue when it comes to its old end, and is back there as soon as its
-      last continuation has gone. That holds for prompts that arrive in several batches or chunk by
-      chunk, and for batches that interleave, as long as some lookup named the chunks together.
+    - A batch is touched from its end, so its earlier chunks are more recent.
+    - The predecessor of each chunk in its prompt is remembered as a link. Keys are chained, so a link holds
+      in every request. A chunk with a stored continuation is *parked*: it is taken from the queue when it
+      reaches the old end, and returns there when its last continuation is removed. This covers prompts that
+      arrive in several batches or chunk by chunk, and interleaved batches, if one lookup contained the chunks
+      together.
 
-    Each operation costs O(1) a key, amortised: every parking pays for one return to the queue.
+    Each operation costs O(1) per key, amortised: each parking is paid for by one return to the queue.
+
+    Args:
+        max_hints: Maximum number of remembered predecessors of chunks that are not stored.
     """
 
     def __init__(self, *, max_hints: int = MAX_HINTS) -> None:
         self._max_hints = max_hints
         self._sizes: dict[ChunkKey, int] = {}
         self._total = 0
-        # Oldest first. Held keys that are not in here are parked.
+        # Oldest first. Stored keys that are not in the queue are parked.
         self._queue: OrderedDict[ChunkKey, None] = OrderedDict()
-        # Held key -> the key before it, held or not; and how many held keys name a key as that.
+        # Stored key -> its predecessor, stored or not; and the number of stored keys with a key as predecessor.
         self._parents: dict[ChunkKey, ChunkKey] = {}
         self._continuations: dict[ChunkKey, int] = {}
-        # The same link for keys that are not held yet.
+        # Predecessors of keys that are not stored yet.
         self._hints: OrderedDict[ChunkKey, ChunkKey] = OrderedDict()
 
     def add(self, key: ChunkKey, size: int) -> None:
@@ -73,7 +76,7 @@ class LRUPolicy(EvictionPolicy):
             if known == parent:
                 continue
             if known is not None and not gapless:
-                # The nearer of the two is right: a known one that is further ahead in this batch is not.
+                # The nearer of the two is the predecessor. A known one that is in this batch is further ahead.
                 seen = seen or set(keys)
                 if known not in seen:
                     continue
@@ -129,9 +132,9 @@ class LRUPolicy(EvictionPolicy):
         return victims
 
     def oldest(self, evictable: Callable[[ChunkKey], bool]) -> ChunkKey | None:
-        """The chunk to give up first of those that `evictable` allows; it stays held.
+        """Return the evictable chunk to evict first; it stays recorded.
 
-        What is not evictable keeps its age, so each call passes over it again.
+        Chunks that are not evictable keep their age, so each call passes over them again.
         """
         parked: list[ChunkKey] = []
         found = None
@@ -155,7 +158,7 @@ class LRUPolicy(EvictionPolicy):
         return iter(self._sizes)
 
     def _nearest(self, key: ChunkKey | None) -> ChunkKey | None:
-        """`key`, or where it is not held the nearest held one known before it, if there is any."""
+        """Return `key` if it is stored, else its nearest stored ancestor that is known, else `key`."""
         ancestor = key
         for _ in range(len(self._hints)):
             if ancestor is None or ancestor in self._sizes:
@@ -171,8 +174,8 @@ class LRUPolicy(EvictionPolicy):
             self._hints.popitem(last=False)
 
     def _link(self, child: ChunkKey, parent: ChunkKey) -> None:
-        # A chain cannot bite its tail; a caller that mixes orders up could make it seem so, and the
-        # ring would never be evicted. Only a chunk that has continuations can close one.
+        # Chains have no cycles, but a caller that passes keys in a wrong order could create one, which would
+        # never be evicted. Only a chunk with continuations can close a cycle.
         if child in self._continuations or child == parent:
             ancestor: ChunkKey | None = parent
             while ancestor is not None:
@@ -192,12 +195,12 @@ class LRUPolicy(EvictionPolicy):
             return
         del self._continuations[parent]
         if parent in self._sizes and parent not in self._queue:
-            # It was parked, so it is older than all in the queue.
+            # It was parked, so it is older than every key in the queue.
             self._queue[parent] = None
             self._queue.move_to_end(parent, last=False)
 
     def _cut(self, in_use: Sequence[ChunkKey], cut: list[tuple[ChunkKey, ChunkKey]]) -> bool:
-        """Part chunks in use from what they continue; whether that left anything to give up."""
+        """Unlink chunks in use from their predecessors; return whether that made a chunk evictable."""
         for key in in_use:
             parent = self._parents.get(key)
             if parent is not None:

@@ -1,4 +1,4 @@
-"""For layers that do the same around every verb: say it once."""
+"""Base class of layers that treat all methods alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Kind(StrEnum):
-    """What a call does with chunks."""
+    """Kind of a call."""
 
     LOOKUP = "lookup"
     READ = "read"
@@ -25,13 +25,13 @@ class Kind(StrEnum):
 
 
 class Call(NamedTuple):
-    """One call of a tier, of one chunk or of a batch.
+    """One call of a tier, for one chunk or a batch.
 
     Attributes:
-        verb: Its name.
-        kind: What it does.
-        chunks: How many it is about.
-        given: The buffers of a put, leased by the caller until the call has ended.
+        verb: Name of the method.
+        kind: Kind of the call.
+        chunks: Number of chunks.
+        given: Buffers of a put, leased by the caller until the call has ended.
     """
 
     verb: str
@@ -41,18 +41,22 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the given buffers."""
+        """Total bytes of `given`."""
         return sum(buffer.nbytes for buffer in self.given)
 
 
 class AroundLayer(ConfiguredLayer):
-    """Every verb that moves or finds chunks goes through `around`; `keys`, `clear`, `scrub` do not."""
+    """Passes every lookup, read and write through `around`; `keys`, `clear` and `scrub` are forwarded."""
 
     @abstractmethod
     async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
-        """Do the call: await `run()` as often as it takes, and give its result or an error.
+        """Carry out a call: await `run()` any number of times and return its result or raise an error.
 
-        Cancelled, it ends at once. A result that it does not pass on it gives back.
+        If it is cancelled, it must end at once. Buffers of a result that is not returned must be released.
+
+        Args:
+            call: The call.
+            run: Calls the tier inside.
         """
 
     async def contains(self, key: ChunkKey) -> bool:

@@ -1,4 +1,4 @@
-"""A layer is a tier around a tier: it passes every verb on, and changes the few that it is about."""
+"""Base classes of layers: a layer is a tier around a tier that forwards every call and changes some."""
 
 from __future__ import annotations
 
@@ -27,20 +27,26 @@ class LayerConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What a layer tells of itself; each layer that tells anything derives its own."""
+    """Base class of the statistics of a layer. A layer with statistics derives its own."""
 
 
 class Shared:
-    """What layers of one engine have in common, by name."""
+    """Objects shared by layers of one engine, by name."""
 
     def __init__(self) -> None:
         self._things: dict[str, tuple[str, LayerConfig, Any]] = {}
 
     def join(self, name: str, options: LayerConfig, where: str, make: Callable[[], T]) -> T:
-        """What goes by that name; made for the first who asks.
+        """Return the object of that name; the first call creates it.
+
+        Args:
+            name: Name of the object.
+            options: Options of the calling layer.
+            where: Position of the layer in the configuration, for messages.
+            make: Creates the object.
 
         Raises:
-            ConfigError: The first one who asked had other options.
+            ConfigError: The first caller had other options.
         """
         first, its_options, thing = self._things.setdefault(name, (where, options, None))
         if options != its_options:
@@ -50,20 +56,20 @@ class Shared:
         if thing is None:
             thing = make()
             self._things[name] = (first, its_options, thing)
-        return thing  # type: ignore[no-any-return]  # equal options make equal things
+        return thing  # type: ignore[no-any-return]  # layers with equal options share objects of one type
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Where a layer is.
+    """Context of a layer.
 
     Attributes:
-        tier: The tier's id, which messages name.
-        layer: The layer's own id.
-        timeout_s: Seconds after which the border around the tier gives a call up.
-        logger: For the few lines that a person must see.
-        shared: What layers of the same engine have in common.
-        where: Where the layer was configured, for messages.
+        tier: Tier id, for messages.
+        layer: Id of the layer.
+        timeout_s: Deadline of a call in seconds; `GuardLayer` abandons the call then.
+        logger: Rate-limited logger, for the few messages that need attention.
+        shared: Objects shared by layers of the engine.
+        where: Position of the layer in the configuration, for messages.
     """
 
     tier: str
@@ -75,7 +81,14 @@ class LayerContext:
 
 
 class TierLayer(Tier):
-    """Forwards everything to the tier inside."""
+    """Forwards every call to the tier inside.
+
+    Args:
+        inner: The tier inside.
+
+    Attributes:
+        inner: The tier inside.
+    """
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner.config)
@@ -130,11 +143,18 @@ class TierLayer(Tier):
 
     @property
     def late_calls(self) -> int:
-        """Calls given up by their callers that have not ended yet."""
+        """Number of abandoned calls that have not ended yet."""
         return self.inner.late_calls if isinstance(self.inner, TierLayer) else 0
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until the calls given up so far have really ended; False when the deadline came first."""
+        """Wait until the calls abandoned so far have ended.
+
+        Args:
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            False if the deadline has passed.
+        """
         return await self.inner.drain(timeout_s=timeout_s) if isinstance(self.inner, TierLayer) else True
 
     async def __aenter__(self) -> Self:
@@ -148,14 +168,19 @@ class TierLayer(Tier):
 
 
 class ConfiguredLayer(TierLayer):
-    """A layer that the config names; what its entry point leads to is a subclass.
+    """A layer that can be configured by name. The target of its entry point is a subclass.
+
+    Args:
+        inner: The tier inside.
+        options: Options from the configuration, an instance of `options_type`.
+        context: Context of the layer.
 
     Attributes:
-        options_type: The type of its options.
-        fits_arena: Whether it may be around a tier in the arena, which answers at once and whose buffers
-            others read at the same time.
-        options: As the config gives them.
-        context: Where it is.
+        options_type: Class of the options.
+        fits_arena: Whether the layer may wrap a tier in the arena, which answers at once and whose buffers
+            have concurrent readers.
+        options: Options from the configuration.
+        context: Context of the layer.
     """
 
     options_type: ClassVar[type[LayerConfig]] = LayerConfig
@@ -167,5 +192,5 @@ class ConfiguredLayer(TierLayer):
         self.context = context
 
     def layer_statistics(self) -> LayerStatistics | None:
-        """A snapshot; None where there is nothing to tell."""
+        """Return a snapshot of the statistics; None if the layer has none."""
         return None

@@ -1,4 +1,4 @@
-"""The layer directly around a tier: what passes it, in either direction, keeps the tier's contract."""
+"""The innermost layer of a tier, which enforces the tier contract."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 class BorderLayer(TierLayer):
-    """Checks what a tier raises and answers, and owns the memory of its calls; see `tiers.border`.
+    """Checks errors and results of a tier and owns the memory of its calls; see `tiers.border`.
 
-    A tier outside of the arena has it directly around itself, inside of its configured layers, so that these
-    see answers and TierErrors alone. `GuardLayer` is around those layers.
+    It directly wraps a tier outside the arena, inside the configured layers, so these only see valid results
+    and TierErrors. `GuardLayer` wraps those layers.
 
-    It makes no task and sets no deadline.
+    It creates no task and sets no deadline.
 
     Args:
         inner: The tier.
-        name: Its id, for messages.
-        logger: Where broken contracts go, once per cause.
+        name: Tier id, for messages.
+        logger: Logger for contract violations, one line per cause.
 
     Raises:
-        ConfigError: The tier does not say what its capabilities are.
+        ConfigError: `capabilities` of the tier is not an instance of Capabilities.
     """
 
     def __init__(self, inner: Tier, *, name: str, logger: LimitedLogger) -> None:
@@ -54,7 +54,7 @@ class BorderLayer(TierLayer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The tier's, or what they were the last time if it does not say now."""
+        """Capabilities of the tier; the last valid ones if it does not return any now."""
         if (found := self._ask_capabilities()) is not None:
             self._capabilities = found
         return self._capabilities
@@ -103,7 +103,7 @@ class BorderLayer(TierLayer):
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         leases = CallLeases(self._border)
         try:
-            # Whatever else than None it gives is no failure: tiers return what their client gave.
+            # A result other than None is not an error: tiers return the result of their client.
             await self._border.call("put", lambda: self.inner.put(key, leases.lend(buffer)), lambda _: None)
         finally:
             leases.close()
@@ -167,10 +167,10 @@ class BorderLayer(TierLayer):
         )
 
     def statistics(self) -> TierStatistics:
-        """The tier's, or what they were the last time if it does not say now."""
+        """Return the statistics of the tier; the last valid ones if it does not return any now."""
         try:
             found: object = self.inner.statistics()
-        except BaseException as error:  # noqa: BLE001  # a plug-in's; metrics go on without it
+        except BaseException as error:  # noqa: BLE001  # of a plug-in; metrics do not depend on it
             self._border.failure("statistics", error)
         else:
             if isinstance(found, TierStatistics):
@@ -182,10 +182,10 @@ class BorderLayer(TierLayer):
         return self._statistics
 
     async def __aenter__(self) -> Self:
-        """Open the tier. Errors derived from Exception are passed on: the engine does not open then.
+        """Open the tier. Errors derived from Exception are passed on, so that the engine does not open.
 
         Raises:
-            TierError: Opening raised another exception, or was cancelled from within.
+            TierError: Opening raised another exception, or a cancellation that no caller requested.
         """
         task = running_task()
         try:
@@ -202,7 +202,7 @@ class BorderLayer(TierLayer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the tier. A failure is logged; everything else closes all the same."""
+        """Close the tier. A failure is logged and does not prevent the rest from closing."""
         try:
             await self._border.call(
                 "closing", lambda: self.inner.__aexit__(kind, error, trace), lambda _: None
@@ -218,7 +218,7 @@ class BorderLayer(TierLayer):
     def _ask_capabilities(self) -> Capabilities | None:
         try:
             found: object = self.inner.capabilities
-        except BaseException as error:  # noqa: BLE001  # a plug-in's
+        except BaseException as error:  # noqa: BLE001  # of a plug-in
             self._border.failure("capabilities", error)
             return None
         if isinstance(found, Capabilities):

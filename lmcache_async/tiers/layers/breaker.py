@@ -1,4 +1,4 @@
-"""A breaker: a tier that fails or is slow is left alone for a while, then tried with a few calls."""
+"""Circuit breaker of a tier that fails or is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from lmcache_async.tiers.layers.deadline import OptionalSeconds
 T = TypeVar("T")
 
 _AT_THE_DEADLINE = 0.9
-"""Of the tier's `timeout_s`: a call that the border ends at its deadline has begun a little later than it."""
+"""Fraction of the tier's `timeout_s`. The deadline of `GuardLayer` starts a little before the call reaches
+the breaker, so a call that it ends takes a little less than `timeout_s` here."""
 
 
 class BreakerConfig(LayerConfig):
@@ -78,12 +79,13 @@ class BreakerConfig(LayerConfig):
 
 @dataclass(frozen=True, slots=True)
 class BreakerStatistics(LayerStatistics):
-    """The three circuits of a breaker, each with a state of its own.
+    """The three circuits of a breaker, each with its own state.
 
     Attributes:
-        lookup: Of lookups. Those answered from this process's memory pass it uncounted.
-        read: Of reads. While it is open lookups are refused too: nobody could read what they find.
-        write: Of writes and removals.
+        lookup: Circuit of lookups. Lookups answered from memory of this process are not counted.
+        read: Circuit of reads. While it is open, lookups are refused too, because their hits could not be
+            read.
+        write: Circuit of writes and removals.
     """
 
     lookup: CircuitStatistics
@@ -94,10 +96,11 @@ class BreakerStatistics(LayerStatistics):
 class BreakerLayer(AroundLayer):
     """Fails calls at once, with TierSuspendedError, while the tier inside fails too often or is too slow.
 
-    Lookups, reads and writes are told apart: a disk that is full, or read-only, still reads. A batch is
-    one call; it has failed when the share of its chunks that failed reaches `failure_rate`. A miss, a full
-    tier and a corrupt record are answers, no failures; a part of the tier that is away is that part's. A call that its caller gives up decides nothing,
-    unless it was overdue by then; one that never ends counts from the moment that it is overdue.
+    Lookups, reads and writes have separate circuits: a disk that is full or read-only can still be read. A
+    batch is one call; it has failed if the share of its failed chunks reaches `failure_rate`. A miss, a full
+    tier and a corrupt record are not failures. TierPartUnavailableError does not count. A call that its
+    caller cancels does not count, unless it was already overdue. A call that does not end counts as failed
+    when it becomes overdue.
     """
 
     options_type = BreakerConfig
@@ -130,7 +133,7 @@ class BreakerLayer(AroundLayer):
         self._now = 0.0
 
     def layer_statistics(self) -> BreakerStatistics:
-        """As of the last call, or of now where a loop runs."""
+        """Return the statistics as of now if a loop is running, else as of the last call."""
         now = self._clock()
         lookup, read, write = (self._circuits[kind].statistics(now) for kind in Kind)
         return BreakerStatistics(lookup=lookup, read=read, write=write)
@@ -170,7 +173,7 @@ class BreakerLayer(AroundLayer):
         return TierSuspendedError(f"tier {self.context.tier!r}: its breaker is open for {kind}s; {when}")
 
     def _tell(self, kind: Kind) -> None:
-        """A line in the log when a circuit has opened or closed."""
+        """Log a line when a circuit has opened or closed."""
         state = self._circuits[kind].state
         if state is self._told[kind] or state is CircuitState.HALF_OPEN:
             return
@@ -185,14 +188,14 @@ class BreakerLayer(AroundLayer):
             )
 
     def _clock(self) -> float:
-        """The loop's time, so that whoever drives the loop drives this too."""
-        with contextlib.suppress(RuntimeError):  # statistics are asked for from outside
+        """Return the time of the loop, so that tests with a virtual clock control the breaker too."""
+        with contextlib.suppress(RuntimeError):  # statistics may be read outside the loop
             self._now = asyncio.get_running_loop().time()
         return self._now
 
 
 def _is_failure(error: Exception) -> bool | None:
-    """Whether the backend failed; None where the error says nothing of it."""
+    """Return whether the backend failed; None if the error says nothing about the backend."""
     nothing = TierClosedError | TierSuspendedError | TierPartUnavailableError
     if memory_was_short(error) or isinstance(error, nothing):
         return None

@@ -1,4 +1,4 @@
-"""When to stop asking a tier that fails, and when to try again: a state machine without time or I/O of its own."""
+"""Circuit breaker: a state machine without I/O and without a clock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from enum import StrEnum
 
 
 class CircuitState(StrEnum):
-    """Whether calls pass.
+    """State of a circuit.
 
-    CLOSED: all do. OPEN: none does. HALF_OPEN: a few do, to see whether the tier is well again.
+    CLOSED: all calls are admitted. OPEN: none. HALF_OPEN: a few, as probes of whether the tier has recovered.
     """
 
     CLOSED = "closed"
@@ -20,17 +20,18 @@ class CircuitState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CircuitRules:
-    """When a circuit opens and closes.
+    """Conditions under which a circuit opens and closes.
 
     Attributes:
-        window_calls: How many of the last calls count.
-        window_s: How old they may be, in seconds.
-        min_calls: Fewer than these decide nothing.
-        failure_rate: The share of failures that opens it.
-        overdue_s: A call that takes longer has failed, whatever becomes of it.
-        pause_s: How long it stays open; twice as long each time that a probe fails.
-        max_pause_s: The longest pause.
-        probes: Calls that must succeed before it closes; no more than these pass meanwhile.
+        window_calls: Maximum number of recent calls in the window.
+        window_s: Maximum age of these calls in seconds.
+        min_calls: Minimum number of calls in the window to open the circuit.
+        failure_rate: Share of failed calls that opens the circuit.
+        overdue_s: Seconds after which a running call counts as failed, whatever its result.
+        pause_s: Seconds that the circuit stays open; doubled each time that a probe fails.
+        max_pause_s: Longest pause in seconds.
+        probes: Number of calls that must succeed to close the circuit; also the maximum number admitted until
+            then.
     """
 
     window_calls: int
@@ -45,14 +46,14 @@ class CircuitRules:
 
 @dataclass(frozen=True, slots=True)
 class CircuitStatistics:
-    """What a circuit counts.
+    """Statistics of a circuit.
 
     Attributes:
-        state: Now.
-        opened: How often it has opened.
-        refused: Calls that did not pass.
-        failures: Failed calls among those that decide now.
-        calls: How many decide now.
+        state: Current state.
+        opened: Number of times that the circuit has opened.
+        refused: Calls that were not admitted.
+        failures: Failed calls in the window.
+        calls: Calls in the window.
     """
 
     state: CircuitState
@@ -63,7 +64,7 @@ class CircuitStatistics:
 
 
 class Permit:
-    """One call that passed: to be given to `leave` once."""
+    """An admitted call. Pass it to `Circuit.leave` once."""
 
     __slots__ = ("start",)
 
@@ -72,12 +73,18 @@ class Permit:
 
 
 class Circuit:
-    """Passes calls, refuses them, tries again. Times are seconds of any clock, and never go back."""
+    """Admits or refuses calls by the results of earlier calls.
+
+    Times are seconds of any monotonic clock.
+
+    Args:
+        rules: Conditions under which the circuit opens and closes.
+    """
 
     def __init__(self, rules: CircuitRules) -> None:
         self._rules = rules
         self._state = CircuitState.CLOSED
-        self._running: dict[Permit, None] = {}  # in the order of their starts
+        self._running: dict[Permit, None] = {}  # in order of start
         self._window: deque[tuple[float, bool]] = deque(maxlen=rules.window_calls)
         self._passed_probes = 0
         self._until = 0.0
@@ -87,18 +94,18 @@ class Circuit:
 
     @property
     def state(self) -> CircuitState:
-        """As of the last call."""
+        """State as of the last method call."""
         return self._state
 
     def admits(self, now: float) -> bool:
-        """Whether `enter` would let a call pass."""
+        """Return whether `enter` would admit a call."""
         self._sweep(now)
         if self._state is CircuitState.OPEN:
             return now >= self._until
         return self._state is CircuitState.CLOSED or self._has_room_for_a_probe()
 
     def enter(self, now: float) -> Permit | None:
-        """Let a call pass; None refuses it."""
+        """Admit a call; None if it is refused."""
         if not self.admits(now):
             self._refused += 1
             return None
@@ -109,7 +116,14 @@ class Circuit:
         return permit
 
     def leave(self, permit: Permit, now: float, *, failed: bool | None) -> None:
-        """The call has ended. None: it says nothing of the tier, as when its caller gave it up early."""
+        """Record the end of a call.
+
+        Args:
+            permit: Permit of the call.
+            now: Current time in seconds.
+            failed: Whether the call failed; None if it does not count, for example because its caller
+                cancelled it early.
+        """
         self._sweep(now)
         if permit in self._running:
             del self._running[permit]
@@ -117,7 +131,7 @@ class Circuit:
                 self._decide(now, failed=failed)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next try, where it is open."""
+        """Return the seconds until the next probe; 0 if the circuit is not open."""
         return max(0.0, self._until - now) if self._state is CircuitState.OPEN else 0.0
 
     def statistics(self, now: float) -> CircuitStatistics:
@@ -131,7 +145,7 @@ class Circuit:
         )
 
     def _sweep(self, now: float) -> None:
-        """Calls that run for too long have failed: a tier that hangs may never end them."""
+        """Count overdue calls as failed. Calls of a tier that hangs may never end."""
         while self._running:
             oldest = next(iter(self._running))
             if now - oldest.start < self._rules.overdue_s:
@@ -165,7 +179,7 @@ class Circuit:
 
     def _become(self, state: CircuitState) -> None:
         self._state = state
-        self._running.clear()  # what still runs passed in an earlier state, and decides nothing any more
+        self._running.clear()  # calls admitted in an earlier state do not count any more
         self._window.clear()
         self._passed_probes = 0
 

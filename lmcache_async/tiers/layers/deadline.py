@@ -1,4 +1,4 @@
-"""Deadlines of calls to a tier: a late call is given up by its caller and left to end by itself."""
+"""Deadlines of the calls of a tier. A late call is cancelled and abandoned; its end is not awaited."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class DeadlineConfig(LayerConfig):
 
 
 class BoundedLayer(TierLayer):
-    """Calls end within their time, or as TierUnavailableError.
+    """Ends every call within its deadline, with TierUnavailableError if it is late.
 
-    A call that is late, or whose caller was cancelled, is cancelled and left to end by itself: its
-    caller goes on at once, while the buffers that it reads stay leased, and those that it still
-    returns are given back, until it has *really* ended.
+    A call that is late, or whose caller was cancelled, is cancelled and abandoned: its caller continues at
+    once. Until the call has *really* ended, the buffers that it reads stay leased. Buffers that it returns
+    afterwards are released.
 
     Args:
         inner: The tier.
-        name: What messages call it.
-        lookup_s: Seconds for `contains`, `contains_many`, `count_prefix`; None sets no bound here.
-        read_s: For `get`, `get_many`.
-        write_s: For `put`, `put_many`, `remove`, `reject`, `clear`.
+        name: Tier id, for messages.
+        lookup_s: Deadline in seconds of `contains`, `contains_many`, `count_prefix`; None for no deadline.
+        read_s: Deadline in seconds of `get`, `get_many`; None for no deadline.
+        write_s: Deadline in seconds of `put`, `put_many`, `remove`, `reject`, `clear`; None for no deadline.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class BoundedLayer(TierLayer):
         *,
         finally_: Callable[[], None] | None = None,
     ) -> T:
-        """Await a call of the tier. The buffers of an answer that comes too late are released.
+        """Await a call of the tier. The buffers of a late result are released.
 
         Args:
-            verb: For messages.
-            timeout_s: Its time; None sets no bound, and needs no task.
+            verb: Name of the method, for messages.
+            timeout_s: Deadline in seconds; None for no deadline, and then no task is created.
             run: Begins the call.
             finally_: Called when the call has really ended.
         """
@@ -159,7 +159,7 @@ class BoundedLayer(TierLayer):
         return self._result(verb, task)
 
     async def _run(self, verb: str, run: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The call as its own task runs it. A SystemExit of a layer inside would end the event loop."""
+        """Run the call in its own task. A SystemExit of a layer inside would end the event loop."""
         task = running_task()
         try:
             return await run()
@@ -171,7 +171,7 @@ class BoundedLayer(TierLayer):
             raise ContractError.of(verb, error) from error
 
     def _result(self, verb: str, task: asyncio.Task[T]) -> T:
-        """What a call that ended in time came to."""
+        """Return the result of a call that ended in time."""
         if task.cancelled():
             raise ContractError(f"{verb} cancelled its own task")
         return task.result()
@@ -197,13 +197,13 @@ async def _ended(tasks: set[asyncio.Task[Any]], timeout_s: float) -> bool:
 class DeadlineLayer(ConfiguredLayer):
     """Shorter deadlines than the tier's own: of lookups, of reads, of writes.
 
-    Inside the breaker and the retry layer, so that a late call is to them what a failed one is.
+    Place it inside the breaker and retry layers, so that they treat a late call as a failed one.
     """
 
     options_type = DeadlineConfig
 
     def __init__(self, inner: Tier, options: DeadlineConfig, context: LayerContext) -> None:
-        index_is_here = inner.capabilities.local_index  # it answers lookups at once, from our own memory
+        index_is_here = inner.capabilities.local_index  # lookups are answered from memory of this process
         bounded = BoundedLayer(
             inner,
             name=context.tier,

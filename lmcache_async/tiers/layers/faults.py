@@ -1,4 +1,4 @@
-"""Faults on purpose: errors, delays, hangs, lost writes, lies and damaged records, by the dice of a seed."""
+"""Layer that injects faults: errors, delays, hangs, lost writes, wrong results, damaged records."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class FaultsConfig(LayerConfig):
 
 @dataclass(frozen=True, slots=True)
 class FaultsStatistics(LayerStatistics):
-    """What was done on purpose.
+    """Injected faults.
 
     Attributes:
-        counts: Faults by "<verb>.<fault>".
+        counts: Number of faults by "<verb>.<fault>".
     """
 
     counts: Mapping[str, int]
@@ -105,8 +105,14 @@ class FaultsStatistics(LayerStatistics):
 class FaultsLayer(ConfiguredLayer):
     """Makes the tier inside behave badly, for tests and game days; says so in a warning when it opens.
 
-    A record is damaged in the reader's own buffer alone: what the tier holds stays right. A hanging call
-    waits to be cancelled, which the border around the tier does at its deadline.
+    A record is damaged only in the buffer of the reader; the stored record stays intact. A hanging call ends
+    when it is cancelled, which `GuardLayer` does at the deadline.
+
+    Args:
+        inner: The tier.
+        options: Options of the layer.
+        context: Context of the layer.
+        dice: Random generator; by default seeded with `options.seed` and the tier id.
     """
 
     options_type = FaultsConfig
@@ -180,7 +186,7 @@ class FaultsLayer(ConfiguredLayer):
         done = [
             position
             for position, error in enumerate(errors)
-            # Of puts that fail, some have been done all the same: an answer that was lost.
+            # Half of the failed puts are carried out all the same, as if the response had been lost.
             if not self._hits("put", "drop") and (error is None or self._dice.random() < 0.5)
         ]
         answers = await self.inner.put_many([items[position] for position in done]) if done else []
@@ -198,7 +204,7 @@ class FaultsLayer(ConfiguredLayer):
         return await self.inner.reject(key, cause)
 
     async def _strike(self, verb: str, *, errors: bool = True) -> None:
-        """What befalls a call as a whole, before the tier is asked."""
+        """Inject the faults of a call as a whole, before the tier inside is called."""
         if self._hits(verb, "delay"):
             await asyncio.sleep(self._faults.delay_s)
         if self._hits(verb, "hang"):
@@ -215,7 +221,7 @@ class FaultsLayer(ConfiguredLayer):
         return self._dice.choice(self._faults.damages) if self._hits("get", "corrupt") else None
 
     def _key(self, key: ChunkKey, damage: Damage | None) -> ChunkKey:
-        """The key to ask for: another one that the tier was given where the record shall be another's."""
+        """Return the key to read: for damage "other" that of another record that was written."""
         if damage == "other" and self._keys:
             return self._dice.choice(self._keys)
         return key
@@ -225,7 +231,7 @@ class FaultsLayer(ConfiguredLayer):
             return
         if damage == "flip" and not result.shared:
             result.view[self._dice.randrange(result.nbytes)] ^= self._dice.randint(1, 255)
-        elif damage in ("flip", "truncate"):  # a slab that others read too is only cut short, for this reader
+        elif damage in ("flip", "truncate"):  # a shared slab is read-only; it is shortened
             result.resize(self._dice.randrange(result.nbytes))
 
     def _hits(self, verb: str, fault: str) -> bool:

@@ -1,4 +1,4 @@
-"""The deadline of a tier, around all of its layers: every call ends in time, and fails as TierError alone."""
+"""The outermost layer of a tier: its deadline, and the checks of the tier contract around its layers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ T = TypeVar("T")
 
 
 class GuardLayer(BoundedLayer):
-    """Deadline of one tier, and border around its layers; outside of all of them, and always there.
+    """Deadline of one tier, and contract checks of its layers. Every tier has it, outside all other layers.
 
-    What `BorderLayer` checks for the tier is checked here for the layers, which may be third-party too.
+    The checks of `BorderLayer` on the tier are repeated here on the layers, which may be third-party code
+    too.
 
     Args:
         inner: The tier.
-        name: What messages call it.
-        timeout_s: Seconds that a call may take.
-        close_timeout_s: Seconds that closing waits for calls given up, and then for the tier; None is `timeout_s`.
-        open_timeout_s: Seconds that opening may take.
-        logger: Where unexpected errors of the tier go, once per cause.
+        name: Tier id, for messages.
+        timeout_s: Deadline of a call in seconds.
+        close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
+            `timeout_s`, which is also the default.
+        open_timeout_s: Deadline of opening in seconds.
+        logger: Logger for unexpected errors of the tier, one line per cause.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class GuardLayer(BoundedLayer):
         """Open the tier.
 
         Raises:
-            TierUnavailableError: It was not open in time.
+            TierUnavailableError: It was not open within `open_timeout_s`.
         """
         try:
             async with asyncio.timeout(self._open_timeout_s):
@@ -67,7 +69,7 @@ class GuardLayer(BoundedLayer):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the tier. One that fails, or does not end in time, is left as it is and logged."""
+        """Close the tier. A failure or a timeout is logged, and the tier is abandoned."""
 
         def close() -> Coroutine[Any, Any, None]:
             return BoundedLayer.__aexit__(self, kind, error, trace)
@@ -127,6 +129,6 @@ class GuardLayer(BoundedLayer):
     def _result(self, verb: str, task: asyncio.Task[T]) -> T:
         try:
             return super()._result(verb, task)
-        except BaseException as error:  # noqa: BLE001  # of a task that has ended: no cancellation of ours
+        except BaseException as error:  # noqa: BLE001  # of an ended task, so it is no cancellation of this task
             failure = self._border.failure(verb, error)
             raise failure from failure.__cause__

@@ -1,4 +1,4 @@
-"""Bounds on what is under way to a tier, or to several that share a disk or a network card."""
+"""Limits of concurrent calls and bytes of a tier, or of several tiers that share a disk or a network card."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class LimitConfig(LayerConfig):
 
 @dataclass(frozen=True, slots=True)
 class LimitStatistics(LayerStatistics):
-    """What is under way, of all who share the limit.
+    """Current use of a limit, by all layers that share it.
 
     Attributes:
-        calls: Calls, where they are bounded; its "bytes" are calls.
-        bytes: Bytes, where they are bounded.
+        calls: Calls, if they are limited; its byte fields count calls.
+        bytes: Bytes, if they are limited.
     """
 
     calls: BudgetStatistics | None
@@ -70,7 +70,7 @@ class LimitStatistics(LayerStatistics):
 
 
 class _Places:
-    """Calls and bytes that may be under way; first come, first served."""
+    """Budgets of calls and bytes, granted in order of arrival."""
 
     def __init__(self, options: LimitConfig) -> None:
         self.calls = None if options.max_calls is None else ByteBudget(options.max_calls)
@@ -78,7 +78,7 @@ class _Places:
 
     @asynccontextmanager
     async def held(self, nbytes: int, deadline: float, tier: str) -> AsyncIterator[None]:
-        """A call's place; more bytes than there are in all take all of them."""
+        """Hold the budget of a call in the block. A request above a whole budget takes all of it."""
         calls = _part(self.calls, 1, "max_calls", deadline, tier)
         async with calls, _part(self.bytes, nbytes, "max_bytes", deadline, tier):
             yield
@@ -107,9 +107,9 @@ async def _part(
 class LimitLayer(AroundLayer):
     """Lets calls wait, in the order they came, until there is room for them.
 
-    A batch that is larger than `max_bytes` goes in several parts, each as large as fits. What has found
-    no room within the tier's `timeout_s` fails as TierUnavailableError. Lookups that the tier answers from
-    this process's memory do not wait. Cancelled, a call leaves its place at once.
+    A batch larger than `max_bytes` is split into parts, each as large as fits. A call or a part that finds no
+    room within the tier's `timeout_s` fails with TierUnavailableError. Lookups that the tier answers from
+    memory of this process do not wait. A cancelled call releases its room at once.
     """
 
     options_type = LimitConfig
@@ -185,7 +185,15 @@ class LimitLayer(AroundLayer):
 
 
 def split(sizes: Sequence[int], max_bytes: int | None) -> list[tuple[int, int]]:
-    """Neighbours together, as many as fit into `max_bytes`: (start, stop) of each part, in order."""
+    """Group neighbouring chunks into parts of at most `max_bytes`; a larger chunk is a part of its own.
+
+    Args:
+        sizes: Bytes of each chunk.
+        max_bytes: Maximum bytes of a part; None for no limit.
+
+    Returns:
+        (start, stop) of each part, in order.
+    """
     parts: list[tuple[int, int]] = []
     start = total = 0
     for position, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""What calls of a tier come to: counted by verb."""
+"""Layer that counts and times the calls of a tier, by method."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ BUCKETS_S = (
     0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-"""Upper bounds of the latency buckets, in seconds; one more bucket has all that is slower."""
+"""Upper bounds of the latency buckets, in seconds. One more bucket counts all slower calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerbMetrics:
-    """What the calls of one verb came to, since the tier was opened.
+    """Metrics of one method since the tier was opened.
 
     Attributes:
-        calls: That have ended, however.
-        in_flight: That have not.
-        cancelled: That ended because their caller gave them up, at a deadline or before.
-        chunks: That the ended calls were about.
-        found: Of these, those that were there: of lookups, reads and removals.
-        bytes: Of the chunks read or written.
-        errors: Failed calls, and failed chunks of batches, by the name of the error.
-        seconds: That the ended calls took together.
-        latency: How many of them took at most as long as each of `BUCKETS_S` says and longer than the
-            bound before it; last, those that took longer than all.
+        calls: Ended calls, with or without success.
+        in_flight: Running calls.
+        cancelled: Calls cancelled by their caller, at a deadline or before.
+        chunks: Chunks of the ended calls.
+        found: Chunks that were found by lookups, reads and removals.
+        bytes: Bytes of the chunks read or written.
+        errors: Failed calls, and failed chunks of batches, by class name of the error.
+        seconds: Total duration of the ended calls in seconds.
+        latency: Ended calls per bucket of `BUCKETS_S`, not cumulative; the last entry counts the calls above
+            all bounds.
     """
 
     calls: int
@@ -54,10 +54,10 @@ class VerbMetrics:
 
 @dataclass(frozen=True, slots=True)
 class MetricsStatistics(LayerStatistics):
-    """A snapshot of the metrics of one tier.
+    """Metrics of one tier.
 
     Attributes:
-        verbs: By verb, as far as it was called.
+        verbs: Metrics by method, of the methods that were called.
     """
 
     verbs: Mapping[str, VerbMetrics]
@@ -94,10 +94,10 @@ class MetricsLayer(AroundLayer):
 
     Args:
         inner: The tier.
-        options: There are none.
-        context: Where it is.
-        clock: Seconds. Not the loop's: uvloop's stands still between two turns and counts milliseconds,
-            where an index answers in microseconds.
+        options: Unused; the layer has no options.
+        context: Context of the layer.
+        clock: Clock in seconds. Not the clock of the loop: uvloop's only advances between iterations and has
+            a resolution of a millisecond, but a local index answers in microseconds.
     """
 
     fits_arena = True
@@ -144,7 +144,7 @@ class MetricsLayer(AroundLayer):
 
 
 def _count(counts: _Counts, call: Call, result: object) -> None:
-    """What came back. Nothing is looked at one by one that can be counted at once: batches are large."""
+    """Count the result of a call. Batches are large: elements are visited one by one only if necessary."""
     if call.kind is Kind.READ:
         for answer in result if isinstance(result, list) else (result,):
             if isinstance(answer, Buffer):
@@ -161,5 +161,5 @@ def _count(counts: _Counts, call: Call, result: object) -> None:
                 counts.bytes -= buffer.nbytes
     elif isinstance(result, list):
         counts.found += sum(result)
-    elif isinstance(result, int):  # of a prefix; or whether one was there
+    elif isinstance(result, int):  # count_prefix, contains, remove or reject
         counts.found += result

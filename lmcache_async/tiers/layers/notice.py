@@ -1,4 +1,4 @@
-"""Who wants to know which tier keeps which chunk is told, as it changes. Around a tier only where somebody does."""
+"""Publishes chunk events (stored, removed) of a tier to a watcher."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ from lmcache_async.types import ChunkKey
 
 
 class Watcher(Protocol):
-    """Told on the loop's thread, by the tier's id; must be quick and must not raise."""
+    """Subscriber of chunk events. Called on the loop's thread; must be quick and must not raise."""
 
     def kept(self, tier: str, keys: Sequence[ChunkKey]) -> None:
-        """The tier has the chunks from now on; it may have had them before."""
+        """The tier has stored the chunks. It may have had them before.
+
+        Args:
+            tier: Tier id.
+            keys: Keys of the chunks.
+        """
 
     def gone(self, tier: str, keys: Sequence[ChunkKey]) -> None:
-        """The tier has the chunks no more; it may not have had all of them."""
+        """The tier does not have the chunks any more. It may not have had all of them.
+
+        Args:
+            tier: Tier id.
+            keys: Keys of the chunks.
+        """
 
 
 class NoticeLayer(TierLayer):
-    """Changes nothing. What a backend that others share drops by itself, nobody here can know.
+    """Publishes the writes, removals and evictions of a tier; changes nothing.
+
+    Deletions by a shared backend itself are not visible here and not published. The layer is only added if
+    there is a watcher.
 
     Args:
-        inner: The tier in its border, without other layers.
-        name: Its id.
-        watcher: Who is told.
+        inner: The tier with its `BorderLayer`, without other layers.
+        name: Tier id.
+        watcher: Receives the events.
     """
 
     def __init__(self, inner: Tier, name: str, watcher: Watcher) -> None:

@@ -1,4 +1,4 @@
-"""Again after a while, where a call failed that may succeed later."""
+"""Retries with exponential backoff and jitter."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class RetryConfig(LayerConfig):
 
 @dataclass(frozen=True, slots=True)
 class RetryStatistics(LayerStatistics):
-    """What retrying came to.
+    """Statistics of the retries of a tier.
 
     Attributes:
-        retries: Further attempts, each of one call.
-        recovered: Chunks that a further attempt brought, or calls about no single chunk.
-        exhausted: Calls that still failed, wholly or in part, when no attempt or no time was left.
+        retries: Further attempts, one for each repeated call.
+        recovered: Chunks for which a further attempt succeeded; for calls without chunks, the calls.
+        exhausted: Calls that still failed, wholly or in part, after the last attempt or at the deadline.
     """
 
     retries: int
@@ -63,10 +63,16 @@ class RetryStatistics(LayerStatistics):
 class RetryLayer(AroundLayer):
     """Repeats what failed with a retryable error, as TierUnavailableError is; of a batch only what failed.
 
-    Pauses grow exponentially with full jitter: each is anywhere between 0 and its bound, so that many
-    clients of one backend do not come back all at the same moment (Marc Brooker, "Exponential Backoff
-    And Jitter", AWS Architecture Blog, 4 March 2015). No pause is begun that would end after the tier's
-    `timeout_s`. Cancelled, a call ends at once, also in a pause.
+    Pauses grow exponentially with full jitter: each is uniformly distributed between 0 and its bound, so that
+    many clients of one backend do not retry at the same moment (Marc Brooker, "Exponential Backoff And
+    Jitter", AWS Architecture Blog, 4 March 2015). No pause begins that would end after the tier's
+    `timeout_s`. A cancelled call ends at once, also in a pause.
+
+    Args:
+        inner: The tier.
+        options: Options of the layer.
+        context: Context of the layer.
+        dice: Random generator of the pauses; by default seeded with `options.seed`.
     """
 
     options_type = RetryConfig
@@ -76,7 +82,7 @@ class RetryLayer(AroundLayer):
     ) -> None:
         super().__init__(inner, options, context)
         self._retry = options
-        self._dice = dice or random.Random(options.seed)  # None is seeded by the system
+        self._dice = dice or random.Random(options.seed)  # None: seeded by the operating system
         self._retries = 0
         self._recovered = 0
         self._exhausted = 0
@@ -138,7 +144,7 @@ class RetryLayer(AroundLayer):
             raise
 
     async def _again(self, pauses: _Pauses) -> bool:
-        """Wait for the next attempt; False when there is none."""
+        """Wait for the next attempt. Return False if there is none."""
         pause_s = pauses.next()
         if pause_s is None:
             self._exhausted += 1
@@ -149,7 +155,7 @@ class RetryLayer(AroundLayer):
 
 
 class _Pauses:
-    """The pauses of one call, from its start on."""
+    """Pauses of one call. The deadline starts when the object is created."""
 
     def __init__(self, options: RetryConfig, dice: random.Random, timeout_s: float) -> None:
         self._options = options
@@ -159,10 +165,10 @@ class _Pauses:
         self.taken = 0
 
     def next(self) -> float | None:
-        """Seconds to wait before the next attempt; None when there is none, or no time for it."""
+        """Return the seconds to wait before the next attempt; None if no attempt or no time is left."""
         if self.taken + 1 >= self._options.attempts:
             return None
-        # A power beyond any bound in use; the exponent is bounded for the sake of the float.
+        # The exponent is capped to prevent an overflow of the float; 2 ** 60 exceeds every bound in use.
         bound = min(self._options.max_s, self._options.base_s * 2.0 ** min(self.taken, 60))
         pause_s = self._dice.uniform(0.0, bound)
         if self._loop.time() + pause_s >= self._give_up_at:
@@ -172,5 +178,5 @@ class _Pauses:
 
 
 def _is_retryable(answer: object) -> bool:
-    """Not so where memory is short: who waits for more of it should hold none meanwhile."""
+    """Return whether to retry. Not if memory was short: the retry would hold memory and wait for more."""
     return isinstance(answer, TierError) and answer.retryable and not memory_was_short(answer)
