@@ -1,6 +1,6 @@
-"""What travels along the two chains: a request, then batches of its chunks.
+"""Data types of the store and retrieve chains: a request, then batches of its chunks.
 
-Each joint has a type of its own, so a chain put together in the wrong order does not build.
+Each step has its own batch type, so a chain with stages in the wrong order is rejected when it is built.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_ROWS: BlockIds = np.empty(0, np.int64)
 
 _LAST = 8
-"""The last batch of what has to be read is so many times smaller than others."""
+"""Ratio of a full batch to the smallest last batch of chunks that have to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one store or retrieve is about.
+    """Arguments of a store or a retrieve.
 
-    It names its chunks and the device rows that hold them (as the connector does, which has hashed
-    already), or the tokens and one row for each `tokens_per_row` of them, for the hash stage to cut.
+    A request contains either chunks that are already hashed, with their device rows (as from the connector),
+    or tokens with one row per `tokens_per_row` tokens, which the hash stage splits into chunks.
 
     Attributes:
-        request_id: For log lines.
+        request_id: Request id for log lines.
         chunks: Hashed chunks in prefix order.
-        rows: For each chunk its rows in the paged KV cache, in order: block ids where a row is a block,
-            slots where it is a token. In a retrieve -1 marks a row that is not to be written.
-        tokens: Token ids from position 0 on, int32 of shape (n,); for the hash stage.
-        row_ids: The rows of all of `tokens`, int64; for the hash stage.
-        root: What the keys of `tokens` begin with; b"" is the engine's own root.
-        request_namespace: Text that stands for what the request's KV depends on besides the engine's
-            namespace (`RequestNamespace.label`); part of each record.
-        fence: What the copy waits for on the device.
+        rows: For each chunk its rows in the paged KV cache, int64 in order: block ids if a row is a block,
+            slots if a row is a token. In a retrieve, -1 is a row that is not written.
+        tokens: Token ids from position 0, int32 of shape (n,); input of the hash stage.
+        row_ids: Rows of all `tokens`, int64; input of the hash stage.
+        root: Root of the key chain of `tokens`; b"" is the engine's own root.
+        request_namespace: Text for everything that the request's KV depends on besides the engine's namespace
+            (`RequestNamespace.label`); part of each record.
+        fence: Device event that the copy waits for.
     """
 
     request_id: str = ""
@@ -55,13 +55,13 @@ class Request:
 
     @property
     def waited_for(self) -> bool:
-        """Whether the model's thread stands still until it has ended."""
+        """Whether the model thread waits for the request."""
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest(Request):
-    """Keep the KV of these chunks.
+    """Store the KV of the chunks.
 
     Attributes:
         on_copied: Called exactly once, on the loop's thread, when device memory is not read any more.
@@ -72,11 +72,12 @@ class StoreRequest(Request):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrieveRequest(Request):
-    """Bring the KV of the longest prefix of these chunks back to its rows.
+    """Load the KV of the longest stored prefix of the chunks into its rows.
 
     Attributes:
-        progress: Asked before anything is written, and told how far it has come. The model's thread waits
-            for it: such a request takes what is in host memory, and waits for no tier and no other request.
+        progress: Queried before the first row is written, and updated as rows are written. The model thread
+            waits for it, so such a request uses only chunks in host memory and waits for no tier and no other
+            request. None for other requests.
     """
 
     progress: LoadProgress | None = None
@@ -87,13 +88,13 @@ class RetrieveRequest(Request):
 
 
 class Lease(Protocol):
-    """What a batch holds for as long as it is in the chain: a buffer, or room in a queue."""
+    """A resource held by a batch while it is in the chain: a buffer, or room in a queue."""
 
     def release(self) -> None: ...
 
 
 class Scope:
-    """The leases of one batch: all given back when the batch has left the chain, however it left."""
+    """Leases of one batch. They are released when the batch has left the chain, for whatever reason."""
 
     __slots__ = ("_leases",)
 
@@ -106,17 +107,20 @@ class Scope:
     def close(self) -> None:
         leases, self._leases = self._leases, []
         for lease in leases:
-            if not (isinstance(lease, Buffer) and lease.released):  # a stage may have ended a lease itself
+            if not (isinstance(lease, Buffer) and lease.released):  # a stage may release a lease itself
                 lease.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Chunks of one request in prefix order, with the rows that hold them.
+    """Chunks of one request in prefix order, with their device rows.
 
     Attributes:
-        drops: Chunks of the request that fell out so far, by cause (stores only).
-        scope: Takes every lease that a stage makes.
+        request: The request.
+        chunks: The chunks.
+        rows: Device rows of each chunk; see `Request`.
+        drops: Number of chunks of the request that were dropped so far, by cause (stores only).
+        scope: Owner of every lease that a stage takes.
     """
 
     request: Request
@@ -127,21 +131,21 @@ class Batch:
 
     @property
     def budget_chunks(self) -> int:
-        """How many chunks' bytes the batch holds of what may be in flight."""
+        """Number of chunks that the batch counts against the budget of bytes in flight."""
         return 0 if self.request.waited_for else len(self.chunks)
 
     def cuts(self, size: int, most: int) -> list[int]:
-        """Where to cut a request's chunks into batches: the positions at which batches end.
+        """Return the positions at which the batches of a request end, in order.
 
         Args:
             size: Chunks of a batch.
-            most: Chunks that may be in flight at one time.
+            most: Maximum number of chunks in flight.
         """
         del most
         return [*range(size, len(self.chunks), size), len(self.chunks)]
 
     def part(self, start: int, stop: int) -> Self:
-        """The batch of chunks start..stop, with a scope of its own and no drops."""
+        """Return the batch of chunks `start`..`stop`, with its own scope and without drops."""
         return replace(
             self,
             chunks=self.chunks[start:stop],
@@ -153,21 +157,21 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedBatch(Batch):
-    """Every chunk has its key."""
+    """Chunks with keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingBatch(Batch):
-    """Chunks that no tier has yet.
+    """Chunks that at least one tier lacks.
 
     Attributes:
-        present: How many chunks of the request were there already.
+        present: Number of chunks of the request that were stored before.
     """
 
     present: int = 0
 
     def part(self, start: int, stop: int) -> Self:
-        # The whole request's counts travel with its first batch, once.
+        # The counts of the whole request belong to its first batch, so that they are counted once.
         return replace(
             self,
             chunks=self.chunks[start:stop],
@@ -180,18 +184,22 @@ class MissingBatch(Batch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedBatch(MissingBatch):
-    """Each chunk has a leased buffer for its record."""
+    """Chunks with a leased buffer for each record.
+
+    Attributes:
+        buffers: One buffer per chunk.
+    """
 
     buffers: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBatch(LeasedBatch):
-    """The payloads are in the buffers; device memory is not read any more.
+    """Chunks with payloads in the buffers. Device memory is not read any more.
 
     Attributes:
-        checksums: xxh3_128 of each payload, where the copy has taken them; else nothing. They are there
-            only for a stage that comes directly behind the copy.
+        checksums: xxh3_128 of each payload if the copy computed them, else empty. Valid only for the stage
+            directly after the copy.
     """
 
     checksums: tuple[bytes, ...] = ()
@@ -199,15 +207,16 @@ class FilledBatch(LeasedBatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedBatch(LeasedBatch):
-    """The buffers hold sealed records."""
+    """Chunks with sealed records in the buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncryptedBatch(SealedBatch):
-    """What tiers outside of the arena are given is encrypted.
+    """Chunks with encrypted records for the tiers outside the arena.
 
     Attributes:
-        at_rest: The secret form of the first so many records; the others are for the arena's tiers alone.
+        at_rest: Encrypted records of the first `len(at_rest)` chunks. The other chunks are stored only in
+            tiers in the arena.
     """
 
     at_rest: tuple[Buffer, ...] = ()
@@ -218,9 +227,9 @@ class PlannedBatch(Batch):
     """The hit: a prefix of the request's chunks.
 
     Attributes:
-        tiers: For each chunk the index, in the stack, of the tier that is to serve it.
-        cause: Why the prefix ends where it ends; "" when all that was asked for is there.
-        resident: How many leading chunks are in host memory already.
+        tiers: For each chunk the index in the stack of the tier that should serve it.
+        cause: Reason why the prefix ends; "" if all requested chunks were found.
+        resident: Number of leading chunks that are in host memory already.
     """
 
     tiers: tuple[int, ...] = ()
@@ -228,9 +237,15 @@ class PlannedBatch(Batch):
     resident: int = 0
 
     def cuts(self, size: int, most: int) -> list[int]:
-        """What is in host memory goes in one batch: there is nothing to read while it is copied.
+        """Return the positions at which the batches of a request end, in order.
 
-        Of what has to be read the last batches are ever smaller: nothing is read while the last is copied.
+        Chunks in host memory form one batch, because there is nothing to read during its copy. Of chunks that
+        have to be read, the last batches get smaller and smaller, because nothing is read during the copy of
+        the last one.
+
+        Args:
+            size: Chunks of a batch.
+            most: Maximum number of chunks in flight.
         """
         count = len(self.chunks)
         first = count if self.request.waited_for else min(self.resident, most)
@@ -256,11 +271,16 @@ class PlannedBatch(Batch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch(PlannedBatch):
-    """Each chunk's record is in a buffer; `tiers` tells which tier really gave it."""
+    """Chunks with their records in buffers.
+
+    Attributes:
+        tiers: For each chunk the index of the tier that it was read from.
+        buffers: One buffer per chunk.
+    """
 
     buffers: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedBatch(FetchedBatch):
-    """Each record was proven to be the chunk asked for."""
+    """Chunks with verified records."""

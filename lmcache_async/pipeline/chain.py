@@ -1,4 +1,4 @@
-"""Chains: stages composed by type, checked when they are built."""
+"""Chains of stages, with the types checked when a chain is built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,22 @@ Out = TypeVar("Out")
 
 
 class Chain(Generic[In, Out]):
-    """An immutable sequence of stages whose joints fit.
+    """An immutable sequence of stages with matching types.
 
-    `Chain.of(a).then(b)` is checked by the type checker and again here; chains that a config names are
-    checked here alone. An error names the two stages that do not fit and both types.
+    `Chain.of(a).then(b)` is checked by the type checker and again at run time. Chains from a configuration
+    are only checked at run time. The error names the two stages that do not match and both types.
+
+    Args:
+        stages: Stages in order.
+
+    Raises:
+        ChainError: The sequence is empty, the types of two neighbours do not match, or a stage for whole
+            requests follows one for batches.
+
+    Attributes:
+        stages: All stages.
+        head: Leading stages that take a whole request.
+        tail: Stages that take batches.
     """
 
     def __init__(self, stages: Sequence[StageInfo]) -> None:
@@ -45,14 +57,26 @@ class Chain(Generic[In, Out]):
 
     @classmethod
     def named(cls, stages: Sequence[tuple[str, Stage[Any, Any]]]) -> Chain[Any, Any]:
-        """The chain of stages that a config names, in order."""
+        """Build a chain from configured stages, in order.
+
+        Args:
+            stages: Name and stage of each.
+        """
         return Chain[Any, Any]([describe(name, stage) for name, stage in stages])
 
     def then(self, stage: Stage[Out, Mid], *, name: str | None = None) -> Chain[In, Mid]:
         return Chain[In, Mid]([*self.stages, describe(name or _stage_name(stage), stage)])
 
     def check_ends(self, takes: type, gives: type) -> None:
-        """Raise ChainError unless the chain leads from `takes` to `gives`."""
+        """Check the types of the chain's ends.
+
+        Args:
+            takes: Type passed to the first stage.
+            gives: Type expected from the last stage.
+
+        Raises:
+            ChainError: A type does not match.
+        """
         first, last = self.stages[0], self.stages[-1]
         if not _fits(takes, first.takes):
             raise ChainError(

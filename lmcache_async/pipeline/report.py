@@ -1,4 +1,4 @@
-"""How the store chain ends for one batch."""
+"""Result of the store chain for one batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lmcache_async.types import Chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStored:
-    """What became of a batch of chunks: complete when the slowest tier has answered.
+    """Result of storing a batch of chunks. Complete when the slowest tier has finished.
 
     Attributes:
-        chunks: Chunks that were given to the tiers.
-        outcomes: For each, "" once at least one tier keeps it, or why none does.
-        shared: For each, the answers of the tiers that other processes read; None is one that keeps it.
-        present: Chunks of the request that were there already.
-        dropped: Chunks that never came as far as a tier, by cause.
-        bytes: Bytes of the records.
+        chunks: Chunks that were written to the tiers.
+        outcomes: For each chunk, "" if at least one tier stored it, else the cause.
+        shared: For each chunk, the results of the tiers that are shared with other processes; None if the
+            tier stored it, else the error.
+        present: Number of chunks of the request that were stored before.
+        dropped: Number of chunks that were dropped before the write, by cause.
+        bytes: Total bytes of the records.
     """
 
     chunks: tuple[Chunk, ...] = ()

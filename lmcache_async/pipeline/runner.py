@@ -1,4 +1,4 @@
-"""Runs a request through a chain: batches in flight bounded in bytes, results in order, nothing left behind."""
+"""Runs a request through a chain, with a bound on the bytes in flight and results in prefix order."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ Out = TypeVar("Out")
 
 
 class Runner(Generic[Out]):
-    """A chain ready to run.
+    """Runs requests through a chain.
 
-    The stages that take whole requests run once; what the last of them gives is cut into batches, which
-    run through the other stages concurrently. Stages marked `ordered` see the batches one after another.
-    Every batch's leases are back, and no stage runs any more, when `run` ends, however it ends.
+    Stages for whole requests run once. The result of the last of them is split into batches, which pass
+    through the other stages concurrently. Stages marked `ordered` process the batches one after another. When
+    `run` ends, for whatever reason, all leases of the batches are released and no stage is running.
 
     Args:
-        failed: Makes the result of a batch that a cache error, or the deadline, kept from its end.
-        ends: Whether a result ends the run: batches after it are given up.
-        admit: Awaited before each batch begins, with the chunks of the whole run and the seconds that are left.
-            With a BudgetExceededError the rest of the run is given up.
+        chain: The chain.
+        batch_chunks: Chunks of a batch.
+        chunk_bytes: Bytes of one chunk, for the budget.
+        budget: Bytes in flight, which may be shared with other runners.
+        failed: Creates the result of a batch that failed with a cache error or missed the deadline.
+        ends: Returns whether a result ends the run; later batches are abandoned.
+        admit: Awaited before each batch starts, with the batch, the number of chunks of the whole run and the
+            remaining seconds. If it raises BudgetExceededError, the rest of the run is abandoned.
     """
 
     def __init__(
@@ -62,15 +66,18 @@ class Runner(Generic[Out]):
     async def run(
         self, request: Request, *, timeout_s: float, on_copied: Callable[[], None] | None = None
     ) -> list[Out]:
-        """The results of the request's batches, in prefix order; up to the one that ended the run.
+        """Return the results of the request's batches in prefix order, up to the one that ended the run.
+
+        If the call is cancelled, the running batches are cancelled and their ends are awaited.
 
         Args:
-            timeout_s: After this the rest is given up: it becomes `failed(batch, "deadline")`. A batch
-                that is being written to the device by then is waited for, and counts.
-            on_copied: Called once, as soon as no batch will touch device memory any more.
+            request: The request.
+            timeout_s: Deadline in seconds. Batches not finished by then get the result `failed(batch,
+                "deadline")`. A batch that is being written to the device is awaited, and its result counts.
+            on_copied: Called once, when no batch accesses device memory any more.
 
         Raises:
-            LMCacheAsyncError: A stage that takes the whole request failed.
+            LMCacheAsyncError: A stage for whole requests failed, or did not end by the deadline.
         """
         gate = _Gate(on_copied)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -120,7 +127,7 @@ class Runner(Generic[Out]):
                         break
                     task = group.create_task(self._run_one(run, index, gate))
                     run.tasks.append(task)
-                    # A callback and not a `finally`: a task cancelled before its first step runs no code.
+                    # A callback instead of `finally`: a task that is cancelled before its first step runs no code.
                     task.add_done_callback(lambda _, i=index, n=nbytes: self._finish(run, i, n, gate))  # type: ignore[misc]
         finally:
             timer.cancel()
@@ -142,15 +149,15 @@ class Runner(Generic[Out]):
                     run.writing.add(index)
                 value = await pass_through(info, value)
                 if isinstance(value, Batch) and value.scope is not batch.scope:
-                    run.scopes[index].append(value.scope)  # of a stage that did not pass on the batch's own
+                    run.scopes[index].append(value.scope)  # the stage created a new scope
                 if info.reads_device:
                     gate.pass_one(index)
             run.results[index] = value
         except LMCacheAsyncError as error:
             run.results[index] = self._failed(batch, error_cause(error))
         except BaseException as error:
-            # Frames that know the error, known by its traceback, would keep views of the batch's buffers,
-            # and so the slabs, until a garbage collection.
+            # The traceback references frames that hold views of the buffers. They would keep the slabs in use
+            # until a garbage collection.
             traceback.clear_frames(error.__traceback__)
             raise
 
@@ -166,12 +173,18 @@ class Runner(Generic[Out]):
 
 
 async def pass_through(info: StageInfo, value: Any) -> Any:
-    """What a stage makes of a value. Stages are plug-ins: what one raises ends no event loop.
+    """Run a stage and check the type of its result.
+
+    Stages are plug-ins: their exceptions must not end the event loop.
+
+    Args:
+        info: The stage.
+        value: Request or batch for the stage.
 
     Raises:
-        RuntimeError: It raised an exception that is no Exception, such as SystemExit, or a CancelledError
-            where nobody had asked it to cancel.
-        TypeError: It gave something else than it is annotated with.
+        RuntimeError: The stage raised an exception not derived from Exception, such as SystemExit, or a
+            CancelledError without a request to cancel.
+        TypeError: The result is not of the annotated type.
     """
     task = running_task()
     try:
@@ -189,7 +202,7 @@ async def pass_through(info: StageInfo, value: Any) -> Any:
 
 
 def error_cause(error: LMCacheAsyncError) -> str:
-    """One word for the counters."""
+    """Return the cause of an error as one word, for the counters."""
     if isinstance(error, ChunkCorruptError):
         return "corrupt"
     return _CAUSES.get(type(error), "error")
@@ -204,7 +217,7 @@ _CAUSES: dict[type[LMCacheAsyncError], str] = {
 
 
 class _Run(Generic[Out]):
-    """The state of one run: which batches have ended, and whether one of them ended the whole."""
+    """State of one run: batches that have ended, and whether one of them ended the run."""
 
     def __init__(self, batches: list[Batch]) -> None:
         count = len(batches)
@@ -218,19 +231,19 @@ class _Run(Generic[Out]):
         self._last = count
 
     async def turn(self, index: int) -> bool:
-        """Wait for the batch before; False when the run has ended before this batch."""
+        """Wait for the batch before. Return False if the run ended before this batch."""
         await self.done[index - 1].wait()
         return index <= self._last
 
     def end_after(self, index: int) -> None:
-        """Give up the batches after `index`; what they have under way is drained by their tasks."""
+        """Cancel the batches after `index`; their tasks release what they hold."""
         self.ended = True
         self._last = min(self._last, index)
         for task in self.tasks[index + 1 :]:
             task.cancel()
 
     def give_up(self) -> None:
-        """The deadline: end what has not come so far that rows of the device may be written already."""
+        """Cancel all batches at the deadline, except those that may have written device rows."""
         self.ended = True
         for index, task in enumerate(self.tasks):
             if index not in self.writing:
@@ -238,7 +251,7 @@ class _Run(Generic[Out]):
 
 
 class _Gate:
-    """Calls back once all batches have passed the stage that reads device memory, or have ended."""
+    """Calls back when every batch has passed the stage that reads device memory, or has ended."""
 
     def __init__(self, on_copied: Callable[[], None] | None) -> None:
         self._on_copied = on_copied

@@ -1,4 +1,4 @@
-"""What a stage is: an async callable that takes a batch and returns the next stage's batch."""
+"""Stages: async callables that take a batch and return the batch for the next stage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Out_co = TypeVar("Out_co", covariant=True)
 class Stage(Protocol[In_contra, Out_co]):
     """One step of a chain. A plain async function is a stage.
 
-    Each call is a cancellation point. A stage holds no lease of its own when it ends: leases that it
-    takes go into the batch's scope, and whoever runs the chain closes that.
+    Each call is a cancellation point. A stage holds no lease of its own when it ends: leases that it takes
+    are added to the batch's scope, which is closed by the runner of the chain.
 
-    Optional attributes of the object tell how it is run:
-        per_request: It takes the whole request, not a batch of its chunks; such stages lead a chain.
-        ordered: It starts on a batch only when the batch before has passed the whole chain.
-        reads_device: When it has ended, the batch's device memory is not read any more.
-        writes_device: Once begun, it is not cut short by the request's deadline: what it wrote is to
-            be told. It has to end by itself, and soon.
+    Attributes:
+        per_request: Optional. The stage takes the whole request instead of a batch of its chunks. Such stages
+            come first in a chain.
+        ordered: Optional. The stage processes a batch only after the batch before has passed the whole chain.
+        reads_device: Optional. When the stage has ended, device memory of the batch is not read any more.
+        writes_device: Optional. A call that has begun is not cancelled at the request's deadline, so that the
+            rows it wrote are reported. It must end by itself within a short time.
     """
 
     async def __call__(self, batch: In_contra, /) -> Out_co: ...
@@ -33,7 +34,18 @@ class Stage(Protocol[In_contra, Out_co]):
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """A stage as a chain sees it."""
+    """Description of a stage in a chain.
+
+    Attributes:
+        name: Name for messages.
+        stage: The stage.
+        takes: Annotated type of its argument.
+        gives: Annotated type of its result.
+        per_request: See `Stage`.
+        ordered: See `Stage`.
+        reads_device: See `Stage`.
+        writes_device: See `Stage`.
+    """
 
     name: str
     stage: Stage[Any, Any]
@@ -46,10 +58,14 @@ class StageInfo:
 
 
 def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
-    """Read a stage's types from its annotations; a class tells those of its objects.
+    """Read the types of a stage from its annotations.
+
+    Args:
+        name: Name for messages.
+        stage: The stage, or its class.
 
     Raises:
-        ChainError: It is not an async callable of one argument, or is not annotated.
+        ChainError: The stage is not an async callable with one argument, or is not annotated.
     """
     if inspect.isfunction(stage):
         function: Any = stage
@@ -77,12 +93,18 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
 
 
 def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[Any, Any]:
-    """A stage from what its entry point loads: a function as it is, a class called with what it asks for.
+    """Create a stage from the target of its entry point.
 
-    A class names the resources that it wants as parameters of its constructor.
+    A function is returned as it is. A class is called with the resources that the parameters of its
+    constructor name.
+
+    Args:
+        name: Name for messages.
+        target: Function or class.
+        resources: Resources of the engine by name.
 
     Raises:
-        ChainError: It wants a resource that there is not; the message lists those there are.
+        ChainError: A parameter names no resource; the message lists those available.
     """
     if not inspect.isclass(target):
         return typing.cast("Stage[Any, Any]", target)
