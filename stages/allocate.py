@@ -1,4 +1,4 @@
-"""Arena memory for the records of a batch, or a drop."""
+"""Allocation of arena memory for the records of a batch."""
 
 from __future__ import annotations
 

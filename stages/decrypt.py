@@ -1,4 +1,4 @@
-"""Records from outside of the process's memory lose their secret form."""
+"""Decryption of records from tiers outside the process's memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lmcache_async.tiers.stack import TierStack
 class DecryptStage:
     """Decrypts what came from tiers outside of the arena, each record in its own slab.
 
-    A slab that others read too is left alone: its record goes into one of its own. A record that is not
-    encrypted, not by a key of ours, changed or another chunk's ends the prefix, is counted by cause and
-    rejected by its tier. One hop to a worker thread a batch.
+    A slab with other readers is not modified; its record is decrypted into a new slab. A record that is not
+    encrypted, is encrypted with an unknown key, was modified or belongs to another chunk ends the prefix, is
+    counted by cause and is rejected by its tier. One worker thread call per batch.
 
     Raises:
-        ConfigError: There is no key.
+        ConfigError: No key is configured.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DecryptStage:
         )
 
     async def _targets(self, batch: FetchedBatch, secret: Sequence[int]) -> list[Buffer]:
-        """Where the plain record of each goes, for as many as there is memory."""
+        """Return the buffer for the decrypted record of each chunk, for as many as there is memory."""
         shared = [batch.buffers[i].nbytes for i in secret if batch.buffers[i].shared]
         fresh = await self._arena.lease_many(shared, timeout_s=self._timeout_s) if shared else []
         batch.scope.add(fresh)
@@ -90,12 +90,12 @@ class DecryptStage:
     def _decrypt(
         self, batch: FetchedBatch, secret: Sequence[int], targets: Sequence[Buffer]
     ) -> tuple[int, ChunkCorruptError] | None:
-        """Which is the first that is not what was stored, and why; None when all are."""
+        """Return the position and error of the first invalid record; None if all are valid."""
         for position, (index, target) in enumerate(zip(secret, targets, strict=True)):
             try:
                 self._cipher.decrypt(batch.buffers[index].view, target.view, batch.chunks[index].key)
             except ChunkCorruptError as error:
-                return position, error.with_traceback(None)  # its frames would keep the slabs
+                return position, error.with_traceback(None)  # its frames would keep the slabs in use
         return None
 
     async def _reject(self, batch: FetchedBatch, index: int, error: ChunkCorruptError) -> None:

@@ -1,4 +1,4 @@
-"""The copy out of the paged KV cache, straight into the records' payloads."""
+"""Copy from the paged KV cache into the payloads of records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lmcache_async.pipeline.batch import FilledBatch, LeasedBatch
 class DeviceToHostStage:
     """Gathers the rows of all layers of a batch of chunks in one go, behind the request's fence.
 
-    Where `seal` comes next, the payloads' checksums are taken on the way: nothing changes them in between.
-    Cancelled, it waits for the copy's real end first.
+    If `seal` is the next stage, the copy also computes the payloads' checksums, because nothing changes the
+    payloads in between. If the call is cancelled, it first waits for the end of the copy.
     """
 
     reads_device = True

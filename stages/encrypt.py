@@ -1,4 +1,4 @@
-"""Sealed records get the secret form that leaves the process's memory."""
+"""Encryption of sealed records for tiers outside the process's memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lmcache_async.tiers.stack import TierStack
 class EncryptStage:
     """Encrypts a copy of each record for the tiers outside of the arena; those in it keep the record itself.
 
-    So a hit in host memory costs nothing more, and a store needs a second slab for each chunk until it is
-    written. Chunks that get none within the configured wait, the last ones of the batch, are given to the
-    arena's tiers alone. One hop to a worker thread a batch.
+    A hit in host memory therefore needs no decryption, and a store needs a second slab per chunk until it is
+    written. If not all chunks get a slab within `store.allocate_timeout_s`, the last ones of the batch are
+    stored only in tiers in the arena. One worker thread call per batch.
 
     Raises:
-        ConfigError: There is no key.
+        ConfigError: No key is configured.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Records come from their tiers into arena buffers."""
+"""Read of records from their tiers into arena buffers."""
 
 from __future__ import annotations
 

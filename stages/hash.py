@@ -1,4 +1,4 @@
-"""Tokens to chunks and their keys."""
+"""Splitting of tokens into chunks, with their keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lmcache_async.types import BlockIds, Chunk
 class HashStage:
     """Cuts the request's tokens into chunks with chained keys, and its rows likewise.
 
-    A request that names its chunks passes as it is. Long prompts are hashed on a worker thread.
+    A request that contains chunks is passed on unchanged. Long prompts are hashed on a worker thread.
     """
 
     per_request = True
-    _INLINE_TOKENS = 16_384  # below this the hop to a thread costs more than the hashing
+    _INLINE_TOKENS = 16_384  # up to this length a thread hop takes longer than hashing
 
     def __init__(
         self, namespace: Namespace, layout: KVLayout, workers: Executor, config: EngineConfig
@@ -48,7 +48,7 @@ class HashStage:
         whole_rows = len(request.tokens) - len(request.tokens) % self._layout.tokens_per_row
         chunks = hasher.extend(request.tokens[:whole_rows])
         tail = hasher.tail()
-        # What is stored of a prompt's end is a setting; what is asked for of it is there or not.
+        # The setting only applies to stores; a retrieve always looks up the partial chunk.
         if tail is not None and (self._partial_chunks or not isinstance(request, StoreRequest)):
             chunks.append(tail)
         return tuple(chunks)

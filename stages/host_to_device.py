@@ -1,4 +1,4 @@
-"""The copy back into the paged KV cache."""
+"""Copy of records into the paged KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lmcache_async.types import BlockIds, RetrieveReport
 class HostToDeviceStage:
     """Scatters a batch's payloads to their rows, in prefix order: never behind a hole.
 
-    Cancelled, it waits for the copy's real end first. A load that nobody waits for any more is not begun.
+    If the call is cancelled, it first waits for the end of the copy. A load that its caller has abandoned is
+    not started.
     """
 
     ordered = True
@@ -56,5 +57,5 @@ class HostToDeviceStage:
 
 
 def _count_wanted(rows: Sequence[BlockIds]) -> int:
-    """Rows that are to be written, of all chunks together."""
+    """Return the number of rows to write, of all chunks together."""
     return int(np.count_nonzero(np.concatenate(rows) >= 0)) if rows else 0

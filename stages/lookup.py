@@ -1,4 +1,4 @@
-"""Drops the chunks that need no storing."""
+"""Selection of the chunks to store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmcache_async.tiers.stack import TierStack
 class LookupStage:
     """Keeps the chunks that some tier lacks; counts the others as present.
 
-    Chunks with a row that is masked (-1) cannot be stored and are dropped.
+    Chunks with a masked row (-1) cannot be stored and are dropped.
 
-    What lies behind the first arena-full of a prompt could only push its own prefix out of memory. It is stored
-    for slower tiers alone: where they have it, it counts as present, and where there are none it is dropped
-    before it is copied.
+    Chunks after the first `num_slabs` of a prompt would only evict their own prefix from host memory, so they
+    are stored in slower tiers only. They count as present if those have them. Without slower tiers they are
+    dropped before the copy.
     """
 
     per_request = True

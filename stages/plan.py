@@ -1,4 +1,4 @@
-"""Which prefix of the chunks is there, and which tier serves each chunk."""
+"""Lookup of the longest stored prefix and of the tier that serves each chunk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lmcache_async.tiers.stack import TierStack
 class PlanStage:
     """Asks the tiers, fastest first, for the longest prefix; the first hole ends it.
 
-    Leading chunks of which no row is wanted are passed over. Where the model's thread waits, only the
-    tiers that keep their chunks in host memory are asked.
+    Leading chunks without any row to write are skipped. If the model thread waits for the request, only tiers
+    in the arena are looked up.
     """
 
     per_request = True

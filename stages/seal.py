@@ -1,4 +1,4 @@
-"""Payloads become records: header and checksum."""
+"""Sealing of payloads into records: header and checksum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import FilledBatch, SealedBatch
 
 FEW_HEADERS = 16
-"""So many headers take less than the way to a thread and back, where the checksums are there already."""
+"""Maximum number of headers written on the loop if the checksums are known: faster than a thread hop and
+back."""
 
 
 class SealStage:

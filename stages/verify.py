@@ -1,4 +1,4 @@
-"""Only what is proven to be the chunk asked for goes on."""
+"""Verification of fetched records."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import Chunk
 
 SHARE_BYTES = 8 << 20
-"""What a further thread is worth: a hop takes some 50 microseconds, reading 8 MiB half a millisecond."""
+"""Bytes per additional thread: a thread hop takes about 50 µs, reading 8 MiB about 0.5 ms."""
 
 Checked: TypeAlias = "tuple[int, ChunkCorruptError | None]"
-"""How many leading records of a batch are proven, and what is wrong with the next one."""
+"""Number of leading records of a batch that are valid, and the error of the next one."""
 
 FEW_HEADERS = 32
-"""So many headers without payloads take less than the way to a thread and back, a few tenths of a millisecond."""
+"""Maximum number of headers checked on the loop if no payload is read: faster than a thread hop and back,
+which takes a few tenths of a millisecond."""
 
 
 class VerifyStage:
     """Checks each record's header and, but for records that never left the arena, its checksum.
 
-    A record in doubt ends the prefix, is counted by cause and rejected by its tier, which removes it or puts
-    it aside. Records that came from a slower tier are promoted, now that they are proven.
+    A record that fails ends the prefix, is counted by cause and is rejected by its tier, which deletes or
+    quarantines it. Verified records that came from a slower tier are promoted.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VerifyStage:
         return self._verify_arena or not self._stack.tiers[tier].tier.capabilities.in_arena
 
     async def _check_in_threads(self, batch: FetchedBatch, checksums: Sequence[bool]) -> Checked:
-        """Shared out among threads where there is much to read: what follows a read is waited for."""
+        """Check the records, in several threads if there is much to read."""
         sums = sum(buffer.nbytes for buffer, wanted in zip(batch.buffers, checksums, strict=True) if wanted)
         count = len(batch.chunks)
         shares = max(min(self._threads, count, sums // SHARE_BYTES), 1)
@@ -98,7 +99,7 @@ class VerifyStage:
         return next((each for each in checked if each[1] is not None), checked[-1])
 
     def _check(self, batch: FetchedBatch, checksums: Sequence[bool], start: int, stop: int) -> Checked:
-        """Of the records `start` to `stop`: up to which one they are proven, and what is wrong with that."""
+        """Return the index of the first invalid record, else `stop`, and its error."""
         for index in range(start, stop):
             rows = batch.rows[index]
             error = self._fault(
@@ -115,7 +116,7 @@ class VerifyStage:
     def _fault(
         self, view: memoryview, chunk: Chunk, namespace: str, shape: tuple[int, int], *, payload: bool
     ) -> ChunkCorruptError | None:
-        """What is wrong with a record."""
+        """Return the error of an invalid record."""
         if is_sealed(
             view,
             format=self._format,
@@ -130,11 +131,11 @@ class VerifyStage:
                 view, format=self._format, chunk=chunk, request_namespace=namespace, payload=payload
             )
         except ChunkCorruptError as error:
-            return error.with_traceback(None)  # its frames would keep the slab until a collection
+            return error.with_traceback(None)  # its frames would keep the slab in use
         if header.shape != shape:
             message = f"the record's shape is {header.shape}, not {shape}"
             return ChunkCorruptError(message, cause="layout")
-        return None  # written by another version of us, in other words, and right
+        return None  # valid, but encoded differently by another version
 
     async def _reject(self, batch: FetchedBatch, index: int, error: ChunkCorruptError) -> None:
         chunk, tier = batch.chunks[index], batch.tiers[index]
@@ -146,5 +147,5 @@ class VerifyStage:
             error.cause,
             error,
         )
-        # A promoted copy of the same bytes in another tier is as doubtful: the checksum covers it there.
+        # A promoted copy of the same bytes in another tier is detected there by its checksum.
         await self._stack.discard(tier, chunk.key, error.cause)

@@ -1,4 +1,4 @@
-"""Sealed records go to every tier."""
+"""Write of sealed records to all tiers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lmcache_async.tiers.stack import TierStack
 class WriteStage:
     """Write-through: tiers in the arena take the records at once, slower ones queue them.
 
-    It ends when the records are placed or queued; the report's `outcomes` are complete when the slowest
-    tier has answered.
+    The call ends when the records are stored or queued. The `outcomes` of the result are complete when the
+    slowest tier has finished.
     """
 
     def __init__(self, stack: TierStack) -> None:
