@@ -17,17 +17,17 @@ def open_copier(
     store_priority: int = 0,
     load_priority: int = 0,
 ) -> Copier:
-    """Open the copier for the device of the layout's tensors.
+    """Open the copier for the device of the tensors of a layout.
 
     Args:
         layout: Layout of the paged KV cache.
-        threads: Copying threads; CPU only.
-        staging_bytes: Device memory for each direction; CUDA only.
+        threads: Number of copy threads. CPU only.
+        staging_bytes: Bytes of device memory for each direction. CUDA only.
         store_priority: Priority of the streams of stores; 0 is the lowest, -1 the next higher. CUDA only.
         load_priority: Priority of the streams of loads. CUDA only.
 
     Raises:
-        ValueError: There is no copier for this kind of device.
+        ValueError: There is no copier for this type of device.
     """
     if layout.device.type == "cpu":
         from lmcache_async.device.cpu import CpuCopier

@@ -1,4 +1,4 @@
-"""The copier protocol, with the checks and waits that its implementations share."""
+"""Copier protocol, and the checks and waits that its implementations share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmcache_async.device.progress import LoadProgress
 
 Payload: TypeAlias = npt.NDArray[np.uint8]
-"""A chunk's payload `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""
+"""Payload of a chunk, `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,13 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
-    """The rows of one chunk and its payload.
+    """Rows and payload of one chunk.
 
     Attributes:
-        rows: Rows of the paged cache, in the chunk's order; int64 of shape (num_rows,). A row of -1 is
-            skipped: its bytes of the payload are neither read nor written.
-        payload: Its payload, an array or a memoryview; the caller keeps it valid until the copy has ended.
+        rows: Rows of the paged cache, in the order of the chunk; int64 of shape (num_rows,). A row of -1 is
+            skipped: its payload bytes are neither read nor written.
+        payload: uint8 array or memoryview of `layout.payload_bytes(num_rows)` bytes. The caller keeps it
+            valid until the copy has ended.
     """
 
     rows: BlockIds
@@ -46,55 +47,63 @@ class Copier(Protocol):
     """Copies between one paged cache and host memory.
 
     `gather` and `scatter` are awaited on an event loop; calls may overlap. A batch is checked as a whole
-    before any byte moves. Cancelled, a call still waits for the real end of what was started, so that
-    afterwards neither device nor host memory is touched any more, and then raises CancelledError; which
-    rows were copied is then unknown.
+    before any byte is copied. A cancelled call waits until the started copies have ended, then raises
+    CancelledError. After that neither device nor host memory is accessed, and it is unknown which rows were
+    copied.
     """
 
     @property
     def layout(self) -> KVLayout: ...
 
     def fence(self) -> Fence | None:
-        """Record an event behind the work that the model's thread has submitted. Never waits.
+        """Record an event after the work that the model thread has submitted, without waiting.
 
-        Called on the model's thread. None if the work is complete when the thread returns, as on a CPU.
+        Called on the model thread.
+
+        Returns:
+            The fence; None if submitted work is complete when the submitting call returns, as on a CPU.
         """
 
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:
-        """Fill each job's payload from its rows, behind `fence`.
+        """Fill the payload of each job from its rows, after `fence`.
 
         Args:
             digest: Whether to compute the checksums of the payloads.
 
         Returns:
             xxh3_128 of each payload, 16 bytes, computed during the copy. None without `digest`, or if the
-            copier has no cheaper way than a separate pass.
+            copier cannot compute it more cheaply than a separate pass.
 
         Raises:
-            ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
+            ValueError: A row is out of bounds, or a payload has the wrong length or form. Nothing was copied.
         """
 
     async def scatter(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
     ) -> None:
-        """Write each job's payload to its rows, behind `fence`. Two jobs must not name the same row.
+        """Write the payload of each job to its rows, after `fence`. Two jobs must not contain the same row.
 
         Args:
-            progress: Receives the planes that are written in all rows, in order, if the copier can tell.
+            progress: Receives the number of leading planes that are written in all rows, if the copier
+                supports it.
 
         Raises:
-            ValueError: A row out of bounds, or a payload of wrong length or form. Nothing was copied.
+            ValueError: A row is out of bounds, or a payload has the wrong length or form. Nothing was copied.
         """
 
     def close(self) -> None:
-        """Wait for running copies and free everything. A later copy raises EngineClosedError."""
+        """Wait for running copies and free all resources. A later copy raises EngineClosedError."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedJob:
-    """A job whose rows are int64 and within bounds, and whose payload has the right length and form."""
+    """Job with int64 rows within bounds and a payload of the right length and form.
+
+    Attributes:
+        has_skips: Some rows are -1.
+    """
 
     rows: BlockIds
     payload: Payload
@@ -103,6 +112,9 @@ class CheckedJob:
 
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
     """Check a whole batch before any byte of it is copied.
+
+    Args:
+        writes_payload: The copy writes to the payloads, so they must be writable.
 
     Raises:
         ValueError: See `Copier`.
@@ -115,12 +127,12 @@ async def wait_all(
 ) -> None:
     """Wait until every future has ended, even if cancelled, then raise the first error.
 
-    For work that cannot be abandoned. A cancellation takes precedence over errors of the futures; these are
-    raised in the order of the futures. Cancelled futures count as ended.
+    For work that cannot be abandoned. CancelledError takes precedence over errors of the futures. Otherwise
+    the error of the first failed future is raised. Cancelled futures count as ended.
 
     Args:
-        futures: The futures of the running work.
-        on_cancel: Called on cancellation; may withdraw work that has not begun.
+        futures: Futures of the running work.
+        on_cancel: Called on each cancellation; may withdraw work that has not begun.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := [future for future in futures if not future.done()]:
@@ -137,7 +149,8 @@ async def wait_all(
         if failures:
             raise failures[0]
     finally:
-        # A reference cycle of exception and frame would keep the payloads until a garbage collection.
+        # Break the reference cycle of exception and frame, which would keep the payloads alive until a
+        # garbage collection.
         cancelled = None
         failures.clear()
 

@@ -1,4 +1,4 @@
-"""Keeps a copying thread off the core of the thread that waits for the copy."""
+"""CPU affinity of copy threads, off the core of the thread that waits for the copy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def current_core() -> int | None:
-    """The core that the calling thread runs on; None where nobody can tell."""
+    """Return the core that the calling thread runs on; None if it cannot be determined."""
     try:
         core = int(ctypes.CDLL(None).sched_getcpu())
-    except (AttributeError, OSError):  # no Linux
+    except (AttributeError, OSError):  # not Linux
         return None
     return core if core >= 0 else None
 
 
 @contextlib.contextmanager
 def off_core(core: int | None) -> Iterator[None]:
-    """The calling thread runs on other cores than `core`, where it may use others.
+    """Exclude `core` from the affinity of the calling thread in the block, if other cores are allowed.
 
-    The kernel wakes a thread where it ran last, and with vLLM's processes polling on every other core it
-    may leave it there for milliseconds, half of them the model's.
+    The kernel wakes a thread on the core where it ran last. If vLLM's processes poll on every other core, the
+    thread may stay there for milliseconds and take half of the time of the model thread.
     """
     try:
         allowed = os.sched_getaffinity(0)
@@ -33,12 +33,12 @@ def off_core(core: int | None) -> Iterator[None]:
         moved = core in allowed and bool(others)
         if moved:
             os.sched_setaffinity(0, others)
-    except (AttributeError, OSError):  # no Linux, or forbidden
+    except (AttributeError, OSError):  # not Linux, or not permitted
         moved, allowed, others = False, set(), set()
     try:
         yield
     finally:
         if moved:
             with contextlib.suppress(OSError):
-                if os.sched_getaffinity(0) == others:  # else somebody else has moved it meanwhile
+                if os.sched_getaffinity(0) == others:  # else other code has changed it meanwhile
                     os.sched_setaffinity(0, allowed)

@@ -1,4 +1,4 @@
-"""The copier of a paged cache in host memory (vLLM on CPU, and tests everywhere)."""
+"""Copier of a paged cache in host memory (vLLM on CPU, and tests on any machine)."""
 
 from __future__ import annotations
 
@@ -32,22 +32,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PART_BYTES = 16 << 20
-"""Of a load that is waited for plane by plane: what a thread takes at a time, one or two milliseconds."""
+"""Size of the parts of a layer-wise load; a thread copies one in one or two milliseconds."""
 
 KEPT_CORES = 1
-"""The model's: its thread copies what it waits for itself. All others may have a copying thread beside it."""
+"""Cores without a copy thread: the model thread copies on its own core while it waits for a load."""
 
 ALONE_S = 0.5
-"""After so long a load is copied also without the thread that should wait for it."""
+"""Seconds after which a layer-wise load is copied even if no thread waits for it."""
 
 MIN_THREAD_BYTES = 1 << 20
-"""Below this a second thread costs more than it saves: a hop is some 50 microseconds, 1 MiB takes 100."""
+"""Minimum bytes of a thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB 100."""
 
 
 class CpuCopier:
-    """Copies on threads of its own; the interpreter lock is free while bytes move.
+    """Copier with its own threads. The GIL is released during copies.
 
-    A batch takes one hop to each thread. On cancellation parts that no thread has begun are withdrawn.
+    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn.
+
+    Args:
+        layout: Layout of the paged KV cache.
+        threads: Number of copy threads.
     """
 
     def __init__(self, layout: KVLayout, *, threads: int = 2) -> None:
@@ -104,7 +108,7 @@ class CpuCopier:
         )
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob], digester: Digester) -> list[bytes]:
-        """Each payload by one thread from its start to its end, for a digest takes bytes in their order."""
+        """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
         total = sum(job.payload.nbytes for job in jobs)
         count = min(len(jobs), self._threads, max(total // MIN_THREAD_BYTES, 1))
         shares = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
@@ -117,7 +121,7 @@ class CpuCopier:
         return [digest for each in digests for digest in each]
 
     async def _on_threads(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """One hop to a thread for each call; their results."""
+        """Run each call on a thread of the pool and return the results in order."""
         work = [self._executor.submit(call) for call in calls]
         await wait_all(
             [asyncio.wrap_future(future) for future in work],
@@ -126,7 +130,7 @@ class CpuCopier:
         return [future.result() for future in work]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
-        """Write all rows of the first planes, then of the next ones, together with the thread that waits."""
+        """Write all rows of the first planes, then of the next planes; the waiting thread copies too."""
         num_rows = [len(job.rows) for job in jobs]
         stream = sum(job.payload.nbytes for job in jobs) >= STREAM_BYTES
         copy = functools.partial(self._copy, jobs, to_host=False, stream=stream)
@@ -150,8 +154,8 @@ class CpuCopier:
             late.cancel()
 
     def _copy_alone(self, queue: PartQueue) -> None:
-        """Nobody has waited for this load so far."""
-        if self._closed:  # then whoever scattered is late, and its copy with it
+        """Copy a load that no thread has waited for."""
+        if self._closed:
             queue.withdraw()
         else:
             self._executor.submit(queue.work)
@@ -182,6 +186,6 @@ def _whole(job: CheckedJob, digester: Digester) -> bool:
 
 
 def _work_beside(queue: PartQueue, core: int | None) -> None:
-    """Copy while the thread on `core` does something else."""
+    """Copy parts on other cores than `core`, where the waiting thread runs."""
     with off_core(core):
         queue.work()

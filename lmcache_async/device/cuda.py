@@ -1,9 +1,9 @@
-"""The copier of a paged cache on a GPU: gathered in device memory first, then one long copy over the bus.
+"""Copier of a paged cache on a GPU. Rows are gathered in device memory and cross the bus in long pieces.
 
 A batch is cut into parts. Each part of the ring has its own stream, staging memory and table of row
-addresses: one launch gathers a part's rows of all planes into staging, and each payload piece is then one
-long copy. Parts follow each other on different streams, so the bus does not idle during a launch. Nothing
-waits on the host but the reapers, and nothing waits on the model's stream at all.
+addresses. One launch gathers the rows of a part, of all planes, into staging; each payload piece is then one
+long copy. Parts run on different streams, so that the bus is not idle during a launch. On the host only the
+reaper threads wait. The stream of the model never waits.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from lmcache_async.device.progress import LoadProgress
 
 PARTS = 4
-"""Parts of each ring: one on the bus, one gathering, two on their way to or from the loop's thread."""
+"""Parts of each ring: one on the bus, one gathering, two in transit to or from the thread of the loop."""
 
 MAX_ENTRIES = 1 << 17
-"""Rows of a part at most, which bounds its table to 3 MiB; only rows of 128 bytes and less ever meet it."""
+"""Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
 
 
 class Streams(Protocol):
-    """What we ask of CUDA; a fake answers in tests without a GPU. `stream` is opaque."""
+    """CUDA operations of the copier, replaced by a fake in tests without a GPU. `stream` is opaque."""
 
     def open(self, priority: int) -> Any:
-        """A new side stream; 0 is the lowest priority, that of the model's own streams, and -1 above it."""
+        """Create a side stream. Priority 0 is the lowest, that of the model's streams; -1 is above it."""
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make `stream` the current one for what this thread asks of the device."""
+        """Make `stream` the current stream of this thread in the block."""
 
     def record(self, stream: Any) -> DeviceEvent:
-        """An event behind all that was asked of `stream`."""
+        """Record an event after all work submitted to `stream`."""
 
     def record_current(self) -> DeviceEvent:
-        """An event behind all that was asked of this thread's current stream."""
+        """Record an event after all work submitted to the current stream of this thread."""
 
     def wait(self, stream: Any, event: DeviceEvent) -> None:
-        """What is asked of `stream` from now on runs behind `event`; the host does not wait."""
+        """Let work submitted to `stream` from now on run after `event`. The host does not wait."""
 
     def pinned(self, num_words: int) -> torch.Tensor:
-        """Host memory, int64 of shape (num_words,), that the device copies from by itself."""
+        """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
 class TorchStreams:
-    """CUDA by torch."""
+    """Streams of torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class TorchStreams:
         return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
-        # The reaper sleeps on it; the default would spin on a core.
+        # The reaper blocks on the event; the default would busy-wait.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -82,7 +82,7 @@ class TorchStreams:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
-        stream.wait_event(event)  # type: ignore[arg-type]  # it came from `record_current`
+        stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
@@ -90,7 +90,14 @@ class TorchStreams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One part in flight: its stream, staging on the device, and its table there and in pinned memory."""
+    """Resources of one part in flight.
+
+    Attributes:
+        stream: Side stream of the part.
+        staging: uint8 of one dimension on the device.
+        table: Row positions on the device; int64 of one dimension.
+        host_table: The same in pinned host memory.
+    """
 
     stream: Any
     staging: torch.Tensor
@@ -99,7 +106,7 @@ class Part:
 
 
 class Lane:
-    """The ring and the reaper of one direction: stores and loads never wait for each other."""
+    """Ring and reaper of one direction. Stores and loads have separate lanes, so neither waits for the other."""
 
     def __init__(self, name: str, parts: Sequence[Part], streams: Streams) -> None:
         self.ring = Ring(parts)
@@ -107,7 +114,11 @@ class Lane:
         self._reaper = Reaper(f"lmcache-async-{name}")
 
     def watch(self, part: Part) -> asyncio.Future[None]:
-        """Ends when the device has done all that was asked of the part's stream; the part is then free."""
+        """Release the part when the device has completed the work submitted to its stream.
+
+        Returns:
+            A future that is resolved then, or fails with the error of the device.
+        """
         try:
             event = self._streams.record(part.stream)
             return self._reaper.watch(event, lambda: self.ring.release(part))
@@ -122,17 +133,18 @@ class Lane:
 class CudaCopier:
     """Copies through staging memory on side streams.
 
-    Payloads should lie in pinned memory: others are copied correctly, but hold up the loop's thread.
-
-    Attributes:
-        mover: What moves rows on the device.
+    Payloads should be in pinned memory. Copies of pageable memory are correct, but block the event loop.
 
     Args:
-        staging_bytes: Device memory for each direction; more where one row needs it.
-        store_priority: Of the side streams that gather: it decides whose kernels come first, ours or the model's.
-        load_priority: Of those that scatter.
-        streams: In place of CUDA's, in tests.
-        mover: In place of the best one for the layout, in tests.
+        layout: Layout of the paged KV cache.
+        staging_bytes: Bytes of device memory for each direction; more if one row needs it.
+        store_priority: Priority of the side streams that gather, relative to those of the model.
+        load_priority: Priority of the side streams that scatter.
+        streams: Replaces CUDA in tests.
+        mover: Replaces the best mover for the layout in tests.
+
+    Attributes:
+        mover: Copies rows on the device.
     """
 
     def __init__(
@@ -163,7 +175,7 @@ class CudaCopier:
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:
-        del digest  # the device writes the payloads by itself
+        del digest  # the device writes the payloads, so the host would have to read them again
         checked = check_jobs(self.layout, jobs, writes_payload=True)
         await self._run(checked, fence, self._store)
         return None
@@ -171,7 +183,7 @@ class CudaCopier:
     async def scatter(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
     ) -> None:
-        del progress  # its end is the end of all
+        del progress  # only the end of the whole load is reported
         checked = check_jobs(self.layout, jobs, writes_payload=False)
         await self._run(checked, fence, self._load)
 
@@ -181,11 +193,11 @@ class CudaCopier:
         self._load.close()
 
     def statistics(self) -> tuple[RingStatistics, RingStatistics]:
-        """Parts of the ring that stores use, and of the one that loads use."""
+        """Return the statistics of the ring of stores and of the ring of loads."""
         return self._store.ring.statistics(), self._load.ring.statistics()
 
     def copies(self, num_rows: Sequence[int]) -> list[int]:
-        """Bytes of each copy over the bus that a batch comes to, of jobs with so many rows each, none skipped."""
+        """Return the bytes of each copy over the bus, for jobs with `num_rows` rows of which none is skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
     def _open_lane(self, name: str, num_parts: int, priority: int) -> Lane:
@@ -199,7 +211,7 @@ class CudaCopier:
             )
             for _ in range(num_parts)
         ]
-        # The allocator may give memory that the current stream still writes to.
+        # The allocator may return memory that the current stream still writes to.
         allocated = self._streams.record_current()
         for part in parts:
             self._streams.wait(part.stream, allocated)
@@ -213,10 +225,10 @@ class CudaCopier:
                 try:
                     self._submit(part, jobs, pieces, fence, lane)
                 finally:
-                    # Also after an error: what was asked of the stream until then may still run.
+                    # Also after an error: work submitted before it may still run.
                     running.append(lane.watch(part))
         finally:
-            # Payloads, tables and staging stay in use until the device is done, cancelled or not.
+            # The device uses payloads, tables and staging until it has finished, also after a cancellation.
             await wait_all(running)
 
     def _cut(self, counts: Sequence[int]) -> list[list[Piece]]:
@@ -249,7 +261,7 @@ class CudaCopier:
             job = jobs[piece.job]
             spans = [(0, piece.nbytes)]
             if to_host and job.has_skips:
-                # Staging holds nothing for skipped rows, and the payload's bytes there are not ours.
+                # Staging has no data of skipped rows, and their payload bytes must not be written.
                 spans = self._present(job, piece)
             payload = host_tensor(job.payload)
             for low, high in spans:
@@ -262,7 +274,7 @@ class CudaCopier:
             place += piece.nbytes
 
     def _present(self, job: CheckedJob, piece: Piece) -> list[tuple[int, int]]:
-        """Spans of the piece, in bytes from its start, that belong to rows not skipped."""
+        """Return the spans of rows that are not skipped, in bytes from the start of the piece."""
         where = self._table.locate(job.rows, piece.start, piece.stop)
         offsets = [
             [self._table.payload_offset(len(job.rows), piece.start + edge) - piece.offset for edge in span]
@@ -272,7 +284,10 @@ class CudaCopier:
 
 
 def host_tensor(payload: Payload) -> torch.Tensor:
-    """The payload as a tensor, without a copy; torch wants a writable array, also to read from."""
+    """Return the payload as a tensor, without a copy.
+
+    `torch.from_numpy` expects a writable array, so a read-only payload is wrapped by its address.
+    """
     if payload.flags.writeable:
         return torch.from_numpy(payload)
     memory = (ctypes.c_uint8 * payload.nbytes).from_address(payload.ctypes.data)

@@ -1,6 +1,6 @@
-"""The Triton kernel that moves rows between the paged cache and staging memory.
+"""Triton kernel that copies rows between the paged cache and staging memory.
 
-Imported only where Triton is there; `movers` falls back to torch's own operations.
+Imported by `movers`, which falls back to torch operations if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_WORDS = 2048
-"""Words of one program at most: 16 KiB in words of 8 bytes, so that few programs fill the memory's pipes."""
+"""Maximum words of one program: 16 KiB in 8-byte words, so that few programs saturate memory bandwidth."""
 
 
 @triton.jit(do_not_specialize=["num_entries"])  # type: ignore[untyped-decorator, unused-ignore]
 def _move_rows(
-    table: tl.tensor,  # int64: addresses of rows in the cache, -1 to skip; else also places and lengths in words
+    table: tl.tensor,  # int64: row addresses, -1 to skip; unless UNIFORM also offsets and lengths, see launch
     staging: tl.tensor,  # words
     num_entries: tl.tensor,
     ROW_WORDS: tl.constexpr,
     TO_STAGING: tl.constexpr,
-    UNIFORM: tl.constexpr,  # rows are all of ROW_WORDS, and lie in staging one after the other
-    ALIGNMENT: tl.constexpr,  # what divides every address: it allows accesses of 128 bits
+    UNIFORM: tl.constexpr,  # all rows have ROW_WORDS words and are consecutive in staging
+    ALIGNMENT: tl.constexpr,  # common divisor of all addresses, in bytes; 16 allows 128-bit accesses
     BLOCK: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0).to(tl.int64)
@@ -57,13 +57,16 @@ def launch(
     alignment: int,
     to_staging: bool,
 ) -> None:
-    """Move `num_entries` rows on the current stream, in one launch.
+    """Copy `num_entries` rows on the current stream, in one launch.
 
     Args:
-        table: int64 of shape (num_entries,) or, not `uniform`, (3 * num_entries,): see `_move_rows`.
-        staging: Words, of one dimension.
-        row_words: Words of a row; of the longest, if not `uniform`.
-        alignment: What divides every row's address and every place in staging, in bytes; at most 16.
+        table: int64 of shape (num_entries,) if `uniform`, else (3 * num_entries,): addresses of the rows in
+            the cache (-1 to skip), their offsets in staging and their lengths, both in words.
+        staging: One-dimensional tensor of words.
+        row_words: Words of a row; of the longest row if not `uniform`.
+        uniform: All rows have `row_words` words and are consecutive in staging.
+        alignment: Common divisor of all row addresses and staging offsets, in bytes; at most 16.
+        to_staging: Copy from the cache to staging; else from staging to the cache.
     """
     block = min(triton.next_power_of_2(row_words), BLOCK_WORDS)
     _move_rows[num_entries, triton.cdiv(row_words, block)](
@@ -75,6 +78,6 @@ def launch(
         UNIFORM=uniform,
         ALIGNMENT=alignment,
         BLOCK=block,
-        enable_fp_fusion=False,  # nothing is computed; unsaid, Triton 3.9 warns
+        enable_fp_fusion=False,  # no arithmetic; Triton 3.9 warns if this is not set
         num_warps=max(1, min(4, block // 64)),
     )

@@ -1,8 +1,8 @@
-"""The paged KV cache as planes of rows: which bytes a chunk's payload is made of, and in which order.
+"""Layout of a paged KV cache as planes of rows. It defines the bytes of a chunk's payload and their order.
 
-A plane is one contiguous piece of bytes per row, at regular strides. The payload of a chunk that lies in
-rows r0..rk is `[plane][row]`: for each plane, in a fixed order, the pieces of those rows one after the
-other. Everything is bytes: quantised and opaque pages are like any other.
+A plane is one contiguous piece of bytes per row, at regular strides. The payload of a chunk in rows r0..rk is
+`[plane][row]`: for each plane, in a fixed order, the pieces of these rows. Elements are not interpreted, so
+quantised and opaque pages need no special case.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ __all__ = ["Granularity", "KVLayout", "Layer", "Layers", "Plane"]
 Granularity: TypeAlias = Literal["block", "token"]
 Layer: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 Layers: TypeAlias = Mapping[str, Layer] | Sequence[Layer]
-"""Tensors by layer name, or in layer order; K and V of a layer may be a pair."""
+"""Tensors by layer name, or in layer order. K and V of a layer may be a pair of tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVLayout:
-    """A paged KV cache on one device.
-
-    It keeps the cache's memory alive.
+    """Layout of a paged KV cache on one device. It keeps the memory of the cache alive.
 
     Attributes:
-        planes: In payload order.
-        storages: Each storage as a whole: uint8 of shape (storage bytes,).
+        planes: Planes in payload order.
+        storages: Complete storages of the tensors: uint8 of shape (storage bytes,).
         num_blocks: Blocks of the cache.
         block_size: Tokens of a block.
         granularity: Whether a row is a block or a token slot (`block * block_size + offset`).
-        dtype: The element's name; several are joined by `+`.
-        layer_ends: For each named layer how many leading planes hold all of it; not for one that is another's.
-        text: What a payload's bytes mean: equal for two caches exactly if one may be loaded into the
-            other. Says nothing of addresses, device and number of blocks. Part of the namespace.
+        dtype: Name of the element type; several are joined by `+`.
+        text: Meaning of the payload bytes. Equal for two caches if and only if payloads of one can be loaded
+            into the other. Independent of addresses, device and number of blocks. Part of the namespace.
+        layer_ends: For each named layer, the number of leading planes that contain all of it. Layers that
+            share the KV of an earlier layer are left out.
+        bytes_per_row: Payload bytes of one row.
     """
 
     planes: tuple[Plane, ...]
@@ -73,13 +73,18 @@ class KVLayout:
         block_size: int,
         kind: Literal["heads", "pages"] = "heads",
     ) -> Self:
-        """Views [B, H, N, C], or [B, N, C] of MLA, as vLLM gives them. One row is one block.
+        """Create a layout of views [B, H, N, C], or [B, N, C] for MLA, as vLLM has them. A row is a block.
 
-        Their physical order may be any. Dimension 0 may count kernel blocks, several a block. Two layers that are one tensor are kept once.
-        With `kind="pages"` what follows the block dimension is opaque and may have any shape.
+        The physical order of the dimensions is arbitrary. Two layers with the same tensor are stored once.
+
+        Args:
+            tensors: One tensor or one pair of tensors per layer.
+            num_blocks: Blocks of the cache. Dimension 0 may count kernel blocks, several per block.
+            block_size: Tokens of a block.
+            kind: With "pages", the dimensions after the block dimension are opaque and may have any shape.
 
         Raises:
-            ValueError: A shape that is none of these, or rows that share bytes.
+            ValueError: A shape is not one of these, or two rows share bytes.
         """
         named = _named(tensors)
         for name, tensor in named:
@@ -102,18 +107,19 @@ class KVLayout:
     def from_token_slots(
         cls, tensors: Layers, *, order: str | None = None, block_size: int | None = None
     ) -> Self:
-        """Paged tensors as attention code has them. One row is one token slot.
+        """Create a layout of paged tensors as attention code uses them. A row is a token slot.
 
-        Known are [2, B, N, H, D], [B, 2, N, H, D], pairs of [B, N, H, D], [B, N, D] of MLA, and
+        Supported are [2, B, N, H, D], [B, 2, N, H, D], pairs of [B, N, H, D], [B, N, D] for MLA, and
         [B, H, N, C] views.
 
         Args:
+            tensors: One tensor or one pair of tensors per layer.
             order: A letter for each dimension, e.g. `2BNHD` or `BHNC`: B is the block, N the token in its
-                block. None takes it from the shape, with `block_size` where that is needed.
-            block_size: Tokens of a block, where `order` is not given.
+                block. None derives it from the shape, with `block_size` if necessary.
+            block_size: Tokens of a block, if `order` is not given.
 
         Raises:
-            ValueError: An unknown or ambiguous shape, or rows that share bytes.
+            ValueError: A shape is unknown or ambiguous, or two rows share bytes.
         """
         named = _named(tensors)
         storages = _storages(named)
@@ -175,7 +181,7 @@ class KVLayout:
         return self.bytes_per_row * (self.block_size // self.tokens_per_row)
 
     def payload_bytes(self, num_rows: int) -> int:
-        """Bytes of the payload of a chunk in `num_rows` rows."""
+        """Return the payload bytes of a chunk in `num_rows` rows."""
         return self.bytes_per_row * num_rows
 
 
@@ -186,7 +192,7 @@ class _Storages:
 
 
 def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
-    import torch  # here, so that what only names a layout's type starts without it
+    import torch  # here, so that modules that only need the type start without torch
 
     layers = tensors.items() if isinstance(tensors, Mapping) else (("", layer) for layer in tensors)
     named = []
@@ -223,7 +229,7 @@ def _storages(named: Sequence[tuple[str, torch.Tensor]]) -> _Storages:
 
 
 def _distinct(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Without layers that share the KV of an earlier one: same memory, same form."""
+    """Leave out layers that share the KV of an earlier layer: same memory, shape, strides and dtype."""
     first: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
     for name, tensor in named:
         form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -1,4 +1,4 @@
-"""What moves rows between the paged cache and staging memory on the device itself."""
+"""Copies of rows between the paged cache and staging memory, on the device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""The dtype of a word by its size."""
+"""dtype of a word by its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows that one device operation moves.
+    """Rows that one device operation copies.
 
     Attributes:
-        group: Which of the mover's groups of planes; a mover without groups has one.
-        start: Index of its first entry in the table.
-        stop: Index behind its last entry.
-        place: Where its first row is in staging, in bytes.
+        group: Index of the mover's group of planes; 0 if the mover has no groups.
+        start: Index of the first entry in the table.
+        stop: Index of the last entry, exclusive.
+        place: Byte offset of the first row in staging.
     """
 
     group: int
@@ -44,26 +44,35 @@ class Step:
 
 
 class Mover(Protocol):
-    """Moves the rows of a part of a batch, all asked of the current stream, none waited for.
+    """Copies the rows of a part of a batch. All work is submitted to the current stream, without waiting.
 
     Attributes:
-        columns: Numbers in the table for each entry.
+        columns: Numbers per entry in the table.
     """
 
     columns: int
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
-        """Write to `table` where the rows are; the payload pieces lie in staging one after the other."""
+        """Write the positions of the rows to `table`. The payload pieces are consecutive in staging.
+
+        Args:
+            table: int64 of one dimension in host memory, with at least `columns` numbers for each entry.
+            jobs: Jobs of the batch.
+            part: Pieces of the part.
+
+        Returns:
+            The device operations of the part.
+        """
 
     def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        """Cache to staging (uint8 of one dimension); rows at -1 leave theirs as it was."""
+        """Copy from the cache to staging (uint8 of one dimension). Staging of rows at -1 is not written."""
 
     def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        """Staging to cache; rows at -1 are left out."""
+        """Copy from staging to the cache. Rows at -1 are skipped."""
 
 
 class TritonMover:
-    """One kernel launch for a part, over all its rows of all planes."""
+    """Copies all rows of a part, of all planes, by one launch of the Triton kernel."""
 
     def __init__(self, layout: KVLayout) -> None:
         from lmcache_async.device import kernels
@@ -120,7 +129,7 @@ class TritonMover:
 
 
 class TorchMover:
-    """Torch's index operations: one for each group of planes, and for each span without skipped rows."""
+    """Copies by torch index operations: one for each group of planes and each span without skipped rows."""
 
     columns = 1
 
@@ -134,7 +143,7 @@ class TorchMover:
             memory = layout.storages[key[0]]
             words = memory[: len(memory) // word * word].view(WORDS[word])
             places = (len(memory) - key[1]) // unit + 1
-            # A view with a row at every multiple of the unit, so that a row's place is its index.
+            # A view with a row at every multiple of the unit: the index of a row is its position.
             rows = words.as_strided((places, key[1] // word), (unit // word, 1))
             table = PlaneTable(planes, unit=unit)
             self._groups.append(_Group(first, first + len(planes), key[1], table, rows))
@@ -179,27 +188,27 @@ class _Group:
     rows: torch.Tensor
 
     def staged(self, staging: torch.Tensor, step: Step) -> torch.Tensor:
-        """The rows of `step` in staging, as words."""
+        """Return the rows of `step` in staging, as words."""
         count = step.stop - step.start
         span = staging[step.place : step.place + count * self.row_bytes]
         return span.view(self.rows.dtype).view(count, -1)
 
 
 def open_mover(layout: KVLayout) -> Mover:
-    """The Triton kernel where it compiles, torch's operations elsewhere."""
+    """Return a mover with the Triton kernel if it compiles, else one with torch operations."""
     device = layout.device
     try:
         mover = TritonMover(layout)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             _try(mover, layout)
-    except Exception as error:  # noqa: BLE001  whatever Triton, its compiler or the driver could not do, torch can
+    except Exception as error:  # noqa: BLE001  any failure of Triton, its compiler or the driver
         logger.warning("copying by torch's index operations, Triton's kernel is not to be had: %s", error)
         return TorchMover(layout)
     return mover
 
 
 def _try(mover: TritonMover, layout: KVLayout) -> None:
-    """Compile both kernels now: later a launch is made on the loop's thread. No row is touched."""
+    """Compile both kernels now, because later launches run on the thread of the loop. No row is accessed."""
     table = torch.full((3,), -1, dtype=torch.int64, device=layout.device)
     staging = torch.empty(16, dtype=torch.uint8, device=layout.device)
     step = Step(0, 0, 1, 0)

@@ -1,4 +1,4 @@
-"""Proof that no two rows of a layout share a byte. Pure."""
+"""Check that no two rows of a layout share a byte. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 
 def check_overlap(planes: Sequence[Plane], storages: Sequence[torch.Tensor], num_rows: int) -> None:
-    """Raise ValueError if two rows, of one plane or of two, share a byte.
+    """Check that no two rows share a byte, in one plane or in two.
 
-    Planes of equal strides are compared exactly; planes of different strides must lie apart as wholes.
+    Planes of equal strides are compared exactly. The address ranges of planes of different strides must be
+    disjoint.
+
+    Args:
+        planes: Planes of the layout.
+        storages: Storages of the planes; uint8.
+        num_rows: Rows of the paged cache.
+
+    Raises:
+        ValueError: Two rows share a byte.
     """
-    # Two storages may be two names of the same memory: what counts is the address.
+    # Two storages may map the same memory, so addresses are compared.
     origins = [0 if storage.is_meta else storage.data_ptr() for storage in storages]
     groups: dict[tuple[int, Rows], list[Plane]] = {}
     for plane in planes:
@@ -52,14 +61,15 @@ def _check_plane(plane: Plane, num_rows: int) -> None:
 
 
 def _meets(distance: Int64s, size: int, sizes: Int64s, rows: Rows, num_rows: int) -> bool:
-    """Whether a row of the first plane meets one of any other plane, `distance` bytes behind it."""
+    """Whether a row of the first plane overlaps one of another plane, with a base `distance` bytes higher."""
     per_block = rows.rows_per_block
     blocks = -(-num_rows // per_block)
     step = rows.row_stride
     span = (per_block - 1) * step
-    stride = max(rows.block_stride, 1)  # a single block may have any stride, also none
-    # A row of the other, k blocks and t rows further, starts at distance + k * block_stride + t * step.
-    # Only the two k nearest to nought on each side can bring it within a block's span, and then two t.
+    stride = max(rows.block_stride, 1)  # the stride of a single block may be 0
+    # A row of the other plane, k blocks and t rows on, starts at distance + k * block_stride + t * step.
+    # Only the values of k that bring this nearest to 0 can put it within the span of a block, each with two
+    # values of t.
     nearest = -distance // stride
     reach = 1 + (span + int(max(size, sizes.max()))) // stride
     for k_shift in range(-reach, reach + 2):

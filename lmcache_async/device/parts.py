@@ -1,4 +1,4 @@
-"""One copy in parts that several threads take in turn."""
+"""Queue of the parts of one copy, shared by several threads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """A part of a copy; it writes to planes from `first` on."""
+    """Part of a copy. It writes to no plane before `first`."""
 
     first: int
     copy: Callable[[], object]
 
 
 class PartQueue:
-    """Parts in the order of their planes; whoever has time takes the next one.
+    """Thread-safe queue of the parts of one copy, in the order of their planes.
 
-    Attributes:
-        done: Ends when nothing is copied any more and nothing will be; it carries the first error.
+    Any number of threads call `work`.
 
     Args:
-        planes: Of all parts together.
-        advance: Told how many leading planes are written. Called by the thread that wrote the last of them.
+        planes: Number of planes of all parts.
+        advance: Called with the number of leading planes that are written, on the thread that wrote the last
+            of them.
+
+    Attributes:
+        done: Resolved when no part is running or waiting; holds the first error.
     """
 
     def __init__(self, parts: Iterable[Part], planes: int, advance: Callable[[int], object]) -> None:
@@ -41,19 +44,25 @@ class PartQueue:
         self._end_if_idle()
 
     def work(self, planes: int | None = None) -> None:
-        """Copy parts until none is left that writes to the first `planes` planes; None for all. Never raises."""
+        """Copy parts until none is left that writes to the first `planes` planes.
+
+        Errors are not raised but set on `done`.
+
+        Args:
+            planes: Number of leading planes; None for all.
+        """
         while (part := self._take(planes)) is not None:
             error = None
             try:
                 part.copy()
-            except BaseException as caught:  # noqa: BLE001 - told to whoever waits for the whole
+            except BaseException as caught:  # noqa: BLE001 - set on `done`
                 error = caught
             first = part.first
-            del part  # and with it the payload
+            del part  # drops the reference to the payload before `done` is resolved
             self._ended(first, error)
 
     def withdraw(self) -> None:
-        """Forget the parts that nobody has begun."""
+        """Discard the parts that no thread has begun."""
         with self._lock:
             self._whole = self._whole and not self._waiting
             self._waiting.clear()

@@ -1,6 +1,6 @@
-"""How a batch is cut into pieces and which bytes each piece names. Pure.
+"""Partition of a batch of copies into pieces, and their positions in cache and payload. Pure functions.
 
-An entry is one row of one plane; the entries of a job are numbered `[plane][row]`, as its payload is.
+An entry is one row of one plane. The entries of a job are numbered `[plane][row]`, as in its payload.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Entries `start` to `stop` of job number `job`: payload bytes `offset` to `offset + nbytes`."""
+    """Part of one job.
+
+    Attributes:
+        job: Index of the job in the batch.
+        start: First entry.
+        stop: Last entry, exclusive.
+        offset: Bytes before the piece in the payload of the job.
+        nbytes: Payload bytes of the piece.
+    """
 
     job: int
     start: int
@@ -36,9 +44,16 @@ class Piece:
 
 
 class PlaneTable:
-    """The planes as arrays: where entries start, in units of `unit` bytes from `origins`.
+    """Planes as arrays, for computing the positions of entries.
 
-    `unit` must divide all strides and all bases less their origins.
+    Args:
+        planes: Planes in payload order.
+        origins: Byte offset of position 0, one for all planes or one for each plane.
+        unit: Bytes of one position. It must divide all strides, and all bases minus their origins.
+
+    Attributes:
+        row_bytes: Bytes of a row of each plane; int64 of shape (num_planes,).
+        starts: Bytes of a row before each plane, and of all planes; int64 of shape (num_planes + 1,).
     """
 
     def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0, unit: int = 1) -> None:
@@ -52,7 +67,14 @@ class PlaneTable:
         self._uniform = bool((self._rows_per_block == 1).all())
 
     def locate(self, rows: BlockIds, start: int, stop: int) -> Int64s:
-        """Where entries `start` to `stop` begin; -1 for those of skipped rows."""
+        """Return the positions of entries `start` to `stop` (exclusive).
+
+        Args:
+            rows: Rows of the job; int64 of shape (num_rows,), at least one.
+
+        Returns:
+            int64 of shape (stop - start,); -1 for entries of skipped rows.
+        """
         first, last = start // len(rows), -(-stop // len(rows))
         part = slice(first, last)
         if self._uniform:
@@ -65,14 +87,14 @@ class PlaneTable:
         return where.reshape(-1)[start - first * len(rows) : stop - first * len(rows)]
 
     def payload_offset(self, num_rows: int, entry: int) -> int:
-        """Bytes before `entry` in the payload of a job of `num_rows` rows."""
+        """Return the bytes before `entry` in the payload of a job of `num_rows` rows."""
         plane, row = divmod(entry, num_rows)
         if plane == len(self.row_bytes):
             return int(self.starts[-1]) * num_rows
         return int(self.starts[plane]) * num_rows + row * int(self.row_bytes[plane])
 
     def entry_at(self, num_rows: int, offset: int) -> int:
-        """The entry that payload byte `offset` belongs to; one past the last at the payload's end."""
+        """Return the entry of payload byte `offset`; at the end of the payload, the number of entries."""
         plane = int(np.searchsorted(self.starts, offset // num_rows, side="right")) - 1
         if plane == len(self.row_bytes):
             return plane * num_rows
@@ -87,12 +109,20 @@ def cut(
     max_entries: int | None = None,
     planes: tuple[int, int] | None = None,
 ) -> list[list[Piece]]:
-    """Cut a batch into parts of at most `max_bytes` and `max_entries`; jobs in order, none torn needlessly.
+    """Cut a batch into parts of at most `max_bytes` and `max_entries`, in the order of the jobs.
 
-    An entry is never torn: one that is larger makes a part of its own.
+    Each part is filled before the next one begins. An entry is never split: one that exceeds `max_bytes` is a
+    part by itself.
 
     Args:
-        planes: The first plane and the one behind the last; None for all.
+        table: Planes of the layout.
+        num_rows: Rows of each job.
+        max_bytes: Payload bytes of a part.
+        max_entries: Entries of a part; None for no limit.
+        planes: First plane and last plane (exclusive); None for all planes.
+
+    Returns:
+        The pieces of each part.
     """
     parts: list[list[Piece]] = []
     room, entries = 0, 0
@@ -119,7 +149,7 @@ def cut(
 
 
 def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, int]) -> list[Piece]:
-    """All rows of these planes, one piece for each job that has any."""
+    """Return all rows of the planes (first, last exclusive), one piece for each job that has rows."""
     low, high = planes
     before, inside = int(table.starts[low]), int(table.starts[high] - table.starts[low])
     return [
@@ -130,7 +160,7 @@ def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, 
 
 
 def plane_steps(table: PlaneTable, step_bytes: int | None) -> list[tuple[int, int]]:
-    """All planes in consecutive ranges of at least `step_bytes` a row; one range for None."""
+    """Divide all planes into consecutive ranges of at least `step_bytes` per row; one range for None."""
     ends = [0]
     if step_bytes is not None:
         for plane in range(1, len(table.row_bytes)):
@@ -141,20 +171,27 @@ def plane_steps(table: PlaneTable, step_bytes: int | None) -> list[tuple[int, in
 
 
 def runs(where: Int64s) -> tuple[Int64s, Int64s]:
-    """Maximal runs of entries that follow each other in the cache: their first indices and their lengths.
+    """Find the maximal runs of entries that are consecutive in the cache.
 
-    No entry may be at -1.
+    Args:
+        where: Positions of entries, none of them -1; int64 of shape (num_entries,).
+
+    Returns:
+        Index of the first entry of each run, and its length.
     """
     first = np.concatenate(([0], np.flatnonzero(np.diff(where) != 1) + 1))
     return first, np.diff(np.append(first, len(where)))
 
 
 def coarsen(where: Int64s) -> tuple[Int64s, int, int]:
-    """The same entries in larger units, so that one call moves fewer, longer rows.
+    """Combine entries into larger units, so that one call copies fewer and longer rows.
+
+    Args:
+        where: Positions of entries, none of them -1; int64 of shape (num_entries,).
 
     Returns:
-        The units' places, the factor, and the offset (in old units) at which the first new unit starts:
-        new unit i covers old units `offset + factor * i` and so on. No entry may be at -1.
+        Positions of the new units, the factor, and the offset of new unit 0 in old units. New unit i covers
+        the `factor` old units from `offset + factor * i` on.
     """
     breaks = np.flatnonzero(np.diff(where) != 1) + 1
     first = np.concatenate(([0], breaks))
@@ -165,6 +202,6 @@ def coarsen(where: Int64s) -> tuple[Int64s, int, int]:
 
 
 def segments(where: Int64s) -> list[tuple[int, int]]:
-    """Spans of entries that are not at -1."""
+    """Return the spans (start, stop) of entries that are not at -1."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], where >= 0, [False])).astype(np.int8)))
     return [(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]

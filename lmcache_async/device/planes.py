@@ -1,4 +1,4 @@
-"""Planes: what the pieces of all tensors come to once those that touch are merged. Pure."""
+"""Planes: the pieces of all tensors, with adjacent pieces merged. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from lmcache_async.device.views import Pieces, TensorView
 
 Places: TypeAlias = "dict[tuple[int, int], tuple[int, int]]"
-"""(tensor, piece) -> (plane, offset in its row)."""
+"""(tensor, piece) -> (plane, byte offset in the row of the plane)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One contiguous piece of `row_bytes` per row.
+    """One contiguous piece of `row_bytes` bytes per row.
 
     Row r starts at `base + r // rows_per_block * block_stride + r % rows_per_block * row_stride`.
 
     Attributes:
         storage: Index into `KVLayout.storages`.
-        base: Bytes from the storage's start to row 0.
+        base: Bytes from the start of the storage to row 0.
         row_bytes: Bytes of one row.
-        block_stride: Bytes between blocks; between rows where a block is one row.
-        rows_per_block: Rows of a block; 1 where all rows are at one stride.
+        block_stride: Bytes between blocks; bytes between rows if a block is one row.
+        rows_per_block: Rows of a block; 1 if all rows have one stride.
         row_stride: Bytes between the rows of a block.
     """
 
@@ -51,9 +51,17 @@ class Plane:
 
 
 def merge(views: Sequence[TensorView], pieces: Sequence[Pieces]) -> tuple[list[Plane], Places]:
-    """Planes, and for each (tensor, piece) its plane and offset there.
+    """Merge the pieces of all tensors into planes.
 
-    Pieces that touch and share their strides become one plane while it stays within a row's distance.
+    Adjacent pieces of equal strides become one plane, as long as its rows are not longer than the distance
+    between two rows.
+
+    Args:
+        views: Tensors as rows of bytes.
+        pieces: Pieces of one row of each view.
+
+    Returns:
+        The planes by storage and base, and the plane and offset of each (tensor, piece).
     """
     found = [
         (view.storage, view.base + offset, tensor, piece)
@@ -94,7 +102,10 @@ def summary(planes: Sequence[Plane]) -> str:
 def digest(
     views: Sequence[TensorView], pieces: Sequence[Pieces], places: Mapping[tuple[int, int], tuple[int, int]]
 ) -> str:
-    """Where in the payload each element of each layer is: names, forms, and places within planes."""
+    """Hash of the position of each element of each layer in the payload, as 32 hex digits.
+
+    It covers the names, dtypes, axes and positions within planes.
+    """
     structure = [
         [
             view.name,

@@ -1,4 +1,4 @@
-"""How far a load has come, so that the model may use its first layers while the last ones are copied."""
+"""Progress of a layer-wise load: the model uses the first layers while later ones are copied."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
 
 class LoadProgress:
-    """Told by whoever copies, waited for by the model's thread.
+    """Progress of one load, set by the copier and awaited by the model thread.
 
-    Planes are counted in payload order. A copy that has begun is always waited for to its end, since it
-    writes to device memory; one that has not begun in time is forbidden to begin.
+    Planes are counted in payload order. A copy that has begun is always awaited to its end, because it writes
+    to device memory. A copy that has not begun at the deadline is abandoned and must not begin.
+
+    Create it on the thread that will wait.
 
     Args:
-        num_planes: Planes of the layout.
+        num_planes: Number of planes of the layout.
 
     Attributes:
-        core: Where the thread runs that made this, and that will wait.
+        core: Core of the creating thread; None if it cannot be determined.
     """
 
     def __init__(self, num_planes: int) -> None:
@@ -37,52 +39,62 @@ class LoadProgress:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the waiting thread has given it up; then nothing of it is ever written."""
+        """Whether the waiting thread has abandoned the load. An abandoned load is never written."""
         return self._abandoned
 
     def begin(self) -> bool:
-        """For the copier, before it writes. False: the load has been given up, and must not be written."""
+        """Called by the copier before it writes.
+
+        Returns:
+            False if the load is abandoned and must not be written.
+        """
         with self._changed:
             self._begun = not self._abandoned
-            self._changed.notify_all()  # from here on there is no deadline
+            self._changed.notify_all()  # the waiting thread then waits without a deadline
             return self._begun
 
     def advance(self, planes: int) -> None:
-        """The first `planes` planes of every row of the load are written."""
+        """Report that the first `planes` planes of every row of the load are written."""
         with self._changed:
             self._planes = max(self._planes, planes)
             self._changed.notify_all()
 
     def accept_help(self, work: Callable[[int], object]) -> None:
-        """From now on who waits for the first n planes calls `work(n)`, which copies what nobody else has begun."""
+        """Let the waiting thread copy too.
+
+        Args:
+            work: `work(n)` copies the parts of the first n planes that no other thread has begun. A thread
+                that waits for n planes calls it.
+        """
         with self._changed:
             self._help = work
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing is written any more, whatever came of the load."""
+        """Report that the load writes no more, whether it succeeded or failed."""
         with self._changed:
             self._ended = True
             self._help = None
             self._changed.notify_all()
 
     def wait(self, planes: int, *, deadline: float) -> None:
-        """Wait until the first `planes` planes are written, or the load has ended or is given up.
+        """Block until the first `planes` planes are written, or the load has ended or is abandoned.
 
-        The waiting thread copies too, where the copier lets it.
+        The waiting thread copies too if the copier supports it; see `accept_help`.
 
         Args:
-            deadline: By `time.monotonic()`: a load that has not begun to write by then is given up.
+            planes: Number of leading planes.
+            deadline: Value of `time.monotonic()`. A load that has not begun to write by then is abandoned.
         """
         planes = min(planes, self._num_planes)
-        if self._settled(planes):  # without the lock: it only ever becomes true
+        if self._settled(planes):  # without the lock: once true, it stays true
             return
         if (work := self._wait(planes, deadline, helpless=False)) is not None:
             work(planes)
             self._wait(planes, deadline, helpless=True)
 
     def _wait(self, planes: int, deadline: float, *, helpless: bool) -> Callable[[int], object] | None:
-        """Wait until it is settled, or until there is something to help with."""
+        """Wait until `_settled`; unless `helpless`, return the function of `accept_help` once it is set."""
         with self._changed:
             while not self._settled(planes):
                 if self._help is not None and not helpless:
@@ -95,11 +107,14 @@ class LoadProgress:
         return None
 
     def wait_ended(self, *, deadline: float) -> bool:
-        """Wait until nothing is written any more and the load's outcome is known.
+        """Block until the load writes no more and its outcome is known.
+
+        Args:
+            deadline: As for `wait`.
 
         Returns:
-            Whether that is so. Without it the load counts as failed: it was given up, or all of it is
-            written and only its outcome is still to come.
+            False if the outcome is not known at the deadline. The load then counts as failed: it was
+            abandoned, or all planes are written and only its outcome is missing.
         """
         self.wait(self._num_planes, deadline=deadline)
         with self._changed:

@@ -1,4 +1,7 @@
-"""Rows of a paged cache in host memory to and from payloads: by the compiled module, or else by NumPy."""
+"""Copies between the rows of a paged cache in host memory and payloads.
+
+They use the compiled module if it is installed, else NumPy.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,35 @@ if TYPE_CHECKING:
     from lmcache_async.types import BlockIds
 
 LARGE_ROW_BYTES = 32 << 10
-"""From here on rows copied one by one run at memmove's speed, so longer runs gain nothing."""
+"""Row size from which row-by-row copies reach the speed of memmove, so that longer runs are not faster."""
 
 LONG_RUN_BYTES = 128 << 10
-"""From here on a run is worth a call of its own from Python (half a microsecond), which gives up the lock."""
+"""Run size that is worth a separate call from Python (half a microsecond), which releases the GIL."""
 
 UNLOCKED_ITEMS = 512
-"""NumPy assigns up to 500 items by index without giving up the interpreter lock: more are as good as free."""
+"""Minimum items of an assignment by index: NumPy keeps the GIL for up to 500. More items cost little."""
 
 MIN_ITEM_BYTES = 4 << 10
-"""Items smaller than this are not copied at memmove's speed."""
+"""Item size below which copies are slower than memmove."""
 
 BOUNCE_BYTES = 256 << 10
-"""Rows at odd strides pass through a temporary of this size: it stays in the second-level cache."""
+"""Size of the temporary buffer for rows at odd strides. It fits in the L2 cache."""
 
 
 def ways() -> list[ModuleType | None]:
-    """What `compiled` may be here: the module, if there is one, and None for NumPy."""
+    """Return the implementations on this machine: the compiled module if installed, and None for NumPy."""
     return [None] if compiled is None else [compiled, None]
 
 
 class Group(Protocol):
-    """Planes `first` to `last` (exclusive), all with rows of one size, copied in the same way.
+    """Planes with rows of one size that are copied in the same way.
 
     Attributes:
-        skips: Whether `copy` itself passes over rows at -1; else it must be given none.
+        first: First plane.
+        last: Last plane, exclusive.
+        row_bytes: Bytes of one row.
+        table: Row positions of the planes, in the unit of the group.
+        skips: Whether `copy` skips rows at -1. If False, `copy` must not receive such rows.
     """
 
     first: int
@@ -55,17 +62,20 @@ class Group(Protocol):
     skips: bool
 
     def copy(self, where: Int64s, payload: Payload, *, to_host: bool, stream: bool) -> None:
-        """Copy the rows at `where` (as the group's table gives them) to or from consecutive payload rows.
+        """Copy rows of the cache to or from consecutive rows of the payload.
 
         Args:
-            stream: The batch is larger than the processor's caches: pass them by, where that can be done.
+            where: Row positions from `table`; int64 of shape (num_rows,).
+            payload: uint8 of shape (num_rows * row_bytes,).
+            to_host: Copy to the payload; else from the payload.
+            stream: The batch is larger than the CPU caches: bypass them if supported.
         """
 
 
 class Digester:
-    """xxh3_128 of payloads, taken in while they are copied: a checksum of its own would read them again.
+    """Computes xxh3_128 of payloads during the copy, so that they are read only once.
 
-    What it can do is bounded by the compiled module, which takes in whole 64 bytes of groups of its own.
+    The compiled module requires its own groups and rows of a multiple of 64 bytes.
     """
 
     _UNIT = 64
@@ -77,7 +87,7 @@ class Digester:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Digester | None:
-        """None where the rows are none that the module can take in, or there is no module."""
+        """Return a digester; None if the compiled module is missing or does not support the rows."""
         own = [group for group in groups if isinstance(group, CompiledGroup)]
         if compiled is None or len(own) < len(groups) or any(group.row_bytes % cls._UNIT for group in own):
             return None
@@ -87,7 +97,7 @@ class Digester:
         return payload.nbytes >= self._MIN_BYTES
 
     def gather(self, rows: BlockIds, payload: Payload, *, stream: bool) -> bytes:
-        """Fill the payload from its rows, none of them skipped; the digest of it."""
+        """Fill the payload from its rows, of which none is -1, and return its xxh3_128."""
         state = self._module.start_digest(payload.nbytes)
         start = 0
         for group in self._groups:
@@ -100,7 +110,7 @@ class Digester:
 
 
 class CompiledGroup:
-    """Planes of one storage and row size, copied by the compiled module."""
+    """Planes of one storage and one row size, copied by the compiled module."""
 
     skips = True
 
@@ -125,9 +135,9 @@ class CompiledGroup:
 
 
 class AlignedGroup:
-    """Planes of one storage whose rows all start at multiples of the row size, but for one offset.
+    """Planes of one storage whose rows start at multiples of the row size plus one common offset.
 
-    Their storage is then one array of rows, and one native call moves rows of all planes.
+    The storage is then an array of rows, and one NumPy call copies rows of all planes.
     """
 
     skips = False
@@ -159,14 +169,14 @@ class AlignedGroup:
             where, size = divide(where, size)
         rows = memory[: len(memory) // size * size].view(f"V{size}")
         if to_host:
-            # mode="clip": the default would go through a buffer; rows are within bounds (check_jobs).
+            # The default mode would use a buffer; "clip" does not. Rows are within bounds (check_jobs).
             np.take(rows, where, out=payload.view(f"V{size}"), mode="clip")
         else:
             rows[where] = payload.view(f"V{size}")
 
 
 class StridedGroup:
-    """Planes of one storage and row size at any strides: rows are at byte offsets."""
+    """Planes of one storage and one row size at any strides. Rows are addressed by byte offset."""
 
     skips = False
 
@@ -174,7 +184,7 @@ class StridedGroup:
         self.first, self.last, self.row_bytes = first, last, planes[first].row_bytes
         self.table = PlaneTable(planes[first:last])
         self._memory = memory
-        # A view with a row at every byte, so that a row's offset is its index.
+        # A view with a row at every byte: the index of a row is its offset.
         places = len(memory) - self.row_bytes + 1
         self._rows: npt.NDArray[np.void] = np.ndarray((places,), f"V{self.row_bytes}", memory, 0, (1,))
 
@@ -194,10 +204,14 @@ class StridedGroup:
 
 
 def divide(where: Int64s, size: int) -> tuple[Int64s, int]:
-    """Name the same bytes as more and smaller items, so that assigning to them gives up the lock.
+    """Split items into smaller ones, so that NumPy releases the GIL when assigning to them.
+
+    Args:
+        where: Indices of items; int64 of shape (num_items,).
+        size: Bytes of an item.
 
     Returns:
-        Indices of items, and their size in bytes: `size` divided by a power of two.
+        Indices of the smaller items, and their size in bytes: `size` divided by a power of two.
     """
     factor = 1
     while len(where) * factor < UNLOCKED_ITEMS and size % 2 == 0 and size // 2 >= MIN_ITEM_BYTES:
@@ -209,7 +223,6 @@ def divide(where: Int64s, size: int) -> tuple[Int64s, int]:
 
 
 def _copy_rows(memory: Payload, starts: Int64s, payload: Payload, size: int, *, to_host: bool) -> None:
-    """Copy rows of one size, one by one."""
     places = np.arange(0, len(payload), size)
     _copy_spans(memory, starts, payload, places, np.full_like(places, size), to_host=to_host)
 
@@ -217,7 +230,7 @@ def _copy_rows(memory: Payload, starts: Int64s, payload: Payload, size: int, *, 
 def _copy_spans(
     memory: Payload, starts: Int64s, payload: Payload, places: Int64s, sizes: Int64s, *, to_host: bool
 ) -> None:
-    """Copy spans one by one: from Python, half a microsecond each, the lock free for each."""
+    """Copy spans one by one. Each copy takes half a microsecond of overhead and releases the GIL."""
     for start, place, size in zip(starts.tolist(), places.tolist(), sizes.tolist(), strict=True):
         if to_host:
             payload[place : place + size] = memory[start : start + size]
@@ -226,7 +239,7 @@ def _copy_spans(
 
 
 def group_planes(layout: KVLayout) -> list[Group]:
-    """The layout's planes in groups, as long as their order allows."""
+    """Group consecutive planes of a layout that are copied in the same way."""
     memories = [storage.numpy() for storage in layout.storages]
     groups: list[Group] = []
     first = 0
@@ -244,7 +257,7 @@ def group_planes(layout: KVLayout) -> list[Group]:
 
 
 class _Form(NamedTuple):
-    """What the planes of one group have in common; `shift` is None at odd strides."""
+    """Common properties of the planes of one group; `shift` is None if a stride is no multiple of a row."""
 
     storage: int
     row_bytes: int

@@ -1,6 +1,6 @@
-"""Side streams: parts of device memory in flight, and device events turned into awaitables.
+"""Pool of staging parts, and device events as awaitables.
 
-Nothing here names CUDA: the rules of parts and events are tested with fakes on any machine.
+Independent of CUDA, so that it is tested with fakes on any machine.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ PartT = TypeVar("PartT")
 
 
 class DeviceEvent(Protocol):
-    """A mark in a device's queue of work."""
+    """Event in a stream of a device."""
 
     def synchronize(self) -> None:
-        """Block this thread until the device has passed the mark; raises what the device failed with."""
+        """Block this thread until the device has reached the event. Raises the error of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingStatistics:
-    """Parts of a ring.
+    """Statistics of a `Ring`.
 
     Attributes:
-        parts: How many there are.
-        free: Parts that nobody holds.
-        waiting: Callers that wait for one.
-        waited: Times that a caller had to wait since the ring was made.
+        parts: Number of parts.
+        free: Parts that are not acquired.
+        waiting: Callers waiting for a part.
+        waited: Number of calls that had to wait since the ring was created.
     """
 
     parts: int
@@ -45,7 +45,7 @@ class RingStatistics:
 
 
 class Ring(Generic[PartT]):
-    """A fixed set of parts, lent one at a time, first come first served. For one event loop's thread."""
+    """Pool of a fixed set of parts, for one event loop. Waiters are served in FIFO order."""
 
     def __init__(self, parts: Iterable[PartT]) -> None:
         self._free = deque(parts)
@@ -54,7 +54,7 @@ class Ring(Generic[PartT]):
         self._waited = 0
 
     async def acquire(self) -> PartT:
-        """A part, as soon as one is free. Cancelled, none was taken."""
+        """Wait for a free part and take it. If the call is cancelled, no part is taken."""
         if self._free and not self._waiters:
             return self._free.popleft()
         self._waited += 1
@@ -70,7 +70,7 @@ class Ring(Generic[PartT]):
             raise
 
     def release(self, part: PartT) -> None:
-        """Give a part back; the longest waiting caller gets it."""
+        """Return a part to the pool, or pass it to the longest waiting caller."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -90,9 +90,13 @@ class _Watched:
 
 
 class Reaper:
-    """One thread that waits for events, in the order in which they were handed over, and wakes their awaiters.
+    """Thread that waits for device events and resolves their futures.
 
-    Hand over events of one queue of work: one that comes early is noticed only after those before it.
+    Events are awaited in the order of the calls of `watch`. An event that is reached early resolves its
+    future only after the events before it.
+
+    Args:
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -102,9 +106,15 @@ class Reaper:
         self._thread.start()
 
     def watch(self, event: DeviceEvent, on_passed: Callable[[], None]) -> asyncio.Future[None]:
-        """A future of the running loop that ends when the device has passed `event`, or failed.
+        """Return a future of the running loop that is resolved when the device has reached `event` or failed.
 
-        `on_passed` is called on the loop's thread just before, once, whatever becomes of the future.
+        Args:
+            event: Event to wait for.
+            on_passed: Called once on the thread of the loop, just before the future is resolved, also if the
+                future is cancelled or the device failed.
+
+        Raises:
+            EngineClosedError: The reaper is closed.
         """
         if self._closed:
             raise EngineClosedError("the copier is closed")
@@ -124,7 +134,7 @@ class Reaper:
         return future
 
     def close(self) -> None:
-        """Wait for every event handed over, then end the thread."""
+        """Wait for all watched events, then end the thread."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -135,10 +145,9 @@ class Reaper:
             error: Exception | None = None
             try:
                 watched.event.synchronize()
-            except Exception as failure:  # noqa: BLE001  the device's error belongs to the awaiter, not to us
+            except Exception as failure:  # noqa: BLE001  set on the future
                 error = failure
             try:
                 watched.loop.call_soon_threadsafe(watched.settle, error)
             except RuntimeError:
-                # The loop was closed while the device worked: nobody is left to be told.
-                continue
+                continue  # the loop is closed

@@ -1,4 +1,4 @@
-"""How one tensor's bytes lie in memory, row by row. Pure: only shapes, strides and addresses are read."""
+"""Memory layout of one tensor by rows. Pure functions that read only shapes, strides and addresses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PIECES = 8192
-"""Pieces of one row of one tensor. More means that single elements are scattered: no layout that we know."""
+"""Maximum pieces of one row of one tensor. More pieces are single elements, in no supported layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of a tensor: its letter, its size, and the bytes from one index to the next."""
+    """One dimension of a tensor.
+
+    Attributes:
+        name: Its letter.
+        size: Number of indices.
+        stride: Bytes from one index to the next.
+    """
 
     name: str
     size: int
@@ -26,9 +32,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where rows start: `block * block_stride + offset * row_stride`, `rows_per_block` rows a block.
+    """Start offsets of rows: `block * block_stride + offset * row_stride`, in bytes.
 
-    Rows at one uniform stride have one row a block.
+    Rows at one uniform stride are described by one row per block.
     """
 
     block_stride: int
@@ -37,22 +43,22 @@ class Rows:
 
     @property
     def pitch(self) -> int:
-        """The least distance of two rows: what one row may take at most."""
+        """Smallest distance between two rows in bytes, and so the maximum size of a row."""
         return self.block_stride if self.rows_per_block == 1 else self.row_stride
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor as rows of bytes.
+    """Tensor as rows of bytes.
 
     Attributes:
-        name: Its layer's name; "" where there is none.
-        storage: Its storage, any hashable; two tensors of one storage have equal ones.
-        base: Bytes from the storage's start to row 0.
-        rows: Where its rows start.
-        content: What one row holds, in the tensor's own order; axes of size 1 are left out.
+        name: Name of the layer; "" if it has none.
+        storage: Index of the storage; equal for tensors of one storage.
+        base: Bytes from the start of the storage to row 0.
+        rows: Start offsets of the rows.
+        content: Axes within one row, in the order of the tensor; axes of size 1 are left out.
         itemsize: Bytes of one element.
-        dtype: The element's name, without `torch.`.
+        dtype: Name of the element type, without `torch.`.
     """
 
     name: str
@@ -66,11 +72,11 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The maximal contiguous pieces of one row.
+    """Maximal contiguous pieces of one row.
 
     Attributes:
         nbytes: Bytes of each piece.
-        offsets: Bytes from the row's start to each piece, in the order of `outer`'s indices.
+        offsets: Bytes from the start of the row to each piece, in the order of the indices of `outer`.
         inner: Axes inside a piece, innermost first.
         outer: Axes across pieces, outermost first.
     """
@@ -90,10 +96,19 @@ def view_of(
     num_blocks: int | None,
     by_token: bool,
 ) -> TensorView:
-    """Read `tensor`, whose dimensions are named by the letters of `axes`, as rows.
+    """Describe a tensor as rows.
 
-    `B` is the block, `N` the token in its block; every other letter is content, and so is `N` unless
-    `by_token`. With `num_blocks`, dimension `B` may hold several kernel blocks a block.
+    Args:
+        name: Name of the layer, for error messages.
+        tensor: The tensor.
+        axes: A letter for each dimension. `B` is the block, `N` the token in its block. All other letters are
+            content, and so is `N` unless `by_token`.
+        storages: Index of each storage by `storage_id`.
+        num_blocks: Blocks of the cache, if dimension `B` may count several kernel blocks per block.
+        by_token: A row is a token slot; else a block.
+
+    Raises:
+        ValueError: A dimension is expanded (stride 0), or tokens extend over blocks.
     """
     itemsize = tensor.element_size()
     dims = {
@@ -126,16 +141,22 @@ def view_of(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for tensors of one memory; meta tensors have no address, but a storage object."""
+    """Return a number that is equal for tensors of the same memory.
+
+    For a meta tensor, which has no address, it identifies the storage object.
+    """
     storage = tensor.untyped_storage()
     return int(storage._cdata) if tensor.is_meta else storage.data_ptr()
 
 
 def pieces_of(view: TensorView) -> Pieces:
-    """The pieces of one row of `view`.
+    """Return the pieces of one row of `view`.
 
-    Axes are merged only up to the distance of two rows, so the answer does not change with the number
-    of blocks: with one block, what lies between blocks elsewhere would look contiguous.
+    Axes are merged only up to the distance between two rows, so the result does not depend on the number of
+    blocks. With a single block, axes that are larger than this distance could appear contiguous.
+
+    Raises:
+        ValueError: A row has more than `MAX_PIECES` pieces.
     """
     nbytes = view.itemsize
     inner: list[Axis] = []
@@ -161,10 +182,10 @@ def pieces_of(view: TensorView) -> Pieces:
 
 
 def guess_order(name: str, shape: Sequence[int], block_size: int | None) -> str:
-    """The axes of a tensor in slot mode, where the shape leaves one reading.
+    """Derive the axes of a tensor in slot mode from its shape.
 
     Raises:
-        ValueError: No reading, or more than one; the message asks for `order`.
+        ValueError: The shape is unknown or ambiguous; the message requests `order`.
     """
     readings: list[str] = []
     if len(shape) == 5:
@@ -200,7 +221,7 @@ def check_order(name: str, shape: Sequence[int], order: str) -> None:
 def _token_rows(name: str, block: Axis, token: Axis) -> Rows:
     if token.size == 1 or block.stride == token.size * token.stride:
         return Rows(token.stride if token.size > 1 else block.stride)
-    if block.size == 1:  # its stride says nothing
+    if block.size == 1:  # the stride of a single block is arbitrary
         return Rows(token.stride)
     if token.stride * (token.size - 1) >= block.stride:
         raise ValueError(
