@@ -106,7 +106,7 @@ class Part:
 
 
 class Lane:
-    """Ring and reaper of one direction. Stores and loads have separate lanes, so neither waits for the other."""
+    """Ring and reaper of one direction. Stores and loads use separate lanes and never wait for each other."""
 
     def __init__(self, name: str, parts: Sequence[Part], streams: Streams) -> None:
         self.ring = Ring(parts)
@@ -197,7 +197,7 @@ class CudaCopier:
         return self._store.ring.statistics(), self._load.ring.statistics()
 
     def copies(self, num_rows: Sequence[int]) -> list[int]:
-        """Return the bytes of each copy over the bus, for jobs with `num_rows` rows of which none is skipped."""
+        """Return the bytes of each copy over the bus for jobs with `num_rows` rows, none of them skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
     def _open_lane(self, name: str, num_parts: int, priority: int) -> Lane:

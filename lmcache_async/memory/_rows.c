@@ -1,22 +1,22 @@
-/* Rows of a paged KV cache to and from consecutive rows of a payload, the interpreter lock free meanwhile.
+/* Copies between rows of a paged KV cache and consecutive rows of a payload, without the GIL.
  *
  *     copy(memory, starts, payload, row_bytes, to_payload, stream, digest=None)
  *     start_digest(num_bytes) -> bytearray
  *     finish_digest(digest) -> bytes
  *
  * memory      bytes, contiguous; written unless to_payload
- * starts      int64, contiguous: the byte offset in memory of each row; a negative one is passed over
+ * starts      int64, contiguous: byte offset of each row in memory; rows with a negative offset are skipped
  * payload     len(starts) * row_bytes bytes, contiguous; written if to_payload
- * stream      write past the processor's caches (non-temporal stores)
- * digest      takes in what is copied; made by start_digest for all bytes of the calls that share it, at
- *             least 256; rows are then of whole 64 bytes, and none is passed over. finish_digest gives
- *             the xxh3_128 of all the bytes in the order in which they were copied.
+ * stream      bypass the CPU caches (non-temporal stores)
+ * digest      updated with the copied bytes; created by start_digest for the total bytes of all calls that
+ *             share it, at least 256. The row size must then be a multiple of 64 bytes, and no row may be
+ *             skipped. finish_digest returns the xxh3_128 of all bytes in the order of the copies.
  *
- * ValueError tells that something does not fit, and then nothing was copied. What is written must not
- * overlap what is read.
+ * ValueError is raised if the arguments do not fit together; nothing is copied then. The source must not
+ * overlap the target.
  *
- * Why stream: an ordinary store first reads the line that it is about to overwrite, a third of all traffic
- * of a copy; and a load of many megabytes would throw out of the caches what the model works on.
+ * Reason for stream: an ordinary store first reads the cache line that it overwrites, a third of the memory
+ * traffic of a copy, and a load of many megabytes would evict the data of the model from the caches.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -26,14 +26,14 @@
 
 #include "_xxh3.h"
 
-#define INTERFACE 2 /* one more with each change of what is called from outside; also in copies.py */
+#define INTERFACE 2 /* increment with each change of the Python interface; also in copies.py */
 
 #define LINE 64
-#define AHEAD 1024 /* bytes that are fetched before they are copied */
-#define MIN_STREAM_BYTES 1024 /* shorter runs are not worth their unaligned ends */
+#define AHEAD 1024 /* prefetch distance in bytes */
+#define MIN_STREAM_BYTES 1024 /* for shorter runs the unaligned ends cost more than streaming saves */
 
 #if defined(__SSE2__)
-/* n is a multiple of LINE, and `to` is aligned to it. */
+/* n must be a multiple of LINE, and `to` aligned to LINE. */
 static void
 stream_lines(uint8_t *to, const uint8_t *from, size_t n)
 {
@@ -78,7 +78,7 @@ copy_run_digesting(uint8_t *to, const uint8_t *from, size_t n, Digest *digest, i
         copy_digesting(to, from, n, digest, AHEAD, 0);
 }
 
-/* Rows that follow each other in the cache are copied as one run. */
+/* Consecutive rows of the cache are copied as one run. */
 static void
 copy_rows(uint8_t *memory, uint8_t *payload, const int64_t *starts, Py_ssize_t count, Py_ssize_t size,
           int to_payload, int stream, Digest *digest)
@@ -101,7 +101,7 @@ copy_rows(uint8_t *memory, uint8_t *payload, const int64_t *starts, Py_ssize_t c
     }
 #if defined(__SSE2__)
     if (stream)
-        _mm_sfence(); /* other threads must see these stores before whatever tells them of the copy's end */
+        _mm_sfence(); /* make the stores visible to other threads before the copy is reported as done */
 #endif
 }
 
@@ -128,7 +128,7 @@ check(const Py_buffer *memory, const Py_buffer *starts, const Py_buffer *payload
     return 0;
 }
 
-/* The digest in a buffer from start_digest; -1 and an error if it is none. */
+/* Read a digest from a buffer of start_digest; return -1 with an error set if the buffer is invalid. */
 static int
 read_digest(const Py_buffer *state, Digest *digest)
 {

@@ -1,4 +1,4 @@
-# The compiled module, from _rows.c, which says what its functions do.
+# The compiled module. Its functions are documented in _rows.c.
 
 from _typeshed import ReadableBuffer, WriteableBuffer
 

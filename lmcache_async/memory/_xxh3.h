@@ -1,8 +1,8 @@
-/* XXH3, 128 bits, default secret and no seed, of input that is known to be long and comes in whole stripes.
+/* XXH3 with 128 bits, default secret and no seed, for long input of known length in whole stripes.
  *
- * The algorithm and its constants are those of the specification, doc/xxhash_spec.md in github.com/Cyan4973/xxHash;
- * tests compare every length with the library. What the library cannot do, and what this is for: take the
- * bytes from the registers that a copy has them in, so that they are read from memory once.
+ * Algorithm and constants follow the specification, doc/xxhash_spec.md in github.com/Cyan4973/xxHash; tests
+ * compare every length with the library. Unlike the library, this hashes the bytes in the registers of a
+ * copy, so that they are read from memory only once.
  */
 
 #ifndef LMCACHE_ASYNC_XXH3_H
@@ -18,7 +18,7 @@
 #define STRIPE 64
 #define LANES 8
 #define STRIPES_A_BLOCK 16
-#define MIN_DIGEST_BYTES 256 /* up to 240 the algorithm is another one */
+#define MIN_DIGEST_BYTES 256 /* inputs of up to 240 bytes use another algorithm */
 
 #define PRIME32_1 0x9E3779B1U
 #define PRIME32_2 0x85EBCA77U
@@ -49,7 +49,7 @@ static const uint8_t SECRET[192] = {
 #define LOW_KEY (SECRET + 11)
 #define HIGH_KEY (SCRAMBLE_KEY - 11)
 
-/* Of one digest; kept between calls as plain bytes. */
+/* State of one digest; stored as plain bytes between calls. */
 typedef struct {
     uint64_t lanes[LANES];
     uint64_t done, total; /* stripes */
@@ -65,14 +65,14 @@ digest_start(Digest *digest, uint64_t num_bytes)
     digest->total = num_bytes / STRIPE;
 }
 
-/* The part of the secret that stripe number `index` is mixed with: the last one has its own. */
+/* Part of the secret for stripe number `index`; the last stripe has a separate one. */
 static inline const uint8_t *
 stripe_key(uint64_t total, uint64_t index)
 {
     return index + 1 == total ? LAST_KEY : SECRET + index % STRIPES_A_BLOCK * 8;
 }
 
-/* Whether lanes are scrambled behind stripe number `index`: at a block's end, but never behind the last stripe. */
+/* Whether lanes are scrambled after stripe number `index`: at the end of a block, but not after the last stripe. */
 static inline int
 ends_block(uint64_t total, uint64_t index)
 {
@@ -180,13 +180,13 @@ scramble(Lanes *lanes)
 
 #endif
 
-/* Copy whole stripes and take them into the digest; to stream, `to` must be aligned to 16 bytes. */
+/* Copy whole stripes and update the digest. With stream, `to` must be aligned to 16 bytes. */
 static inline void
 copy_digesting(uint8_t *to, const uint8_t *from, size_t n, Digest *digest, size_t ahead, int stream)
 {
     const uint64_t total = digest->total;
     uint64_t index = digest->done;
-    Lanes lanes; /* of its own: `to` might be anywhere, and what it might change is loaded again */
+    Lanes lanes; /* a local copy: `to` might alias digest->lanes, which would be reloaded after each store */
     memcpy(&lanes, digest->lanes, sizeof lanes);
     for (size_t at = 0; at < n; at += STRIPE, index++) {
 #if defined(__SSE2__)
@@ -204,7 +204,7 @@ copy_digesting(uint8_t *to, const uint8_t *from, size_t n, Digest *digest, size_
     digest->done = index;
 }
 
-/* The product's two halves, one over the other. */
+/* XOR of the two halves of the 128-bit product. */
 static uint64_t
 fold(uint64_t a, uint64_t b)
 {
@@ -223,7 +223,7 @@ merge(const Digest *digest, const uint8_t *key, uint64_t start)
     return value ^ value >> 32;
 }
 
-/* 16 bytes, the high half first, each with its highest byte first. */
+/* Write 16 bytes in big-endian order: the high half, then the low half. */
 static void
 digest_finish(const Digest *digest, uint8_t *result)
 {

@@ -1,4 +1,4 @@
-"""Host memory in fixed slabs, leased in the order it is asked for."""
+"""Host memory in fixed-size slabs, leased in FIFO order."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """What an arena holds.
+    """Statistics of an `Arena`.
 
     Attributes:
-        num_slabs: Slabs in all.
-        slab_bytes: Bytes of each.
-        leased_slabs: Slabs that are not free: leased, set aside for the first waiter, or lingering.
-        peak_leased_slabs: The most that were ever not free at one time.
-        lingering_slabs: Slabs without a lease that an array, a tensor or a slice still looks at.
-        waiting: Calls that wait now.
-        timeouts: Calls that got less than they asked for within their deadline.
-        reclaimed_slabs: Slabs that reclaimers gave up.
-        pinned_bytes: How much of the region CUDA can copy from and to by itself.
+        num_slabs: Number of slabs.
+        slab_bytes: Bytes of each slab.
+        leased_slabs: Slabs that are not free: leased, reserved for the first waiter, or lingering.
+        peak_leased_slabs: Maximum of `leased_slabs` so far.
+        lingering_slabs: Slabs without a lease that are still used by an array, a tensor or a slice.
+        waiting: Calls that are waiting.
+        timeouts: Calls that received fewer slabs than requested because of their timeout.
+        reclaimed_slabs: Slabs freed by reclaimers.
+        pinned_bytes: Bytes of the region that are pinned for CUDA.
     """
 
     num_slabs: int
@@ -55,21 +55,21 @@ class _Waiter:
 
 
 class Arena:
-    """One region of host memory, carved into slabs that are leased in O(1).
+    """Region of host memory, divided into slabs that are leased in O(1).
 
-    Used on one event loop's thread. Calls are served in the order they came; only the first in line
-    collects slabs, so that two calls never hold half of what each needs, and until its deadline.
+    Used on the thread of one event loop. Calls are served in FIFO order. Only the first waiter collects
+    slabs, until its timeout, so that two calls cannot deadlock with half of their slabs each.
 
     Args:
         max_bytes: Bytes of the region.
         slab_bytes: Bytes of the largest record; rounded up to a multiple of 4096.
-        pin: Pin the memory for CUDA, in the background; without CUDA this does nothing.
-        pin_device: The CUDA device to do that with; None is the calling thread's current one.
-        huge_pages: Ask the kernel for huge pages.
+        pin: Pin the memory for CUDA, in the background; no effect without CUDA.
+        pin_device: CUDA device for pinning; None for the current device of the calling thread.
+        huge_pages: Request transparent huge pages.
         prefault: Fault the pages in, in the background.
 
     Raises:
-        ConfigError: `max_bytes` holds no slab, or the memory is not to be had.
+        ConfigError: `max_bytes` is less than one slab, or the memory cannot be allocated.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Arena:
             huge_pages=huge_pages,
             prefault=prefault,
         )
-        # Held here: one that only its own weak reference's callback knows would be garbage, and lost.
+        # This list keeps the slabs alive. Otherwise only callbacks of weak references would refer to them.
         self._slabs = [Slab(self._region, i, self.slab_bytes, self) for i in range(self.num_slabs)]
-        self._free = self._slabs[::-1]  # a stack: the slab used last is likely in a cache
-        self._idle: deque[Slab] = deque()  # free as well, put here by any thread
+        self._free = self._slabs[::-1]  # a stack: the slab used last is likely in a CPU cache
+        self._idle: deque[Slab] = deque()  # also free, appended by any thread
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._reclaimers: list[Callable[[int], int]] = []
         self._reclaiming = False
@@ -115,7 +115,7 @@ class Arena:
 
     @property
     def region(self) -> memoryview:
-        """All slabs, in one piece, for transports that register memory."""
+        """All slabs as one memoryview, for transports that register memory."""
         return self._region.view
 
     @property
@@ -123,17 +123,27 @@ class Arena:
         return self._region.address
 
     def lease_nowait(self, nbytes: int) -> Buffer | None:
-        """A buffer now; None when no slab is free, reclaimers give none, or others wait."""
+        """Lease a slab without waiting.
+
+        Returns:
+            None if no slab is free and reclaimers free none, other calls wait, or `nbytes` exceeds a slab.
+        """
         if not self._fits(nbytes) or self._waiters:
             return None
         slabs = self._take(1)
         return self._lease(slabs[0], nbytes) if slabs else None
 
     async def lease(self, nbytes: int, *, timeout_s: float) -> Buffer:
-        """A buffer, waiting for others to be released. Cancelled, nothing is leased.
+        """Lease a slab, waiting for other leases to be released if necessary.
+
+        If the call is cancelled, nothing is leased.
+
+        Args:
+            nbytes: Bytes of the buffer.
+            timeout_s: Longest wait in seconds.
 
         Raises:
-            BudgetExceededError: Not to be had within `timeout_s`; or, at once, `nbytes` is more than a
+            BudgetExceededError: No slab became free within `timeout_s`. Raised at once if `nbytes` exceeds a
                 slab or the arena is closed.
         """
         if not self._fits(nbytes):
@@ -149,10 +159,14 @@ class Arena:
         raise BudgetExceededError(f"none of {self.num_slabs} slabs came free within {timeout_s} s")
 
     async def lease_many(self, sizes: Sequence[int], *, timeout_s: float) -> list[Buffer]:
-        """Buffers for as many leading `sizes` as come free within `timeout_s`, maybe none.
+        """Lease slabs for as many leading `sizes` as become free within `timeout_s`, possibly none.
 
-        It does not wait for what can never be: at most `num_slabs` are given, and none from the
-        first size on that is larger than a slab. Cancelled, nothing is leased.
+        At most `num_slabs` are leased, and none from the first size on that exceeds a slab. The call does not
+        wait for these. If it is cancelled, nothing is leased.
+
+        Args:
+            sizes: Bytes of each buffer.
+            timeout_s: Longest wait in seconds.
         """
         wanted = 0
         while wanted < min(len(sizes), self.num_slabs) and self._fits(sizes[wanted]):
@@ -161,10 +175,12 @@ class Arena:
         return [self._lease(slab, nbytes) for slab, nbytes in zip(slabs, sizes, strict=False)]
 
     def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
-        """`reclaim(wanted)` is called when `wanted` slabs are missing; it releases and says how many.
+        """Add a function that frees slabs on demand.
 
-        It runs on the arena's thread inside `lease*`, or by itself while a call waits and after any
-        release. It must not wait.
+        Args:
+            reclaim: `reclaim(wanted)` is called when `wanted` slabs are missing. It releases leases and
+                returns their number. It is called on the thread of the arena, within `lease*` or, while a
+                call waits, after a release. It must not block.
         """
         self._reclaimers.append(reclaim)
 
@@ -185,11 +201,18 @@ class Arena:
         )
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Block the thread until prefault and pinning have ended; whether they have."""
+        """Block the thread until prefault and pinning have ended.
+
+        Returns:
+            Whether they ended within `timeout_s` seconds.
+        """
         return self._region.wait_prepared(timeout_s)
 
     def close(self) -> None:
-        """Lease no more; who waits gets what it has. Memory still leased stays until it is released."""
+        """Stop leasing. Waiting calls return the slabs they have.
+
+        The memory is unmapped when every slab is free.
+        """
         self._closed = True
         self._region.stop()
         for waiter in self._waiters:
@@ -198,12 +221,12 @@ class Arena:
         self._waiters.clear()
         self._unmap_if_unused()
 
-    # What slabs tell us.
+    # SlabOwner
 
     def lease_ended(self, slab: Slab) -> None:
         if slab.leases == 0:
             self._active -= 1
-        # Even if the slab is not free: a reclaimer may hold its other lease, and could not give it up before.
+        # Even if the slab is not free: a reclaimer may now be able to release its other lease.
         self._serve_soon()
 
     def slab_idle(self, slab: Slab) -> None:
@@ -212,8 +235,6 @@ class Arena:
             self._unmap_if_unused()
         else:
             self._serve_soon()
-
-    # Taking and waiting.
 
     def _fits(self, nbytes: int) -> bool:
         if nbytes < 0:
@@ -225,10 +246,10 @@ class Arena:
         return Buffer(slab, nbytes)
 
     async def _wait(self, wanted: int, timeout_s: float) -> list[Slab]:
-        """Up to `wanted` slabs. Cancelled, it gives them all back."""
+        """Take up to `wanted` slabs. If cancelled, return all of them."""
         self._loop = asyncio.get_running_loop()
         waiter = _Waiter(wanted, self._loop.create_future())
-        # First in line, then served: one of the two sees a slab that another thread frees in between.
+        # Queue first, then serve, so that a slab freed by another thread in between is not missed.
         self._waiters[waiter] = None
         self._serve()
         if waiter not in self._waiters:
@@ -251,7 +272,7 @@ class Arena:
         self._serve_is_due = False
         while self._waiters:
             waiter = next(iter(self._waiters))
-            if not waiter.complete.done():  # else its task was cancelled, and has not run yet
+            if not waiter.complete.done():  # done: its task was cancelled and has not run yet
                 waiter.slabs += self._take(waiter.wanted - len(waiter.slabs))
                 if len(waiter.slabs) < waiter.wanted and not self._closed:
                     return
@@ -259,11 +280,11 @@ class Arena:
             del self._waiters[waiter]
 
     def _serve_soon(self) -> None:
-        """Serve in the loop's next turn, from any thread; not now, within somebody's release."""
+        """Serve in the next iteration of the loop, not within the current release. Any thread."""
         if not self._waiters or self._serve_is_due or self._loop is None:
             return
         self._serve_is_due = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._serve)
 
     def _take(self, wanted: int) -> list[Slab]:
@@ -278,7 +299,7 @@ class Arena:
         return slabs
 
     def _reclaim(self, wanted: int) -> None:
-        if self._reclaiming:  # a reclaimer asked for a lease itself
+        if self._reclaiming:  # a reclaimer called `lease*`
             return
         self._reclaiming = True
         try:
@@ -286,11 +307,11 @@ class Arena:
                 before = len(self._free)
                 try:
                     reclaim(wanted)
-                except BaseException as error:  # noqa: BLE001  # a plug-in's; who wants memory is another one
+                except BaseException as error:  # noqa: BLE001  # must not fail the lease of another caller
                     kind = type(error).__name__
                     logger.report(f"reclaim.{kind}", "a reclaimer raised %s: %s", kind, describe(error))
                 self._collect()
-                freed = len(self._free) - before  # counted here: a slab that is still looked at is not free
+                freed = len(self._free) - before  # not what `reclaim` returned: a lingering slab is not free
                 self._reclaimed += freed
                 wanted -= freed
                 if wanted <= 0:

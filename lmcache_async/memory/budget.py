@@ -1,4 +1,4 @@
-"""A FIFO reservation of bytes: the currency of backpressure."""
+"""Byte reservations in FIFO order, for backpressure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatistics:
-    """What a budget holds.
+    """Statistics of a `ByteBudget`.
 
     Attributes:
-        max_bytes: The most that may be reserved now: the whole budget, or the limit set below it.
-        used_bytes: Reserved now.
-        peak_bytes: The most that was ever reserved at one time.
-        waiting: Reservations that wait now.
-        waited: Reservations that had to wait since the budget was made, however they ended.
-        refused: Reservations that ended in BudgetExceededError.
+        max_bytes: Bytes that may be reserved now: the whole budget, or the lower value of `limit`.
+        used_bytes: Reserved bytes.
+        peak_bytes: Maximum of `used_bytes` so far.
+        waiting: Reservations that are waiting.
+        waited: Reservations that had to wait since the budget was created, with any outcome.
+        refused: Reservations that failed with BudgetExceededError.
     """
 
     max_bytes: int
@@ -36,9 +36,12 @@ class BudgetStatistics:
 
 
 class ByteBudget:
-    """Bytes that may be in use at one time. Used on one event loop's thread.
+    """Limit on the bytes in use. Used on the thread of one event loop.
 
-    Reservations are served in the order they came: a large one is never overtaken by smaller ones.
+    Reservations are served in FIFO order, so smaller ones never overtake a large one.
+
+    Args:
+        max_bytes: Bytes of the whole budget.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -50,7 +53,7 @@ class ByteBudget:
         self._peak = 0
         self._waited = 0
         self._refused = 0
-        # Ordered, not a deque: a waiter that gives up leaves from the middle in O(1).
+        # Not a deque: a waiter that times out is removed from the middle in O(1).
         self._waiters: OrderedDict[asyncio.Future[None], int] = OrderedDict()
 
     @property
@@ -58,16 +61,16 @@ class ByteBudget:
         return self._max_bytes
 
     def limit(self, nbytes: int) -> None:
-        """Let at most so many bytes of the budget be in use from now on. What is reserved stays reserved.
+        """Limit new reservations to `nbytes` bytes in total. Existing reservations are kept.
 
-        A reservation that is within the whole budget is always granted when nothing else is in use.
+        A reservation within the whole budget is always granted when no other bytes are reserved.
         """
         _check(nbytes)
         self._limit = min(nbytes, self._max_bytes)
         self._serve()
 
     def reserve_nowait(self, nbytes: int) -> bool:
-        """Reserve now or answer False; False also while others wait."""
+        """Reserve without waiting. Return False if the bytes are not free or other reservations wait."""
         _check(nbytes)
         if self._waiters or not self._fits(nbytes):
             return False
@@ -75,10 +78,16 @@ class ByteBudget:
         return True
 
     async def reserve(self, nbytes: int, *, timeout_s: float) -> None:
-        """Reserve, waiting for others to give back. Cancelled, nothing is reserved.
+        """Reserve bytes, waiting for releases if necessary.
+
+        If the call is cancelled, nothing is reserved.
+
+        Args:
+            nbytes: Bytes to reserve.
+            timeout_s: Longest wait in seconds.
 
         Raises:
-            BudgetExceededError: Not to be had within `timeout_s`, or (at once) more than there will ever be.
+            BudgetExceededError: The reservation timed out, or (at once) exceeds the whole budget.
         """
         if self.reserve_nowait(nbytes):
             return
@@ -92,7 +101,7 @@ class ByteBudget:
             async with asyncio.timeout(timeout_s):
                 await granted
         except TimeoutError:
-            if _is_granted(granted):  # granted in the very turn in which the time ran out
+            if _is_granted(granted):  # granted in the same iteration of the loop as the timeout
                 return
             self._refused += 1
             raise BudgetExceededError(
@@ -104,13 +113,13 @@ class ByteBudget:
             raise
         finally:
             if self._waiters.pop(granted, None) is not None:
-                self._serve()  # the next one may be smaller, and fit
+                self._serve()  # the next reservation may be smaller and fit
 
     def release(self, nbytes: int) -> None:
-        """Give back what was reserved.
+        """Release reserved bytes.
 
         Raises:
-            RuntimeError: More is given back than is reserved: something was given back twice.
+            RuntimeError: Fewer bytes are reserved, so some were released twice.
         """
         _check(nbytes)
         if nbytes > self._used:
@@ -120,7 +129,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def lease(self, nbytes: int, *, timeout_s: float) -> AsyncIterator[None]:
-        """`reserve` on the way in, `release` on the way out."""
+        """Reserve the bytes and hold them in the block; see `reserve`."""
         await self.reserve(nbytes, timeout_s=timeout_s)
         try:
             yield
@@ -147,10 +156,10 @@ class ByteBudget:
     def _serve(self) -> None:
         while self._waiters:
             granted, nbytes = next(iter(self._waiters.items()))
-            if not granted.done():  # else its task was cancelled, and has not run yet
+            if not granted.done():  # done: its task was cancelled and has not run yet
                 if not self._fits(nbytes):
                     return
-                # Counted here, not by the waiter: nobody may take the bytes before it runs.
+                # Counted here and not by the waiter, so that no other call takes the bytes before it runs.
                 self._add(nbytes)
                 granted.set_result(None)
             del self._waiters[granted]

@@ -1,4 +1,4 @@
-"""A lease of one slab of the arena, as memoryview, array and tensor."""
+"""Slabs of a memory region, and their leases as memoryview, array and tensor."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from lmcache_async.memory.region import Region
 
 PAGE = 4096
-"""What direct I/O wants addresses and lengths to be multiples of."""
+"""Alignment of addresses and lengths for direct I/O, in bytes."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class SlabOwner(Protocol):
-    """Who is told when leases end."""
+    """Receives the events of slabs."""
 
     def lease_ended(self, slab: Slab) -> None:
-        """A lease was given back; others of the slab may be left."""
+        """A lease was released. Other leases of the slab may remain."""
 
     def slab_idle(self, slab: Slab) -> None:
-        """No lease and no view of the slab is left. Called from any thread, also by the collector."""
+        """No lease and no view of the slab is left. Called from any thread, also by the garbage collector."""
 
 
 class Slab:
-    """A fixed piece of the region, and how many leases it has.
+    """Fixed piece of a region, with a lease count.
 
     Args:
-        region: Where it lies.
-        index: What its owner calls it.
-        nbytes: Its length.
-        owner: Told when leases end.
-        offset: In the region, in bytes; None for slabs of one size, one behind the other.
-        common: Whether others than our leases read the memory: other processes, say.
+        region: Region that contains the slab.
+        index: Number of the slab, chosen by the owner.
+        nbytes: Bytes of the slab.
+        owner: Receives the events of the slab.
+        offset: Byte offset in the region; None for consecutive slabs of one size.
+        common: The memory has readers other than the leases, such as other processes.
     """
 
     __slots__ = (
@@ -76,10 +76,10 @@ class Slab:
 
     @property
     def bytes(self) -> Bytes:
-        """All of the slab. Every view that anybody derives from it keeps this one array alive.
+        """All bytes of the slab; uint8 of shape (nbytes,). Every derived view keeps this array alive.
 
-        That is how we know when the last view is gone: `memoryview.release()` says nothing of
-        slices of the view, and torch takes no buffer lock at all.
+        The end of the last view is detected by a weak reference to it. `memoryview.release()` does not detect
+        slices of the view, and torch does not lock the buffer.
         """
         if self._bytes is None:
             self._bytes = np.frombuffer(
@@ -95,7 +95,7 @@ class Slab:
             if self._bytes is None:
                 self._owner.slab_idle(self)
             else:
-                self._bytes = None  # `_views_gone` follows at once, or when the last view is gone
+                self._bytes = None  # calls `_views_gone` now, or when the last view is gone
         self._owner.lease_ended(self)
 
     def _views_gone(self, guard: weakref.ref[Bytes]) -> None:
@@ -104,25 +104,25 @@ class Slab:
 
 
 class LeaseOwner(Protocol):
-    """Ends leases in place of whoever uses them."""
+    """Owner that releases leases in place of their users."""
 
     def retained(self, lease: Buffer) -> None:
-        """`lease` was taken with `retain` of a lease that belongs to this owner."""
+        """`lease` was created by `retain` of a lease of this owner."""
 
 
 class Buffer:
-    """One lease of one slab, to be released exactly once. Used on the arena's thread.
+    """Lease of one slab, to be released exactly once. Used on the thread of the arena.
 
-    Workers may read and write its views elsewhere. The slab is used again only when its last lease
-    is released *and* the last view (slice, array, tensor) taken from any of them is gone: a view
-    that outlives its lease costs a slab, never someone else's bytes.
+    Worker threads may read and write its views. A slab is reused only after its last lease is released *and*
+    the last view (slice, array, tensor) of any lease is gone. A view that outlives its lease delays the reuse
+    of the slab; it never shows the bytes of another lease.
 
-    A lease can be read-only, and it can belong to an owner that ends it. A tier's buffers are both or
-    one of these: see `lmcache_async.tiers.border`.
+    A lease can be read-only, and it can have an owner that releases it. Leases that are passed to tiers are
+    one or both: see `lmcache_async.tiers.border`.
 
     Attributes:
-        readonly: Whether the views and arrays of this lease refuse writes, and its tensors are copies.
-        owner: Releases the lease. A release by anyone else is optional, and may be repeated.
+        readonly: Views and arrays of this lease reject writes, and its tensors are copies.
+        owner: Releases the lease. Other code need not release it, and may release it repeatedly.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views", "owner", "readonly")
@@ -133,13 +133,13 @@ class Buffer:
         self._slab = slab
         self._nbytes = nbytes
         self._released = False
-        self._views: dict[int, memoryview] | None = None  # most leases have none
+        self._views: dict[int, memoryview] | None = None  # None for most leases
         self.readonly = False
         self.owner: LeaseOwner | None = None
 
     @property
     def nbytes(self) -> int:
-        """The length asked for, or given to `resize`; at most the slab's."""
+        """Requested length in bytes, or that of `resize`; at most the length of the slab."""
         return self._nbytes
 
     @property
@@ -148,40 +148,45 @@ class Buffer:
 
     @property
     def shared(self) -> bool:
-        """Whether others than this lease read the slab: it must not be written to then."""
+        """Whether the slab has readers other than this lease. It must not be written to then."""
         self._check_leased()
         return self._slab.common or self._slab.leases > 1
 
     @property
     def address(self) -> int:
-        """Of the first byte; a multiple of 4096."""
+        """Address of the first byte; a multiple of 4096."""
         return self._slab.address
 
     @property
     def view(self) -> memoryview:
-        """The bytes; writable unless the lease is read-only. Unusable (ValueError) after the release."""
+        """All `nbytes` bytes; writable unless the lease is read-only. Raises ValueError after the release."""
         return self._view(self._nbytes)
 
     @property
     def padded_view(self) -> memoryview:
-        """`view` and what is left of its last 4096 bytes, for direct I/O."""
+        """`view`, extended to a multiple of 4096 bytes for direct I/O."""
         return self._view(-(-self._nbytes // PAGE) * PAGE)
 
     @property
     def array(self) -> Bytes:
-        """The bytes as uint8 of shape (nbytes,), without a copy.
+        """All bytes as uint8 of shape (nbytes,), without a copy.
 
-        Of a read-only lease it is an array that cannot be made writable.
+        The array of a read-only lease cannot be made writable.
         """
         return self._bytes()[: self._nbytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-        """The bytes from `offset` on as a tensor, without a copy.
+        """Return the bytes from `offset` on as a tensor, without a copy.
 
-        PyTorch has no read-only tensors: of a read-only lease it is a copy.
+        PyTorch has no read-only tensors, so the tensor of a read-only lease is a copy.
+
+        Args:
+            dtype: Element type of the tensor.
+            shape: Shape of the tensor.
+            offset: Byte offset of its first element.
 
         Raises:
-            ValueError: They reach beyond `nbytes`.
+            ValueError: The tensor exceeds `nbytes`.
         """
         import torch
 
@@ -192,7 +197,10 @@ class Buffer:
         return torch.from_numpy(array.copy() if self.readonly else array).view(dtype).view(shape)
 
     def retain(self) -> Buffer:
-        """A further lease of the same slab, with a length and a release of its own; read-only as this one."""
+        """Return another lease of the same slab, to be released separately.
+
+        It has its own length and is read-only if this lease is.
+        """
         self._check_leased()
         lease = Buffer(self._slab, self._nbytes)
         lease.readonly = self.readonly
@@ -201,7 +209,7 @@ class Buffer:
         return lease
 
     def lend(self, owner: LeaseOwner) -> Buffer:
-        """A further lease of the same slab, read-only and the owner's."""
+        """Return another lease of the same slab, read-only and released by `owner`."""
         self._check_leased()
         lease = Buffer(self._slab, self._nbytes)
         lease.readonly = True
@@ -209,9 +217,9 @@ class Buffer:
         return lease
 
     def take_over(self) -> Buffer:
-        """This lease as a new buffer, writable and without an owner; this buffer counts as released.
+        """Move this lease to a new buffer, writable and without an owner.
 
-        Whoever still has this buffer can neither use nor end the lease any more.
+        This buffer counts as released. Code that still has it can neither use nor release the lease.
         """
         self._check_leased()
         lease = Buffer.__new__(Buffer)
@@ -227,16 +235,20 @@ class Buffer:
         return lease
 
     def resize(self, nbytes: int) -> None:
-        """Set the true length, where it is known only after a read."""
+        """Set the true length in bytes, if it is known only after a read.
+
+        Raises:
+            ValueError: The slab is smaller.
+        """
         self._check_leased()
         _check_size(nbytes, self._slab)
         self._nbytes = nbytes
 
     def release(self) -> None:
-        """Give the lease back; its views become unusable.
+        """Release the lease. Its views become unusable.
 
         Raises:
-            RuntimeError: It was given back before, and has no owner.
+            RuntimeError: The lease was released before and has no owner.
         """
         if self._released:
             if self.owner is not None:
@@ -261,7 +273,7 @@ class Buffer:
 
     def _bytes(self) -> Bytes:
         self._check_leased()
-        if self.readonly:  # over a read-only view, so that the flag of the array cannot be set again
+        if self.readonly:  # from a read-only view, so that the array cannot be made writable
             return np.frombuffer(self._slab.bytes.data.toreadonly(), dtype=np.uint8)
         return self._slab.bytes
 
@@ -277,7 +289,7 @@ class Buffer:
 
     def _end_views(self, views: dict[int, memoryview]) -> None:
         for view in views.values():
-            # An array or a pending read uses the view: the slab waits for it.
+            # BufferError: an array or a pending read uses the view. The slab stays in use until it ends.
             with contextlib.suppress(BufferError):
                 view.release()
         self._views = None

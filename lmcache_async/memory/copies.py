@@ -1,4 +1,4 @@
-"""Copies in host memory without the interpreter's lock: by the compiled module, or else by NumPy."""
+"""Copies in host memory that release the GIL, by the compiled module if installed, else by NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lmcache_async.memory.buffer import Bytes
 
 INTERFACE = 2
-"""What `_rows.c` calls itself: one that was built from older source is not used."""
+"""Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
 compiled: ModuleType | None
 try:
@@ -23,16 +23,16 @@ except ImportError:  # installed where there was no C compiler
     compiled = None
 
 STREAM_BYTES = 4 << 20
-"""A batch from this size on is copied past the processor's caches, which hold little more."""
+"""Minimum bytes of a batch that may bypass the CPU caches, which are little larger."""
 
 _START = np.zeros(1, np.int64)
 
 
 class FasterWay:
-    """Past the caches or through them: which is faster differs from machine to machine, so it is measured.
+    """Decides by measurement whether copies bypass the CPU caches. The faster way depends on the machine.
 
-    Each way is tried `TRIALS` times; from then on the faster one is taken, and the other one every
-    `AGAIN`th time, for what else runs on the machine changes.
+    Each way is tried `TRIALS` times. After that the faster one is chosen, and the other one every `AGAIN`th
+    time, because the load of the machine changes.
     """
 
     TRIALS = 3
@@ -44,7 +44,7 @@ class FasterWay:
         self._turns = 0
 
     def choose(self, nbytes: int) -> bool:
-        """Whether a batch of so many bytes is copied past the caches."""
+        """Return whether a batch of `nbytes` bytes bypasses the caches."""
         if compiled is None or nbytes < STREAM_BYTES:
             return False
         self._turns += 1
@@ -55,24 +55,32 @@ class FasterWay:
         return not faster if self._turns % self.AGAIN == 0 else faster
 
     def note(self, *, stream: bool, nbytes: int, seconds: float) -> None:
-        """A batch was copied in so many seconds of all threads' processor time."""
+        """Record the measurement of one batch.
+
+        Args:
+            stream: The batch bypassed the caches.
+            nbytes: Bytes of the batch.
+            seconds: CPU time of all threads.
+        """
         if nbytes < STREAM_BYTES:
             return
         self._trials[stream] += 1
         known = self._seconds_per_byte.get(stream, seconds / nbytes)
-        # The first touch of memory is slower than any later one: the better of two counts more.
+        # The first access of memory is slower than later ones, so improvements have a higher weight.
         weight = 0.5 if seconds / nbytes < known else 0.1
         self._seconds_per_byte[stream] = known + weight * (seconds / nbytes - known)
 
 
 def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
-    """Copy all of `source` to `target`: of one length, and apart from each other.
+    """Copy all of `source` to `target`.
 
     Args:
-        stream: Past the caches, where there is the module.
+        target: uint8 of the same length, not overlapping `source`.
+        source: uint8 of shape (num_bytes,).
+        stream: Bypass the CPU caches, if the compiled module is installed.
 
     Raises:
-        ValueError: Their lengths differ.
+        ValueError: The lengths differ.
     """
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit into {len(target)}")

@@ -1,12 +1,12 @@
-"""Records encrypted for tiers outside of the process's memory: AES-256-GCM, a key of its own for each record.
+"""Encryption of records for tiers outside of the memory of the process: AES-256-GCM with a key per record.
 
-An encrypted record is as long as the plain one. Its first page begins with an envelope in the clear: a
-record's usual start with the version marked, then the key's id, a nonce, a checksum and the tag. Header and
-payload follow in secret; the header has room for the envelope in its padding (`RecordFormat.reserved_bytes`).
+An encrypted record has the length of the plain record. Its first page begins with a plaintext envelope: the
+usual prefix of a record with a flag in the version, the key id, a nonce, a checksum and the tag. Header and
+payload follow encrypted. The padding of the header has room for the envelope (`RecordFormat.reserved_bytes`).
 
-The nonce is 192 random bits, of which 96 derive the record's own AES key and 96 are GCM's nonce: this is
-XAES-256-GCM as the C2SP specifies it. After 2**80 records under one key two nonces are still unlikely to be
-the same, so nothing need be counted, over processes, ranks or restarts; see docs/decisions.
+The nonce has 192 random bits. 96 bits derive the AES key of the record, and 96 bits are the nonce of GCM:
+this is XAES-256-GCM as specified by the C2SP. A nonce collision is unlikely even after 2**80 records under
+one key, so no counters are needed across processes, ranks or restarts; see docs/decisions.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 CIPHER_KEY_BYTES = 32
 
-_ENVELOPE = struct.Struct("<8sHIIQ8s24s16s16s")  # a record's start, then key id, nonce, checksum, tag
-_BOUND = struct.calcsize("<8sHIIQ8s24s")  # so much of it the tag covers
+_ENVELOPE = struct.Struct("<8sHIIQ8s24s16s16s")  # prefix of a record, key id, nonce, checksum, tag
+_BOUND = struct.calcsize("<8sHIIQ8s24s")  # leading bytes of the envelope that the tag covers
 ENVELOPE_BYTES = _ENVELOPE.size
-"""What a header must have free at its end."""
+"""Bytes that must be free at the end of a header."""
 
 _NONCE_BYTES = 24
-_STEP = 256 << 10  # encrypted at one go, some 30 µs: no longer is the interpreter lock held
+_STEP = 256 << 10  # bytes encrypted per call, about 30 µs: the longest time that the GIL is held
 
 
 class RecordCipher:
-    """Encrypts records with its first key and decrypts those of all of its keys. Its calls belong in threads.
+    """Encrypts records with the first key and decrypts records of all keys. Call it in worker threads.
 
     Args:
-        keys: Of 32 bytes each.
+        keys: Keys of 32 bytes each.
 
     Raises:
-        ConfigError: There is no key, or one of another length.
+        ConfigError: There is no key, or a key of another length.
         MissingDependencyError: The package cryptography is not installed.
     """
 
@@ -58,11 +58,16 @@ class RecordCipher:
 
     @property
     def key_id(self) -> str:
-        """Of the key that encrypts; may be shown."""
+        """Id of the encryption key; not secret."""
         return self._first.id.hex()
 
     def encrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
-        """Write the sealed record's secret form to `into`, which is as long and other memory.
+        """Encrypt a sealed record.
+
+        Args:
+            record: The sealed record.
+            into: Memory for the encrypted record, of the same length, not overlapping `record`.
+            key: Key of the chunk, which the tag covers.
 
         Raises:
             ValueError: The lengths differ, or the header has no room for the envelope.
@@ -83,12 +88,17 @@ class RecordCipher:
         _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, checksum, cipher.tag)
 
     def decrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
-        """Write the sealed record to `into`, which is as long; it may be `record` itself.
+        """Decrypt a record.
 
-        What is in `into` after an error is nothing to use.
+        Args:
+            record: The encrypted record.
+            into: Memory for the sealed record, of the same length; may be `record` itself. Its content is
+                undefined after an error.
+            key: Key of the chunk.
 
         Raises:
-            ChunkCorruptError: It is not encrypted, not with a key of ours, of another chunk or not whole.
+            ChunkCorruptError: The record is not encrypted, encrypted with another key, of another chunk, or
+                incomplete or changed.
         """
         header_bytes, record_bytes = peek_sizes(record)
         _, version, _, envelope_bytes, _, key_id, nonce, _, tag = _ENVELOPE.unpack_from(record)
@@ -105,7 +115,7 @@ class RecordCipher:
 
         cipher = ours.decryptor(nonce)
         cipher.authenticate_additional_data(bytes(record[:_BOUND]) + key)
-        text = bytes(record[ENVELOPE_BYTES:header_bytes])  # in place, reading would overtake writing
+        text = bytes(record[ENVELOPE_BYTES:header_bytes])  # a copy, because `into` may be `record`
         cipher.update_into(text, into[: len(text)])
         into[len(text) : header_bytes] = bytes(ENVELOPE_BYTES)
         _update(cipher, record[header_bytes:], into[header_bytes:])
@@ -117,10 +127,10 @@ class RecordCipher:
 
 
 def check_encrypted(record: memoryview) -> None:
-    """Whether an encrypted record is whole, as far as that can be told without its key.
+    """Check length and checksum of an encrypted record, without its key.
 
     Raises:
-        ChunkCorruptError: It is not.
+        ChunkCorruptError: The record is incomplete or changed.
     """
     _, record_bytes = peek_sizes(record)
     checksum = envelope_checksum(record)
@@ -131,15 +141,15 @@ def check_encrypted(record: memoryview) -> None:
 
 
 def is_encrypted(first_page: memoryview) -> bool:
-    """Whether a record is encrypted, from its first 4096 bytes."""
+    """Return whether a record is encrypted, from its first 4096 bytes."""
     return bool(_ENVELOPE.unpack_from(first_page)[1] & ENCRYPTED)
 
 
 def envelope_checksum(first_page: memoryview) -> bytes:
-    """xxh3_128 of all that follows the envelope, from a record's first 4096 bytes.
+    """Return the xxh3_128 of all bytes after the envelope, from the first 4096 bytes of a record.
 
     Raises:
-        ChunkCorruptError: This is no envelope.
+        ChunkCorruptError: The record has no valid envelope.
     """
     _, _, _, envelope_bytes, _, _, _, checksum, _ = _ENVELOPE.unpack_from(first_page)
     if envelope_bytes != ENVELOPE_BYTES:
@@ -148,13 +158,13 @@ def envelope_checksum(first_page: memoryview) -> bytes:
 
 
 def envelope_key_id(first_page: memoryview) -> str:
-    """Of the key that encrypted a record, from its first 4096 bytes; may be shown."""
+    """Return the id of the encryption key of a record, from its first 4096 bytes; not secret."""
     return bytes(_ENVELOPE.unpack_from(first_page)[5]).hex()
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key: its id, and what derives records' keys from it."""
+    """Key with its id and the derivation of the keys of records."""
 
     id: bytes
     _block: Any = field(repr=False)
@@ -168,7 +178,7 @@ class _Key:
             raise MissingDependencyError(
                 "encryption needs the package cryptography: pip install 'lmcache-async[encryption]'"
             ) from error
-        block = Cipher(algorithms.AES(key), modes.ECB())  # single blocks, as CMAC uses them
+        block = Cipher(algorithms.AES(key), modes.ECB())  # single blocks, for CMAC
         key_id = hmac.digest(key, b"lmcache-async encryption key id", "sha256")[:8]
         return cls(key_id, block, _subkey(block.encryptor().update(bytes(16))))
 
@@ -190,7 +200,7 @@ class _Key:
 
 
 def _subkey(block: bytes) -> bytes:
-    """CMAC's first subkey (RFC 4493): twice the encrypted zero block in GF(2**128)."""
+    """Return the first subkey of CMAC (RFC 4493): the encrypted zero block, doubled in GF(2**128)."""
     value = int.from_bytes(block, "big") << 1
     if value >> 128:
         value = (value ^ 0x87) & ((1 << 128) - 1)
@@ -208,4 +218,4 @@ def _update(
         cipher.update_into(source[start : start + _STEP], into[start : start + _STEP])
 
 
-assert KEY_BYTES == 16  # the key ends what the tag covers; its length must not vary
+assert KEY_BYTES == 16  # the chunk key is the last part of the associated data; its length must be fixed

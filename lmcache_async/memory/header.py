@@ -1,7 +1,7 @@
-"""A record's header: its fixed prefix, its fields, and its own checksum. No state, any thread.
+"""Header of a record: prefix, fields and checksum. Stateless; any thread.
 
-The prefix is little-endian: magic, version, sizes, the header's checksum. A msgpack map follows, then zeros
-up to a page's end. The header's checksum covers all of it, itself taken as zeros.
+The prefix is little-endian: magic, version, sizes, header checksum. A msgpack map follows, then zeros up to
+the end of a page. The checksum covers the whole header, with its own bytes as zeros.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lmcache_async.types import ChunkKey, Tokens
 
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
-"""What a header may be at most; a size from outside is compared with it before it is used."""
+"""Maximum bytes of a header. A size that was read is compared with it before use."""
 MAX_PAYLOAD_BYTES = 1 << 34
 MAX_RECORD_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 MAGIC = b"LMCASYNC"
 ENCRYPTED = 1 << 15
-"""Set in the version of a record that is encrypted; see encryption.py."""
+"""Flag in the version of an encrypted record; see encryption.py."""
 
 PREFIX = struct.Struct("<8sHIIQ8s")  # magic, version, header bytes, msgpack bytes, payload bytes, checksum
 CHECKSUM = slice(PREFIX.size - 8, PREFIX.size)
@@ -34,13 +34,21 @@ MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself.
+    """Header fields of a record.
 
     Attributes:
-        request_namespace: The text; its SHA-256 (`sha256:...`) if it is longer than 512 bytes.
-        tokens: int32 of shape (num_tokens,), read-only.
-        extra: As `request_namespace`.
-        shape: Of the payload, as given to `seal`.
+        version: Version of the record format.
+        key: Key of the chunk.
+        namespace: Namespace text of the engine.
+        request_namespace: Text of the namespace of the request, or its SHA-256 (`sha256:...`) if it is longer
+            than 512 bytes.
+        tokens: Token ids; int32 of shape (num_tokens,), read-only.
+        extra: Extra text of the chunk; a longer text as for `request_namespace`.
+        layout: Text of the KV layout.
+        dtype: Element type of the KV cache.
+        shape: Shape of the payload, as given to `seal`.
+        header_bytes: Bytes of the header.
+        payload_bytes: Bytes of the payload.
         checksum: xxh3_128 of the payload, 16 bytes.
     """
 
@@ -59,22 +67,28 @@ class RecordHeader:
 
 
 def peek_sizes(first_page: memoryview) -> tuple[int, int]:
-    """The header's bytes and the record's, from its first 4096 bytes; within bounds, but not proven yet.
+    """Read the sizes of a record, encrypted or not, from its first 4096 bytes.
 
-    An encrypted record tells them too.
+    The sizes are within bounds, but no checksum is verified.
+
+    Returns:
+        Bytes of the header and bytes of the record.
 
     Raises:
-        ChunkCorruptError: This is no start of a record.
+        ChunkCorruptError: The bytes are not the start of a record.
     """
     header_bytes, _, payload_bytes, _ = _read_prefix(first_page, encrypted=True)
     return header_bytes, header_bytes + payload_bytes
 
 
 def read_header(view: memoryview) -> RecordHeader:
-    """The header, proven by its own checksum; `view` holds all of the header's bytes or more.
+    """Read the header of a record and verify its checksum.
+
+    Args:
+        view: The whole header or more.
 
     Raises:
-        ChunkCorruptError: The bytes are no header, or not all of it.
+        ChunkCorruptError: The bytes are not a header, or not all of it.
     """
     header_bytes, packed_bytes, payload_bytes, checksum = _read_prefix(view)
     if len(view) < header_bytes:
@@ -106,11 +120,14 @@ def read_header(view: memoryview) -> RecordHeader:
 
 
 def _read_prefix(view: memoryview, *, encrypted: bool = False) -> tuple[int, int, int, bytes]:
-    """Header bytes, msgpack bytes, payload bytes and checksum; the sizes are within bounds.
+    """Read the prefix and check its sizes.
 
     Args:
         view: The first page or more.
-        encrypted: Whether the record may be encrypted.
+        encrypted: The record may be encrypted.
+
+    Returns:
+        Header bytes, msgpack bytes, payload bytes and header checksum.
     """
     if len(view) < PAGE:
         raise corrupt("length", f"{len(view)} bytes do not hold a record's first page")

@@ -1,4 +1,4 @@
-"""What a record proves by itself, read in pieces: for a scrub, which asks for no chunk. No state, any thread."""
+"""Verification of a record without its chunk, in pieces, for a scrub. Stateless; any thread."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from lmcache_async.memory.header import MAX_HEADER_BYTES, peek_sizes, read_heade
 from lmcache_async.types import ChunkKey
 
 PIECE_BYTES = MAX_HEADER_BYTES
-"""Of the pieces that `prove` takes: the first holds any header."""
+"""Size of the pieces for `prove`. The first piece contains any header."""
 
 
 def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
-    """The length of a record that is whole, unchanged and, as far as it is not encrypted, of that key.
+    """Verify that a record is complete, unchanged and, unless it is encrypted, of this key.
 
-    Whose tokens and namespace it holds is for `verify` to say, when somebody asks for them.
+    The tokens and the namespace are verified by `verify`, on a load.
 
     Args:
-        pieces: The record, in pieces of `PIECE_BYTES` or all at once; bytes behind its end mean nothing.
-            A piece may be overwritten once the next is asked for.
-        key: What it is kept under.
+        pieces: The record, in pieces of `PIECE_BYTES` or in one piece. Bytes after its end are ignored. A
+            piece may be overwritten when the next one is requested.
+        key: Key under which the record is stored.
+
+    Returns:
+        Bytes of the record.
 
     Raises:
-        ChunkCorruptError: It is not.
+        ChunkCorruptError: The verification failed.
     """
     rest = iter(pieces)
     first = next(rest, memoryview(b""))
@@ -48,7 +51,7 @@ def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
 
 
 def _digest(piece: memoryview, rest: Iterator[memoryview], nbytes: int) -> tuple[int, bytes]:
-    """How many of the bytes are missing, and the checksum of those that are there."""
+    """Return the number of missing bytes of `nbytes`, and the checksum of the others."""
     digest = xxhash.xxh3_128()
     left = nbytes
     for part in chain((piece,), rest):

@@ -1,9 +1,8 @@
-"""The sealed record: header pages and payload in one piece, which prove themselves right or are corrupt.
+"""Sealed records: header pages and payload, with checksums of both.
 
-A record starts with a fixed little-endian prefix (magic, version, sizes, the header's checksum), then a
-msgpack map, then zeros up to a page's end, then the payload. The header's checksum covers all of the
-header pages; the payload's checksum is in the header. Functions here keep no state and may run in
-worker threads.
+A record is a fixed little-endian prefix (magic, version, sizes, header checksum), a msgpack map, zeros up to
+the end of a page, and the payload. The header checksum covers all header pages; the payload checksum is in
+the header. The functions are stateless and may run in worker threads.
 """
 
 from __future__ import annotations
@@ -31,23 +30,26 @@ from lmcache_async.memory.header import (
 )
 from lmcache_async.types import KEY_BYTES, Chunk, Tokens
 
-_MAX_TEXT_BYTES = 512  # of a request's own texts; longer ones are stored as their digest
+_MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
 _TOKEN_TYPE = np.dtype("<i4")
-_MAP_BYTES = 256  # field names, key, checksum, shape and msgpack's own marks; 214 at most
+_MAP_BYTES = 256  # field names, key, checksum, shape and msgpack overhead; 214 at most
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """What all records of an engine have in common.
+    """Common properties of all records of an engine.
 
     Attributes:
-        namespace: The engine's namespace text.
+        namespace: Namespace text of the engine.
         layout: Text of the KV layout of the payload.
-        dtype: Of the KV cache.
+        dtype: Element type of the KV cache.
         chunk_size: Tokens of a full chunk.
-        reserved_bytes: Zeros that every header ends in, for who encrypts records.
-        header_bytes: Bytes before the payload: a multiple of 4096 with room for any chunk's header.
+        reserved_bytes: Zeros at the end of every header, for the envelope of an encrypted record.
+        header_bytes: Bytes before the payload: a multiple of 4096 with room for the header of any chunk.
+
+    Raises:
+        ValueError: The header would exceed `MAX_HEADER_BYTES`.
     """
 
     namespace: str
@@ -83,9 +85,16 @@ def seal(
     payload_bytes: int,
     checksum: bytes | None = None,
 ) -> None:
-    """Write the header in front of the payload that is in `view[header_bytes:]` already.
+    """Write the header of a record whose payload is already in `view[header_bytes:]`.
 
-    `checksum` is the payload's xxh3_128 where it is known; else the payload is read for it.
+    Args:
+        view: Memory of the record, writable.
+        format: Record format of the engine.
+        chunk: Chunk of the record.
+        request_namespace: Text of the request's namespace.
+        shape: Shape of the payload.
+        payload_bytes: Bytes of the payload.
+        checksum: xxh3_128 of the payload, 16 bytes; None to compute it.
 
     Raises:
         ValueError: The chunk or the payload does not fit the format or the view.
@@ -115,9 +124,17 @@ def is_sealed(
     shape: tuple[int, ...],
     payload: bool = True,
 ) -> bool:
-    """Whether the record is, byte for byte, what `seal` makes of this chunk; a third of what `verify` takes.
+    """Whether the record is, byte for byte, the result of `seal` for this chunk.
 
-    False says nothing of the cause: `verify` does. Arguments are those of `verify`, and the shape.
+    Takes a third of the time of `verify`, which reports the cause of a mismatch.
+
+    Args:
+        view: The whole record and nothing else.
+        format: Record format of the engine.
+        chunk: Expected chunk.
+        request_namespace: Text of the namespace of the request.
+        shape: Shape of the payload.
+        payload: Verify the payload checksum; else only the header.
     """
     header_bytes = format.header_bytes
     if len(view) < header_bytes:
@@ -127,7 +144,7 @@ def is_sealed(
     stop = PREFIX.size + len(packed)
     own = bytes(header[CHECKSUM])
     start = PREFIX.pack(MAGIC, VERSION, header_bytes, len(packed), len(view) - header_bytes, own)
-    # The payload's checksum is the last of the fields, and the one thing that is not known before.
+    # The payload checksum is the last field and the only one that is not known in advance.
     if bytes(header[: stop - _CHECKSUM_BYTES]) != start + packed[:-_CHECKSUM_BYTES]:
         return False
     if header_checksum(header) != own:
@@ -139,17 +156,17 @@ def is_sealed(
 def verify(
     view: memoryview, *, format: RecordFormat, chunk: Chunk, request_namespace: str, payload: bool = True
 ) -> RecordHeader:
-    """The header of a record that is proven to be this chunk's, whole and unchanged.
+    """Verify that a record is complete, unchanged and of this chunk, and return its header.
 
     Args:
-        view: All of the record and nothing else.
-        format: Of the engine that wants to use it.
-        chunk: What was asked for; its key alone proves nothing.
-        request_namespace: Of the request that asks.
-        payload: Whether to read the payload for its checksum; else the header alone is proven.
+        view: The whole record and nothing else.
+        format: Record format of the engine.
+        chunk: Expected chunk. All of it is compared, because the key alone proves nothing.
+        request_namespace: Text of the namespace of the request.
+        payload: Verify the payload checksum; else only the header.
 
     Raises:
-        ChunkCorruptError: Something disagrees.
+        ChunkCorruptError: The verification failed.
     """
     header = read_header(view)
     record_bytes = header.header_bytes + header.payload_bytes
@@ -159,7 +176,7 @@ def verify(
         raise corrupt("key", f"the record is of key {header.key.hex()}, not {chunk.key.hex()}")
     if header.namespace != format.namespace or header.request_namespace != _bounded(request_namespace):
         raise corrupt("namespace", f"the record of key {chunk.key.hex()} is of another namespace")
-    # Equal keys and other tokens: a hash collision. Bytes are compared, so nothing is left to chance.
+    # Equal keys of different tokens are a hash collision, so the tokens themselves are compared.
     if _token_bytes(header.tokens) != _token_bytes(chunk.tokens) or header.extra != _bounded(chunk.extra):
         raise corrupt("tokens", f"the record of key {chunk.key.hex()} is of other tokens")
     if header.layout != format.layout or header.dtype != format.dtype:
@@ -192,7 +209,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
 
 
 def _bounded(text: str) -> str:
-    """The text, or its digest where it is long; never the same for two texts."""
+    """Return the text, or its SHA-256 if it is long. Different texts never give the same result."""
     data = _utf8(text)
     if len(data) <= _MAX_TEXT_BYTES and not text.startswith("sha256:"):
         return text
@@ -200,4 +217,4 @@ def _bounded(text: str) -> str:
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # a salt may be any str
+    return text.encode("utf-8", "surrogatepass")  # a salt may contain lone surrogates

@@ -1,4 +1,4 @@
-"""One mapping of host memory, made ready for use by a thread in the background."""
+"""Mapping of host memory, prefaulted and pinned by a background thread."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from lmcache_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_STEP_BYTES = 64 << 20  # registered at a time, and looked at for a wish to stop
-_POPULATE_BYTES = 8 << 20  # some 10 ms of page faults
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without touching what is in them
-_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every device's context, not for one
+_STEP_BYTES = 64 << 20  # bytes registered at a time; the stop event is checked after each step
+_POPULATE_BYTES = 8 << 20  # about 10 ms of page faults
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing their content
+_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for the contexts of all devices
 
 
 class Region:
-    """`nbytes` of memory, zeroed where it is our own. A background thread faults its pages in and pins them, in steps.
+    """Mapping of host memory. A background thread faults its pages in and pins them, in steps.
 
-    Both are about speed alone: memory that is not ready yet can be used all the same. Steps are
-    multiples of `grain_bytes`, so that no grain lies in two pinned ranges: a copy across their
-    border would be refused by CUDA.
+    Both only affect speed: memory can be used before they are done. Steps are multiples of `grain_bytes`, so
+    that no slab extends over two pinned ranges; CUDA rejects a copy across two ranges.
 
     Args:
-        nbytes: A multiple of the page size.
-        grain_bytes: What is copied at one time (a slab).
-        pin: Pin the memory for CUDA; without CUDA this does nothing.
-        pin_device: The CUDA device to do that with; None is the calling thread's current one.
-        huge_pages: Ask for transparent huge pages.
-        prefault: Fault the pages in before they are asked for.
-        fd: A file of memory to map, together with whoever else maps it; the caller may close it afterwards.
-            None is memory of our own.
+        nbytes: Bytes of the mapping; a multiple of the page size.
+        grain_bytes: Bytes of the unit of copies (a slab).
+        pin: Pin the memory for CUDA; no effect without CUDA.
+        pin_device: CUDA device for pinning; None for the current device of the calling thread.
+        huge_pages: Request transparent huge pages.
+        prefault: Fault the pages in before their first use.
+        fd: Memory file to map, shared with other processes; the caller may close it afterwards. None for
+            private memory, which is zeroed.
 
     Raises:
-        ConfigError: The memory is not to be had.
+        ConfigError: The memory cannot be mapped.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class Region:
         except (OSError, ValueError) as error:  # ValueError: the file is shorter
             what = "arena.max_bytes" if fd is None else "shared memory"
             raise ConfigError(f"{what}: {nbytes} bytes of host memory are not to be had") from error
-        # A child process has no use for it, and a fork must not share pages that a device writes to.
+        # Child processes do not use the memory, and a fork must not share pages that a device writes to.
         memory.madvise(mmap.MADV_DONTFORK)
         if huge_pages:
-            with contextlib.suppress(OSError):  # a kernel without them; small pages do as well
+            with contextlib.suppress(OSError):  # not supported by the kernel
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
@@ -92,23 +91,27 @@ class Region:
         return min(len(self._pinned) * self._step_bytes, self.nbytes)
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Block until the background work has ended; whether it has."""
+        """Block until the background work has ended.
+
+        Returns:
+            Whether it ended within `timeout_s` seconds.
+        """
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the background work, after the step it is at. May be called again."""
+        """Stop the background work after the current step and wait for its end. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def close(self, *, own_thread: bool = False) -> None:
-        """Unpin and unmap; to be called once no slab is in use, from any thread.
+        """Unpin and unmap the memory. Called when no slab is in use, from any thread.
 
         Args:
-            own_thread: The calling thread is there for this alone, so its CUDA device may be set.
+            own_thread: The calling thread only runs this call, so its CUDA device may be changed.
         """
         self.stop()
         if self._pinned:
@@ -117,7 +120,7 @@ class Region:
             runtime = _cuda_runtime()
             while self._pinned:
                 runtime.cudaHostUnregister(self._pinned.pop())
-        # Not mmap.close(): the mapping goes with its last user, who may be about to end in this very call.
+        # Not mmap.close(): the last view of the mapping may end within this call. The mapping ends with it.
         self._view = None
 
     def _prepare(self) -> None:
@@ -132,7 +135,7 @@ class Region:
                 self._pin_device = None
 
     def _populate(self, address: int, length: int) -> None:
-        # Not mmap.madvise, which keeps the GIL for as long as the page faults take.
+        # Not mmap.madvise, which holds the GIL during the page faults.
         libc = ctypes.CDLL(None, use_errno=True)
         for offset in range(0, length if self._prefault else 0, _POPULATE_BYTES):
             if self._stop.is_set():
@@ -140,7 +143,7 @@ class Region:
             nbytes = min(_POPULATE_BYTES, length - offset)
             start = ctypes.c_void_p(address + offset)
             if libc.madvise(start, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) != 0:
-                # Writing to each page by hand could undo what a lease's owner has just written.
+                # No fallback: writing to each page could overwrite the data of a lease.
                 self._prefault = False
                 logger.info("no prefault (%s); pages come on first use", os.strerror(ctypes.get_errno()))
                 return
@@ -167,7 +170,7 @@ def _cuda_runtime() -> Any:
 
 
 def _set_device(device: int | None) -> None:
-    """Of this thread; else it would open a context on device 0."""
+    """Set the CUDA device of this thread, which would otherwise create a context on device 0."""
     import torch
 
     torch.cuda.set_device(device)

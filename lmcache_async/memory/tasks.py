@@ -1,4 +1,4 @@
-"""The running task, and whether an exception ends it on our own behalf."""
+"""Current task, and detection of exceptions that cancel or close it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ Task: TypeAlias = "asyncio.Task[Any] | None"
 
 
 def running_task() -> Task:
-    """The task that runs; None where there is none."""
+    """Return the running task; None if there is none."""
     try:
         return asyncio.current_task()
-    except RuntimeError:  # no loop runs
+    except RuntimeError:  # no running loop
         return None
 
 
 def is_ending(error: BaseException, task: Task) -> bool:
-    """Whether `error` ends a call on our own behalf, so that it must be passed on.
+    """Whether `error` ends the task of the caller, so that it must propagate.
 
-    A CancelledError does where the task was asked to cancel; otherwise a plug-in's own client raised it. A
-    GeneratorExit does where the task does not run: its coroutine is being closed.
+    A CancelledError does if cancellation of the task was requested; otherwise the client of a plug-in raised
+    it. A GeneratorExit does if the task is not running, because its coroutine is being closed.
 
     Args:
-        error: What came out of the call.
-        task: The task that began the call.
+        error: Exception raised by the call.
+        task: Task that made the call.
     """
     if isinstance(error, asyncio.CancelledError):
         return task is None or task.cancelling() > 0

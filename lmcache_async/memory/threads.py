@@ -1,4 +1,4 @@
-"""Worker threads that hold nothing of a call any more by the time its end is known, and waits that never abandon one."""
+"""Thread pool that drops references to arguments before the future resolves, and uncancellable waits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 
 class WorkerPool(ThreadPoolExecutor):
-    """A thread pool for calls that work on buffers.
+    """Thread pool for calls that use buffers.
 
-    A plain pool drops a call's function and arguments some time after its future is done: views of a
-    slab among them would keep the slab busy until the thread gets its turn, on a busy machine long
-    after its last lease came back.
+    A plain pool drops the function and the arguments of a call some time after its future is resolved. Views
+    of a slab among them would keep the slab in use until the thread runs again, on a busy machine long after
+    the last lease was released.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         call = _Call(fn, args, kwargs)
         future = super().submit(call)
-        future.add_done_callback(call.forget)  # withdrawn, it stays in the queue until a thread comes to it
+        future.add_done_callback(call.forget)  # a cancelled call stays in the queue until a thread takes it
         return future
 
 
 class _Call(Generic[T]):
-    """Runs a function at most once and lets go of it and of its arguments."""
+    """Runs a function at most once and drops the references to it and its arguments."""
 
     __slots__ = ("_what",)
 
@@ -46,28 +46,31 @@ class _Call(Generic[T]):
 
 
 async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
-    """Run `function` on the executor.
+    """Run `function` on the executor and return its result.
 
-    Cancelled, it first waits until the function has really ended, then raises CancelledError: the buffers
-    that it touches are nobody else's before.
+    If the call is cancelled, it waits until the function has ended, then raises CancelledError. The buffers
+    of the function are in use until then.
     """
     return await see_through(asyncio.get_running_loop().run_in_executor(executor, function))
 
 
 async def see_through(work: Awaitable[T]) -> T:
-    """What `work` comes to. Cancelled, it waits for its real end all the same, then raises CancelledError."""
+    """Return the result of `work`. If cancelled, wait until `work` has ended, then raise CancelledError."""
     future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         await really_ended(future)
         if not future.cancelled():
-            future.exception()  # looked at, so that asyncio does not warn of it
+            future.exception()  # retrieved, so that asyncio does not log it
         raise
 
 
 async def really_ended(work: asyncio.Future[Any]) -> None:
-    """Wait for the end of `work`, however often cancelled: for one who was cancelled already, and says so then."""
+    """Wait until `work` has ended and suppress cancellation.
+
+    For a caller that was already cancelled and raises CancelledError afterwards.
+    """
     while not work.done():
-        with contextlib.suppress(asyncio.CancelledError):  # told already; the work still goes on
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])
