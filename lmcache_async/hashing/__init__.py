@@ -1,4 +1,4 @@
-"""From tokens to keys: pure, incremental, the same in every process and on every machine."""
+"""Chunk keys from token ids: pure and incremental functions, with the same result on every machine."""
 
 from lmcache_async.hashing.chain import ChunkHasher, Extra, message_end, partial_candidates
 from lmcache_async.hashing.digest import (

@@ -1,13 +1,13 @@
-"""Keys of a request's chunks: hashes chained from the namespace's root, one step per chunk.
+"""Keys of the chunks of a request: hashes chained from the root of the namespace, one step per chunk.
 
-The message that is hashed for a chunk, P its parent's key (the root for the first), T its token ids
-as little-endian int32:
+The hashed message of a chunk, where P is the key of its parent (the root for the first chunk) and T are its
+token ids as little-endian int32:
 
-    full, nothing extra     P T
+    full chunk, no extra    P T
     any other               P T extra(UTF-8) u32 len(extra) u32 (number of tokens | 1 << 31)
 
-A token's sign bit is never set, so the last bit says which form it is, and the second form says where
-its parts end: two different chunks never give the same message.
+The sign bit of a token is never set, so the last bit identifies the form. The second form contains the
+lengths of its parts. Therefore two different chunks never have the same message.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extra:
-    """What the KV of the tokens start..stop of a request depends on besides their ids, such as an image.
+    """Further dependency of the KV of the tokens start..stop of a request, such as an image.
 
     Attributes:
+        start: Position of the first token in the request.
+        stop: Position of the last token, exclusive.
         text: Identity of the content, such as the hash of the image.
+
+    Raises:
+        ValueError: The span is empty or negative.
     """
 
     start: int
@@ -49,14 +54,26 @@ class Extra:
 
 
 class ChunkHasher:
-    """Hashes one request's tokens as they come; what was hashed is never hashed again.
+    """Incremental hasher of the tokens of one request. Each token is hashed once.
 
-    However the same tokens are split over the calls, the keys are the same. With a `hash_key` nobody can
-    compute keys, not even those that follow a key he knows, who does not have it.
+    The keys do not depend on how the tokens are split over the calls.
+
+    Args:
+        root: Root of the keys, 16 bytes; see `RequestNamespace.root`.
+        chunk_size: Tokens of a full chunk.
+        algorithm: One of `ALGORITHMS`.
+        hash_key: Secret of 32 bytes, or b"" for none. Without it keys cannot be computed, not even those that
+            follow a known key.
+        extras: Extras of the request, by positions in the request.
 
     Attributes:
-        num_tokens: Tokens given so far.
+        num_tokens: Number of tokens so far.
         parent: Key of the last full chunk, or the root.
+
+    Raises:
+        ConfigError: `chunk_size` is out of range, or the algorithm is unknown or takes no key.
+        MissingDependencyError: The algorithm needs a package that is not installed.
+        ValueError: `root` has the wrong length.
     """
 
     def __init__(
@@ -72,16 +89,16 @@ class ChunkHasher:
         self.parent = root
         self._digest = digest_function(algorithm, hash_key)
         self._chunk_size = chunk_size
-        self._start = 0  # of the unfinished chunk
-        self._tail = b""  # its tokens
-        self._extras = deque(sorted(extras))  # without those that ended before it
+        self._start = 0  # first token of the unfinished chunk
+        self._tail = b""  # tokens of the unfinished chunk
+        self._extras = deque(sorted(extras))  # extras that end before the unfinished chunk are removed
 
     @property
     def num_tokens(self) -> int:
         return self._start + len(self._tail) // _TOKEN_BYTES
 
     def extend(self, tokens: TokenIds) -> list[Chunk]:
-        """The chunks that these tokens complete. Their ids are a read-only copy of the tokens."""
+        """Append tokens and return the chunks that they complete. Their ids are a read-only copy."""
         size, start = self._chunk_size, self._start
         data, keys, texts = self._advance(tokens)
         rows = _ids(data)[: len(keys) * size].reshape(-1, size)
@@ -91,18 +108,18 @@ class ChunkHasher:
         ]
 
     def extend_keys(self, tokens: TokenIds) -> list[ChunkKey]:
-        """`extend` for who needs no more than the keys: several times faster for a long prompt."""
+        """Append tokens and return only the keys. Several times faster than `extend` for a long prompt."""
         return self._advance(tokens)[1]
 
     def tail(self) -> Chunk | None:
-        """The unfinished chunk as a partial one; None right after a full one."""
+        """Return the unfinished chunk as a partial chunk; None if it has no tokens."""
         ids = _ids(self._tail)
         return self._partial(ids, len(ids)) if len(ids) else None
 
     def partials(self, unit: int) -> list[Chunk]:
-        """The partial chunks that a store could have left here, longest first.
+        """Return the partial chunks that may be stored for the unfinished chunk, longest first.
 
-        They are the leading multiples of `unit` tokens of the unfinished chunk.
+        They are its leading multiples of `unit` tokens.
         """
         ids = _ids(self._tail)
         return [self._partial(ids, length) for length in _lengths(len(ids), unit)]
@@ -111,7 +128,12 @@ class ChunkHasher:
         return _partial_chunk(self.parent, ids[:length], self._start, self._digest, self._extras)
 
     def _advance(self, tokens: TokenIds) -> tuple[bytes, list[ChunkKey], dict[int, str]]:
-        """Hash; the unfinished chunk's tokens with the new ones, new keys, extra texts by their offset."""
+        """Hash the completed chunks.
+
+        Returns:
+            The tokens from the start of the formerly unfinished chunk on as bytes, the new keys, and the extra
+            texts by token offset in these tokens.
+        """
         digest, extras, parent = self._digest, self._extras, self.parent
         start = self._start
         data = self._tail + _little_endian(as_tokens(tokens))
@@ -119,7 +141,7 @@ class ChunkHasher:
         full_bytes = len(data) - len(data) % chunk_bytes
         keys: list[bytes] = []
         texts: dict[int, str] = {}
-        # A concatenation and one call per chunk: on 1 KiB it is as fast as any preallocated buffer.
+        # One concatenation and one call per chunk: for 1 KiB this is as fast as a preallocated buffer.
         for at in range(0, full_bytes, chunk_bytes):
             message = parent + data[at : at + chunk_bytes]
             if extras and (text := _take_text(extras, start + at // _TOKEN_BYTES, self._chunk_size)):
@@ -144,14 +166,21 @@ def partial_candidates(
     hash_key: bytes = b"",
     extras: Iterable[Extra] = (),
 ) -> list[Chunk]:
-    """The partial chunks that a store could have left after the chunk `parent`, longest first.
+    """Return the partial chunks that may be stored after the chunk `parent`, longest first.
 
     Args:
         parent: Key of the chunk that ends at `start`, or the root.
-        tokens: What follows it; at most the first chunk_size - 1 of them matter.
+        tokens: Tokens after it; at most the first chunk_size - 1 are used.
         start: Position of the first of these tokens in the request.
-        unit: Partial chunks are a multiple of so many tokens long.
-        extras: All of the request's, by positions in the request.
+        unit: The length of a partial chunk is a multiple of this number of tokens.
+        chunk_size: Tokens of a full chunk.
+        algorithm: As for `ChunkHasher`.
+        hash_key: As for `ChunkHasher`.
+        extras: All extras of the request, by positions in the request.
+
+    Raises:
+        ConfigError: As for `ChunkHasher`.
+        ValueError: `parent` has the wrong length, or `unit` is less than 1.
     """
     _check(parent, chunk_size)
     ids = _ids(_little_endian(as_tokens(tokens)[: chunk_size - 1]))
@@ -162,10 +191,12 @@ def partial_candidates(
 
 
 def message_end(tokens: Tokens, extra: str, chunk_size: int) -> bytes:
-    """What follows the parent's key in a chunk's message: for who looks for a record's parent.
+    """Return the message of a chunk without the key of its parent. Used to find the parent of a record.
 
     Args:
-        extra: The chunk's canonical text.
+        tokens: Token ids of the chunk; int32 of shape (num_tokens,).
+        extra: Canonical extra text of the chunk.
+        chunk_size: Tokens of a full chunk.
     """
     data = _little_endian(tokens)
     return data if len(tokens) == chunk_size and not extra else data + _trailer(extra, len(tokens))
@@ -196,14 +227,14 @@ def _trailer(text: str, num_tokens: int) -> bytes:
 
 
 def _take_text(extras: deque[Extra], start: int, size: int) -> str:
-    """The extra text of the chunk at `start`; drops leading extras that ended before it."""
+    """Return the extra text of the chunk at `start` and remove leading extras that end before it."""
     while extras and extras[0].stop <= start:
         extras.popleft()
     return _overlap_text(extras, start, start + size)
 
 
 def _overlap_text(extras: Iterable[Extra], start: int, stop: int) -> str:
-    """Canonical text of the extras (in order) that reach into start..stop, relative to start."""
+    """Return the canonical text of the sorted extras that overlap start..stop, relative to start."""
     found: list[Sequence[int | str]] = []
     for extra in extras:
         if extra.start >= stop:

@@ -1,4 +1,4 @@
-"""The hash functions behind namespaces and keys: one call, 16 bytes out."""
+"""Hash functions of namespaces and keys, with digests of 16 bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from lmcache_async.types import KEY_BYTES
 
 ALGORITHMS = ("xxh3_128", "blake3", "sha256")
 CRYPTOGRAPHIC = ("blake3", "sha256")
-"""Those that nobody can find collisions of, and that take a secret key."""
+"""Collision-resistant algorithms. They accept a secret key."""
 
 HASH_KEY_BYTES = 32
 
 Digest: TypeAlias = Callable[[bytes], bytes]
-"""`digest(message)` gives the first 16 bytes of the message's hash."""
+"""`digest(message)` returns the first 16 bytes of the hash of the message."""
 
 
 def digest_function(algorithm: str, key: bytes = b"") -> Digest:
-    """The hash function of that name.
+    """Return the hash function of an algorithm.
 
     Args:
-        key: A secret of 32 bytes, without which nobody can compute a digest; b"" for none.
+        algorithm: One of `ALGORITHMS`.
+        key: Secret of 32 bytes, which is needed to compute a digest; b"" for none.
 
     Raises:
-        ConfigError: No such algorithm, or it takes no key.
-        MissingDependencyError: It needs a package that is not installed.
+        ConfigError: The algorithm is unknown or takes no key, or the key has the wrong length.
+        MissingDependencyError: The algorithm needs a package that is not installed.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"hash algorithm {algorithm!r} is unknown; there are {', '.join(ALGORITHMS)}")
@@ -48,7 +49,7 @@ def digest_function(algorithm: str, key: bytes = b"") -> Digest:
 
 
 def hash_key_id(key: bytes) -> str:
-    """What may be shown of a hash key: the same for two keys only if they are equal; "" for none."""
+    """Return the id of a hash key, which is not secret. Different keys have different ids; no key has ""."""
     return hmac.digest(key, b"lmcache-async hash key id", "sha256")[:8].hex() if key else ""
 
 

@@ -1,7 +1,7 @@
-"""A short text for the weights of a local model: other weights under the same name give another one.
+"""Fingerprint of the weights of a local model, which tells apart models of the same name.
 
-It depends on names inside the model's folder, sizes and bytes alone, never on times or on where the
-folder is, so it is the same on every machine.
+It depends only on file names inside the folder of the model, sizes and bytes. It does not depend on times or
+on the path of the folder, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 FingerprintMode: TypeAlias = Literal["sampled", "full"]
 
-# The first group with a file is what is loaded. A folder that holds a model in two forms prefers the first too.
+# The first group with a file is fingerprinted, as it is the one that is loaded from a folder with both.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
-# How images, audio and video become embeddings. Chat templates change token ids only, and these are in the keys.
+# Conversion of images, audio and video to embeddings. Chat templates only change token ids, which keys contain.
 _PROCESSOR = ("*processor_config.json",)
-# Read whole: they say what is computed with the weights, and which of them.
+# Read completely: they define which weights are used, and how.
 _SETTINGS = (
     "config.json",
     "adapter_config.json",
@@ -39,35 +39,43 @@ _SETTINGS = (
     "*.py",
     *_PROCESSOR,
 )
-_MISTRAL_TOKENIZER = ("tekken.json",)  # has the image and audio settings of models in Mistral's own format
+_MISTRAL_TOKENIZER = ("tekken.json",)  # contains the image and audio settings of models in Mistral's format
 
 _SAMPLE_BYTES = 4096
 _END_BYTES = (
     1 << 20
-)  # a GGUF's table is at its start, a zip's (of .bin, .pt), with CRCs of all members, at its end
+)  # the table of a GGUF file is at the start; that of a zip (.bin, .pt), with CRCs of all members, at the end
 _STRIDE_BYTES = 1 << 20
 _MAX_SAMPLES = 4096
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _PART_BYTES = 4 << 20
-_THREADS = 8  # reads in flight; most of the time is the disk's latency
+_THREADS = 8  # reads in flight; most of the time is disk latency
 
 
 def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algorithm: str = "xxh3_128") -> str:
-    """Fingerprint of the model at `path`, a folder or one file, as `mode:32 hex digits`.
+    """Compute the fingerprint of a model.
 
-    Both modes read the model's settings whole. Of the weights, `full` reads every byte. `sampled`
-    reads each safetensors header and 4 KiB at the start, middle and end of each tensor; of other
-    files 4 KiB in each MiB. It is made for models that were trained or quantised anew; only `full`
-    sees an edit of single numbers. Blocks: run it in a worker thread.
+    Both modes read the settings of the model completely. `full` reads every byte of the weights. `sampled`
+    reads the header of each safetensors file and 4 KiB at the start, middle and end of each tensor, and
+    4 KiB of each MiB of other files. It detects models that were trained or quantised anew. Only `full`
+    detects a change of single numbers.
+
+    The call blocks: run it in a worker thread.
 
     Args:
-        algorithm: As for chunk keys. With a cryptographic one the fingerprint is by SHA-256, named in it
-            (`full:sha256:...`), so that nobody can make other weights with the fingerprint of these.
+        path: Folder or file of the model.
+        mode: `sampled` or `full`.
+        algorithm: Hash algorithm of the chunk keys. For a cryptographic one the fingerprint uses SHA-256 and
+            contains its name (`full:sha256:...`), so that other weights with the same fingerprint cannot be
+            constructed.
+
+    Returns:
+        The mode and 32 hex digits, as `mode:digits`.
 
     Raises:
-        FileNotFoundError: There is nothing at `path`, as for a hub name, or no weights.
+        FileNotFoundError: `path` does not exist, as for a hub name, or has no weights.
         ValueError: A safetensors file is malformed.
-        ConfigError: There is no such mode.
+        ConfigError: The mode is unknown.
     """
     if mode not in ("sampled", "full"):
         raise ConfigError(f"fingerprint mode {mode!r} is unknown; there are sampled, full")
@@ -84,11 +92,12 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
 
 
 def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
-    """Fingerprint of the files by which the model at `path` turns images, audio and video into inputs.
+    """Compute the fingerprint of the files that configure the processing of images, audio and video.
 
-    Blocks: run it in a worker thread.
+    The call blocks: run it in a worker thread.
 
     Args:
+        path: Folder of the model.
         algorithm: As for `weights_fingerprint`.
 
     Returns:
@@ -119,7 +128,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    # A dangling link stays in, so that opening it names it.
+    # Dangling links are included, so that the error of opening one contains its name.
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if not file.is_dir()})
 
 
@@ -129,7 +138,7 @@ Parts: TypeAlias = "Iterator[bytes | memoryview]"
 def _describe(
     new: Callable[[], Any], read: Callable[[int, int, str], Parts], file: Path
 ) -> tuple[str, int, str]:
-    """Name, size and digest of what `read` takes of the file; `new()` is an empty hash."""
+    """Return name, size and digest of a file. `new()` creates a hash; `read` yields the bytes to hash."""
     digest = new()
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -142,7 +151,7 @@ def _describe(
 
 
 def _all(descriptor: int, size: int, name: str) -> Parts:
-    """Every byte, in one buffer that each step overwrites."""
+    """Yield every byte, in one buffer that is overwritten by each step."""
     part = memoryview(bytearray(min(size, _PART_BYTES)))
     done = 0
     while done < size:
@@ -154,14 +163,14 @@ def _all(descriptor: int, size: int, name: str) -> Parts:
 
 
 def _sample(descriptor: int, size: int, name: str) -> Parts:
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or each sample reads ahead 32 times its size
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead, which is 32 times a sample
     if name.endswith(".safetensors"):
         return _sample_safetensors(descriptor, size, name)
     return _sample_any(descriptor, size, name)
 
 
 def _sample_any(descriptor: int, size: int, name: str) -> Parts:
-    """Both ends, and 4 KiB at each step between them."""
+    """Yield both ends, and 4 KiB at each stride between them."""
     stride = max(_STRIDE_BYTES, size // _MAX_SAMPLES)
     yield _read(descriptor, 0, min(size, _END_BYTES), name)
     for offset in range(_END_BYTES, size - _END_BYTES, stride):
@@ -171,7 +180,7 @@ def _sample_any(descriptor: int, size: int, name: str) -> Parts:
 
 
 def _sample_safetensors(descriptor: int, size: int, name: str) -> Parts:
-    """The header, and 4 KiB at the start, middle and end of each tensor."""
+    """Yield the header, and 4 KiB at the start, middle and end of each tensor."""
     if size < 8:
         raise ValueError(f"{name} is no safetensors file: it has {size} bytes")
     header_bytes = int.from_bytes(_read(descriptor, 0, 8, name), "little")
@@ -190,7 +199,7 @@ def _sample_safetensors(descriptor: int, size: int, name: str) -> Parts:
 
 
 def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
-    """Where each tensor begins and ends in the data, in the data's order."""
+    """Return the start and end of each tensor in the data, sorted."""
     try:
         entries: Any = json.loads(header)
     except (ValueError, RecursionError) as error:

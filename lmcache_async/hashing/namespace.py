@@ -1,7 +1,7 @@
-"""What a chunk's KV depends on besides its tokens, as canonical text and as the root of its keys.
+"""Namespaces: the dependencies of KV other than tokens, as canonical text and as the root of chunk keys.
 
-Two namespaces have the same text only if they are equal, whatever characters their names hold. The
-text goes into each record's header; its hash is where the chain of keys begins.
+Two namespaces have the same text only if they are equal, for any characters in their names. The text is
+stored in the header of each record. Its hash is the root of the chain of keys.
 """
 
 from __future__ import annotations
@@ -17,29 +17,35 @@ from lmcache_async.hashing.digest import digest_function, hash_key_id
 from lmcache_async.types import KEY_BYTES
 
 Pairs = tuple[tuple[str, str], ...]
-"""Names with values; the order does not matter and is made canonical."""
+"""Names with values, sorted in the canonical text."""
 
-# A message that gives a key ends in a token or in a number of tokens, never in one of these: see chain.py.
+# The message of a chunk ends in a token or in a number of tokens, never in one of these marks: see chain.py.
 _ENGINE_MARK = 0xFFFFFFFF
 _REQUEST_MARK = 0xFFFFFFFE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """What all chunks of one engine's rank share.
+    """Namespace of all chunks of one rank of an engine.
 
     Attributes:
-        model: The model's name as it was asked for.
-        weights: Fingerprint of its weights (`weights_fingerprint`), or a text that stands for it.
+        model: Name of the model as requested.
+        weights: Fingerprint of the weights (`weights_fingerprint`), or another text that identifies them.
         dtype: Element type of the KV cache.
-        layout: Text of the KV layout, free of addresses and of the number of blocks.
-        quantization: How the weights or the KV are quantised; empty if they are not.
-        world_size: Ranks of the whole model.
-        replicated: All tensor-parallel ranks have the same KV (MLA), and so the same keys: a tier that they
-            share has it once.
-        format_version: Version of keys and records; another one is another namespace.
+        layout: Text of the KV layout, independent of addresses and the number of blocks.
+        quantization: Quantisation of the weights or the KV; empty for none.
+        world_size: Number of ranks of the model.
+        tp_rank: Tensor-parallel rank.
+        tp_size: Number of tensor-parallel ranks.
+        replicated: All tensor-parallel ranks have the same KV (MLA) and therefore the same keys. A tier that
+            they share stores it once.
+        pp_rank: Pipeline-parallel rank.
+        pp_size: Number of pipeline-parallel ranks.
+        chunk_size: Tokens of a full chunk.
+        algorithm: Hash algorithm of the keys.
+        format_version: Version of keys and records. Different versions are different namespaces.
         extra: Further names and values that the KV depends on.
-        hash_key: The secret of a keyed hash; the text has its id alone.
+        hash_key: Secret of a keyed hash. The text contains only its id.
     """
 
     model: str
@@ -64,7 +70,7 @@ class Namespace:
 
     @property
     def rank(self) -> int:
-        """This rank's number among all of the model, tensor ranks of one pipeline rank beside each other."""
+        """Global rank. The tensor-parallel ranks of one pipeline rank are consecutive."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -76,22 +82,23 @@ class Namespace:
         return canonical_text(values | {"hash_key": hash_key_id(secret)} if secret else values)
 
     def root(self) -> bytes:
-        """The 16 bytes that the keys of all requests without a namespace of their own begin with."""
+        """Return the root, 16 bytes, of the keys of requests with an empty request namespace."""
         return engine_root(self.text, self.algorithm, self.hash_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestNamespace:
-    """What all chunks of one request share, beyond the engine's namespace.
+    """Namespace of all chunks of one request, within the namespace of the engine.
 
     Attributes:
         lora: Name of the LoRA adapter.
-        lora_path: Where the adapter came from, or better a fingerprint of its weights.
-        cache_salt: The tenant's secret; requests with different salts never share a chunk.
-        tags: Tags of the request that keep its chunks apart.
+        lora_path: Path of the adapter, or preferably a fingerprint of its weights.
+        cache_salt: Secret of the tenant. Requests with different salts never share a chunk.
+        tags: Tags of the request. Requests with different tags never share a chunk.
 
     Raises:
-        TypeError: A value is no text. A salt of 0, say, would read as none, and tenants would share chunks.
+        TypeError: A value is not a string. A salt of 0, for example, would count as no salt, and tenants
+            would share chunks.
     """
 
     lora: str = ""
@@ -106,18 +113,18 @@ class RequestNamespace:
 
     @property
     def text(self) -> str:
-        """Canonical text; empty when the request has nothing of its own."""
+        """Canonical text; empty if all attributes are empty."""
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         own = {name: value for name, value in fields.items() if value}
         return canonical_text(own) if own else ""
 
     @property
     def label(self) -> str:
-        """What stands for the text in records: its digest, since a record is no place for a secret."""
+        """Digest of the text, which replaces it in records, because the text may contain a secret."""
         return self.keyed_label(b"")
 
     def keyed_label(self, hash_key: bytes) -> str:
-        """The label where a hash key is set: who reads records cannot even try salts until one fits."""
+        """Return the label for a hash key. Salts cannot be guessed from such labels without the key."""
         text = self.text.encode("utf-8")
         if not text:
             return ""
@@ -126,21 +133,21 @@ class RequestNamespace:
         return hashlib.sha256(text).hexdigest()[:32]
 
     def root(self, engine_root: bytes, algorithm: str = "xxh3_128", hash_key: bytes = b"") -> bytes:
-        """The 16 bytes that this request's keys begin with; the engine's own root for an empty one."""
+        """Return the root, 16 bytes, of the keys of the request; `engine_root` if the namespace is empty."""
         text = self.text
         return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
 
 
 def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
-    """`Namespace.root` from the namespace's text, as records have it."""
+    """Return `Namespace.root` for the text of a namespace, as stored in records."""
     return _root(bytes(KEY_BYTES), text, _ENGINE_MARK, algorithm, hash_key)
 
 
 def canonical_text(value: object) -> str:
-    """JSON with sorted keys and without spaces, one text per value and one value per text.
+    """Return JSON with sorted keys and without spaces. The mapping of values to texts is one-to-one.
 
-    Half of a surrogate pair, which a request's JSON may hold and UTF-8 may not, is written as an
-    escape. A whole character never is, so the two stay apart.
+    A lone surrogate, which is possible in the JSON of a request but not in UTF-8, is written as an escape.
+    Other characters are never escaped like this, so the two cannot be confused.
     """
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -155,7 +162,7 @@ def _root(parent: bytes, text: str, mark: int, algorithm: str, hash_key: bytes) 
 def _text(name: str, value: object) -> str:
     if value is None:
         return ""
-    if not isinstance(value, str):  # without the value: a salt is a secret
+    if not isinstance(value, str):  # the message omits the value, because a salt is a secret
         raise TypeError(f"{name} is of type {type(value).__name__}; expected a text, or None for none")
     return value
 

@@ -1,4 +1,4 @@
-"""Token ids of any usual form as one int32 array, each id checked."""
+"""Conversion of token ids to one checked int32 array."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmcache_async.types import Tokens
 
 TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer[Any]] | torch.Tensor | bytes | bytearray | memoryview"
-"""What `as_tokens` takes."""
+"""Token ids that `as_tokens` accepts."""
 
 MAX_TOKEN = 2**31 - 1
 
@@ -24,12 +24,15 @@ _LITTLE_INT32 = np.dtype("<i4")
 
 
 def as_tokens(tokens: TokenIds) -> Tokens:
-    """The ids as C-contiguous int32; the caller's own memory where it already has that form.
+    """Convert token ids to a C-contiguous int32 array of shape (num_tokens,).
 
-    A tensor on another device is copied to the host. Bytes are int32 in little-endian order.
+    The result shares the memory of the caller if it already has this form.
+
+    Args:
+        tokens: Token ids. A tensor on another device is copied to the host. Bytes are little-endian int32.
 
     Raises:
-        TypeError: An id is no integer; booleans are none either.
+        TypeError: An id is not an integer, or is a boolean.
         ValueError: An id is negative or above 2**31 - 1, or there is more than one dimension.
     """
     if isinstance(tokens, np.ndarray):
@@ -38,7 +41,7 @@ def as_tokens(tokens: TokenIds) -> Tokens:
         return _from_buffer(memoryview(tokens))
     if isinstance(tokens, array):
         return _from_numpy(np.asarray(tokens))
-    # A tensor cannot exist before torch was imported, which takes seconds: never import it here.
+    # Do not import torch here, which takes seconds: a tensor exists only if torch is already imported.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tokens, torch.Tensor):
         if tokens.is_floating_point() or tokens.is_complex():
@@ -77,11 +80,11 @@ def _from_buffer(view: memoryview) -> Tokens:
 
 def _from_sequence(values: Sequence[Any]) -> Tokens:
     try:
-        packed = array("i", values)  # the fastest way from Python integers; a float is a TypeError to it
+        packed = array("i", values)  # the fastest conversion of Python integers; raises TypeError for a float
     except (TypeError, OverflowError):
         _refuse_first(values)
     result = np.frombuffer(packed, np.int32) if packed else np.empty(0, np.int32)
-    # A boolean passes as 0 or 1, so only these two need a look. Few prompts hold many of them.
+    # A boolean is converted to 0 or 1, so only these values are checked. Few prompts contain many of them.
     suspects = map(values.__getitem__, np.flatnonzero(result <= 1).tolist())
     if not {bool, np.bool_}.isdisjoint(map(type, suspects)) or (packed and result.min() < 0):
         _refuse_first(values)

@@ -72,7 +72,7 @@ stripe_key(uint64_t total, uint64_t index)
     return index + 1 == total ? LAST_KEY : SECRET + index % STRIPES_A_BLOCK * 8;
 }
 
-/* Whether lanes are scrambled after stripe number `index`: at the end of a block, but not after the last stripe. */
+/* Whether lanes are scrambled after stripe number `index`: at the end of a block, never after the last stripe. */
 static inline int
 ends_block(uint64_t total, uint64_t index)
 {
