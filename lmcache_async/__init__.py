@@ -1,7 +1,8 @@
-"""The KV cache layer under LLM serving: async stages, pluggable tiers, never wrong.
+"""KV cache layer for LLM serving, with asynchronous stages and pluggable tiers.
 
-Public names only; see `docs/` for what they are about. A name's module is imported on first use of the name, so
-that what needs no tensor, such as `lmcache-async config`, does not import torch.
+Data that cannot be verified is treated as a miss. The package exports the public names; see `docs/` for their
+use. The module of a name is imported on first use of the name, so that commands without tensors, such as
+`lmcache-async config`, do not import torch.
 """
 
 from importlib import import_module
@@ -82,7 +83,7 @@ __all__ = [
     "load_config",
 ]
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and knows of no other name
+if not TYPE_CHECKING:  # type checkers use the imports above and reject other names
     _NAMES = {
         "lmcache_async.cache_engine": ["LMCacheEngine", "LMCacheEngineBuilder"],
         "lmcache_async.config": ["EngineConfig", "load_config"],

@@ -1,4 +1,4 @@
-"""The public names of the synchronous engine, under the module name of LMCache."""
+"""Public names of the synchronous engine, under the module name of LMCache."""
 
 from lmcache_async.engine.sync import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
 

@@ -1,90 +1,93 @@
-"""Every error that we raise, by what its receiver can do about it.
+"""Exceptions of this package, by the possible reaction of the caller.
 
-A miss is a value (`None`), never an error. Inside a serving engine none of these
-leaves our code: a failure becomes a miss or a counted drop.
+A miss is a value (`None`), never an exception. In an inference server none of them reaches the server: a
+failure becomes a miss or a counted drop.
 """
 
 
 class LMCacheAsyncError(Exception):
-    """The root of all errors of this package."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(LMCacheAsyncError):
-    """A config key or value is wrong; the message names it, its place and the nearest right one."""
+    """A configuration key or value is invalid.
+
+    The message contains it, its location and the nearest valid one.
+    """
 
 
 class MissingDependencyError(LMCacheAsyncError):
-    """A plug-in needs a package that is not installed; the message says which extra to install."""
+    """A plug-in needs a package that is not installed. The message contains the extra to install."""
 
 
 class UnknownPluginError(ConfigError):
-    """No entry point of that name; the message lists the names there are."""
+    """No entry point has this name. The message lists the existing names."""
 
 
 class ChainError(LMCacheAsyncError):
-    """Two neighbouring stages of a chain do not fit; the message names both."""
+    """Two adjacent stages of a chain do not fit together. The message contains both."""
 
 
 class EngineClosedError(LMCacheAsyncError):
-    """The engine was closed, or is not open yet."""
+    """The engine is closed or not open yet."""
 
 
 class BudgetExceededError(LMCacheAsyncError):
-    """Bytes were not to be had within the deadline, or are more than there will ever be."""
+    """A byte reservation timed out or exceeds the capacity."""
 
 
 class TierError(LMCacheAsyncError):
-    """A tier's backend failed. On a read the caller counts a miss, on a write a drop.
+    """The backend of a tier failed. The caller counts a miss on a read and a drop on a write.
 
     Attributes:
-        retryable: Whether the same call may succeed later without anybody doing anything.
+        retryable: The same call may succeed later without intervention.
     """
 
     retryable: bool = False
 
 
 class TierUnavailableError(TierError):
-    """The backend cannot be reached, or answers too late."""
+    """The backend is unreachable or timed out."""
 
     retryable = True
 
 
 class TierInUseError(TierUnavailableError):
-    """Another process has what only one may have; the message names it."""
+    """Another process uses an exclusive resource of the tier. The message contains the resource."""
 
     retryable = False
 
 
 class TierSuspendedError(TierUnavailableError):
-    """The tier's breaker is open after too many failures: the call was not even tried."""
+    """The circuit breaker of the tier is open after too many failures. The call was not tried."""
 
     retryable = False
 
 
 class TierPartUnavailableError(TierUnavailableError):
-    """A part of the backend cannot be reached, such as a node of a cluster, and the rest serves on.
+    """A part of the backend is unreachable, such as a node of a cluster; the rest is available.
 
-    The tier itself leaves that part alone for a while: it is not asked again at once, and no breaker opens.
+    The tier itself suspends this part for a while: the call is not retried and does not open the breaker.
     """
 
     retryable = False
 
 
 class TierFullError(TierError):
-    """The tier has no room and cannot make any; the write is dropped."""
+    """The tier is full and cannot evict enough. The write is dropped."""
 
 
 class TierClosedError(TierError):
-    """The tier was used before it was opened or after it was closed (by us)."""
+    """The tier was used before it was opened or after it was closed by the engine."""
 
 
 class ChunkCorruptError(TierError):
-    """A record was found whose bytes cannot be proven right. It is a miss and is removed.
+    """The verification of a record failed. The record is a miss and is removed.
 
     Attributes:
-        cause: One word for the counters: `magic`, `version`, `length`, `header`, `key`,
-            `namespace`, `tokens`, `layout` or `checksum`; of encryption `tag`, `cipher_key`,
-            `encrypted` (without a key here) or `unencrypted` (with one).
+        cause: Label of the counters: `magic`, `version`, `length`, `header`, `key`, `namespace`, `tokens`,
+            `layout` or `checksum`; for encryption `tag`, `cipher_key`, `encrypted` (an encrypted record, but
+            no key is configured) or `unencrypted` (a plain record, but a key is configured).
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Tiers, stages and layers by the names of their entry points: read as metadata, imported on use."""
+"""Registry of tiers, stages and layers by entry point. Plug-ins are imported on use."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ REMOVED_TIERS = {
     "peer": "the tier peer and the daemon's server for it were removed in version 0.2;"
     " use the tier valkey, mooncake or s3 to share records between hosts",
 }
-"""Error messages for tiers of earlier versions, by name."""
+"""Error messages for the tiers of earlier versions, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """What the metadata say of one plug-in.
+    """Metadata of one plug-in.
 
     Attributes:
-        name: The entry point's name, which the config uses.
-        distribution: The distribution that brings it.
-        version: That distribution's version.
-        value: Where it lies, as `package.module:Class`.
+        name: Name of the entry point, used in the configuration.
+        distribution: Distribution that contains it.
+        version: Version of the distribution.
+        value: Location of the class, as `package.module:Class`.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Plugin:
 
 
 class Registry:
-    """The plug-ins that were installed when it was made.
+    """Plug-ins that were installed when the registry was created.
 
-    The first distribution of a name on the path is the one that Python imports; later ones are passed over.
+    Of several distributions of the same name on the path, only the first is used, as by Python imports.
     """
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
-        """Read the metadata on `path`; on `sys.path` if it is None. Nothing is imported."""
+        """Read the metadata on `path`, or on `sys.path` if it is None. No plug-in is imported."""
         self._plugins: dict[str, list[Plugin]] = {group: [] for group in _KINDS}
         self._requires: dict[str, list[str]] = {}
         seen: set[str] = set()
@@ -65,7 +65,15 @@ class Registry:
                 self._read(name, distribution)
 
     def available(self, group: str, *, third_party: bool = True) -> dict[str, Plugin]:
-        """The plug-ins of a group by name; where a name is there more than once, ours or the first."""
+        """Return the plug-ins of a group by name.
+
+        If several distributions offer a name, the bundled plug-in takes precedence, then the first
+        distribution in alphabetical order.
+
+        Args:
+            group: `TIERS`, `STAGES` or `LAYERS`.
+            third_party: Include plug-ins of other distributions.
+        """
         found: dict[str, Plugin] = {}
         for plugin in sorted(
             self._plugins[group], key=lambda plugin: (not plugin.bundled, plugin.distribution)
@@ -75,12 +83,18 @@ class Registry:
         return dict(sorted(found.items()))
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
-        """Import the plug-in.
+        """Import a plug-in.
+
+        Args:
+            group: `TIERS`, `STAGES` or `LAYERS`.
+            name: Name of the entry point.
+            third_party: Include plug-ins of other distributions.
 
         Raises:
-            UnknownPluginError: No such name.
-            ConfigError: Two distributions offer it, and neither is ours; or it is not where its entry point says.
-            MissingDependencyError: A package that it needs is not installed.
+            UnknownPluginError: No plug-in has this name.
+            ConfigError: Two third-party distributions offer the plug-in, or it is not at the location of its
+                entry point.
+            MissingDependencyError: The plug-in needs a package that is not installed.
         """
         plugin = self.available(group, third_party=third_party).get(name)
         if plugin is None:
@@ -120,7 +134,7 @@ class Registry:
     def _missing(
         self, group: str, plugin: Plugin, error: ModuleNotFoundError
     ) -> MissingDependencyError | ConfigError:
-        """What to install; a ConfigError where the plug-in's own package is what is not there."""
+        """Return an error with the package to install; a ConfigError if the plug-in itself is missing."""
         module = (error.name or "").partition(".")[0]
         what = f"the {_kind(group)} {plugin.name} of {plugin.distribution} {plugin.version}"
         if not module or module == plugin.value.partition(":")[0].partition(".")[0]:
@@ -133,7 +147,7 @@ class Registry:
 
 
 def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
-    """The extra that brings `module`: the plug-in's own, where several do or the names are not the same."""
+    """Return the extra that installs `module`; that of the plug-in if several or none can be found."""
     extras: dict[str, list[str]] = {}
     for requirement in requires:
         if match := re.match(r"\s*([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['\"]([^'\"]+)['\"]", requirement):
@@ -148,5 +162,5 @@ def _kind(group: str) -> str:
 
 
 def _normal(name: str) -> str:
-    """A distribution's name as PEP 503 compares it."""
+    """Return the normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

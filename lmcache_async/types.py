@@ -1,4 +1,4 @@
-"""Frozen values that travel through every layer. No behaviour, no I/O."""
+"""Frozen value types shared by all layers, without behaviour or I/O."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""16 bytes: the hash, chained from the namespace's root, of a chunk and of all that is before it."""
+"""16 bytes: hash of a chunk and all chunks before it, chained from the root of the namespace."""
 
 KEY_BYTES = 16
 MAX_CHUNK_SIZE = 1 << 24
-"""Tokens; far above any use, and below the marks that end the messages of keys."""
+"""Maximum tokens of a chunk: far above any use, and below the marks that end the messages of keys."""
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 """Token ids: C-contiguous int32 of shape (num_tokens,)."""
@@ -25,13 +25,13 @@ BlockIds: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk of a request: where it lies in the prompt, and its key.
+    """One chunk of a request.
 
     Attributes:
-        key: Its chained key.
-        start: Position of its first token in the request.
-        tokens: Its own token ids, int32 of shape (stop - start,).
-        extra: What else its content depends on (multimodal hashes), as canonical text; usually empty.
+        key: Chained key of the chunk.
+        start: Position of the first token in the request.
+        tokens: Token ids of the chunk; int32 of shape (stop - start,).
+        extra: Further dependencies of the content (multimodal hashes), as canonical text; usually empty.
     """
 
     key: ChunkKey
@@ -46,17 +46,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
-    """What became of the chunks of a store.
+    """Result of a store.
 
     Attributes:
-        stored: Chunks that at least one tier keeps now.
-        shared: Of these, how many a tier keeps that other processes read.
-        present: Chunks that were there already.
-        dropped: Chunks that no tier took, by cause.
+        stored: Chunks that were written to at least one tier.
+        shared: Stored chunks that were written to a tier that other processes read.
+        present: Chunks that were stored already.
+        dropped: Chunks that no tier stored, by cause.
         tokens: Tokens of the stored chunks.
         bytes: Payload bytes copied from the device.
-        seconds: From the request to the last tier's answer.
-        copy_seconds: From the request until device memory was not read any more.
+        seconds: Time from the call until the last tier has finished.
+        copy_seconds: Time from the call until device memory is no longer read.
     """
 
     stored: int = 0
@@ -71,18 +71,18 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrieveReport:
-    """What became of a retrieve: the first `hit_chunks` chunks are complete in device memory.
+    """Result of a retrieve.
 
-    Nothing beyond them was written.
+    The first `hit_chunks` chunks are complete in device memory. No other chunks were written.
 
     Attributes:
-        hit_chunks: Leading chunks that are there.
-        hit_tokens: Their tokens.
-        asked_tokens: Tokens of all chunks asked for.
+        hit_chunks: Leading chunks that were loaded.
+        hit_tokens: Tokens of these chunks.
+        asked_tokens: Tokens of all requested chunks.
         bytes: Payload bytes copied to the device.
-        seconds: From the request to the end of the last copy.
-        by_tier: Hit tokens by the id of the tier that gave them.
-        cause: Why the prefix ended; "" when everything asked for was there.
+        seconds: Time from the call to the end of the last copy.
+        by_tier: Hit tokens by the id of the tier that they were loaded from.
+        cause: Why the prefix ended; "" if all requested chunks were loaded.
     """
 
     hit_chunks: int = 0
@@ -95,22 +95,25 @@ class RetrieveReport:
 
 
 Decided: TypeAlias = Literal["load", "partial", "recompute", "local", "miss", "late", "off"]
-"""What becomes of a request's hit: all of it is loaded, a part, or nothing since computing is sooner. Or there is
-nothing to load: the model's server has it itself, no tier has it, the answer was late, or nobody was asked."""
+"""Decision about the hit of a request: load all of it, a part, or nothing because recomputing is faster.
+
+Or there is nothing to load: the inference server has it ("local"), no tier has it ("miss"), the lookup timed
+out ("late"), or there was no lookup ("off").
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """Where a request's prompt comes from, decided when it was admitted.
+    """Sources of the prompt of a request, decided at its admission.
 
     Attributes:
-        request_id: Its name.
-        prompt_tokens: Tokens in all.
-        local_tokens: Leading ones that the model's server has itself.
-        hit_tokens: Leading ones that are in some tier.
-        load_tokens: Those that are loaded, after the local ones.
-        decided: What became of the hit.
-        why: The same in words.
+        request_id: Id of the request.
+        prompt_tokens: Tokens of the prompt.
+        local_tokens: Leading tokens that the inference server has itself.
+        hit_tokens: Leading tokens that are stored in a tier.
+        load_tokens: Tokens that are loaded, after the local ones.
+        decided: Decision about the hit.
+        why: Reason of the decision in words.
     """
 
     request_id: str

@@ -131,8 +131,8 @@ class ChunkHasher:
         """Hash the completed chunks.
 
         Returns:
-            The tokens from the start of the formerly unfinished chunk on as bytes, the new keys, and the extra
-            texts by token offset in these tokens.
+            The tokens from the start of the previously unfinished chunk on as bytes, the new keys, and the
+            extra texts by token offset in these tokens.
         """
         digest, extras, parent = self._digest, self._extras, self.parent
         start = self._start

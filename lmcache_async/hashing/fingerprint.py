@@ -27,7 +27,7 @@ FingerprintMode: TypeAlias = Literal["sampled", "full"]
 
 # The first group with a file is fingerprinted, as it is the one that is loaded from a folder with both.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
-# Conversion of images, audio and video to embeddings. Chat templates only change token ids, which keys contain.
+# Conversion of images, audio and video to embeddings. Chat templates only change token ids, which keys cover.
 _PROCESSOR = ("*processor_config.json",)
 # Read completely: they define which weights are used, and how.
 _SETTINGS = (
