@@ -1,4 +1,4 @@
-"""The test kit: what every tier and layer must do, as tests to subclass; state machines, strategies and fakes.
+"""The test kit: conformance suites for tiers and layers, state machines, Hypothesis strategies and fakes.
 
 Install it with `pip install 'lmcache-async[testing]'`. docs/test-your-tier.md shows its use.
 """
@@ -85,9 +85,10 @@ _NEEDED = ("pytest", "pytest_asyncio", "hypothesis")
 
 
 def __getattr__(name: str) -> object:
-    """Import on use: the fakes need no test runner, and who lacks one is told what to install.
+    """Import the module of a public name on first use. The fakes need no test runner.
 
     Raises:
+        AttributeError: No such name.
         MissingDependencyError: The name needs a package that is not installed.
     """
     for module, names in _MODULES.items():
@@ -113,7 +114,7 @@ def _import(module: str) -> object:
 
 
 def _explain_assertions() -> None:
-    """Have pytest show the values in our assertions, as it does in a test's own."""
+    """Enable pytest's assertion rewriting for the modules of the kit, so that failures show the values."""
     pytest = sys.modules.get("pytest")
     modules = [f"{__name__}.{name}" for name in ("conformance", "machines", "records")]
     if pytest is not None and not any(module in sys.modules for module in modules):

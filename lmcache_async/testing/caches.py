@@ -1,4 +1,4 @@
-"""Paged KV caches in every form that we know, built small and filled with random bytes."""
+"""Small paged KV caches of random bytes, in every supported physical layout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VLLM_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""The physical orders of vLLM's [B, H, N, C] views; L is the layer."""
+"""Physical dimension orders of vLLM's [B, H, N, C] views; L is the layer."""
 
 SLOT_ORDERS = ("2BNHD", "B2NHD", "BNHD", "BND", "BHNC")
-"""Plain tensors of LMCache's users; `BHNC` is a view in the physical order `LBHNC`."""
+"""Dimension orders of plain tensors, as LMCache's users have them; `BHNC` is a view in the order `LBHNC`."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """What a paged cache looks like, apart from its number of blocks and its place.
+    """Physical layout of a paged cache, without its number of blocks and its device.
 
     Attributes:
-        order: Physical order of the dimensions, one of VLLM_ORDERS, or of SLOT_ORDERS for plain tensors.
-        granularity: Rows are blocks, or token slots.
-        padding: Elements after each block that belong to nobody; views only.
-        separate: Each layer has a storage of its own.
-        shared_layers: Layers that alias the first one.
+        order: Physical order of the dimensions: one of VLLM_ORDERS, or of SLOT_ORDERS for plain tensors.
+        granularity: Unit of a row: `block` or `token`.
+        layers: Number of layers with a tensor of their own.
+        heads: KV heads.
+        tokens: Tokens of a block.
+        content: Elements of one token and head.
+        dtype: Element type.
+        padding: Unused elements after each block; views only.
+        separate: Each layer has its own storage.
+        shared_layers: Number of additional layers that alias the first one.
         kernel_blocks: Kernel blocks of each block, as dimension 0 counts them; views by block only.
     """
 
@@ -48,7 +53,13 @@ class CacheForm:
     kernel_blocks: int = 1
 
     def build(self, num_blocks: int, *, seed: int = 0, device: str = "cpu") -> PagedCache:
-        """A cache of this form, every byte of its storages random."""
+        """Allocate a cache of this layout and fill its storages with random bytes.
+
+        Args:
+            num_blocks: Number of blocks.
+            seed: Seed of the random bytes.
+            device: torch device of the storages.
+        """
         count = 1 if self.separate else self.layers
         shape, strides, elements = self._geometry(num_blocks, count)
         storages, tensors = [], []
@@ -71,11 +82,11 @@ class CacheForm:
 
     @property
     def logical(self) -> str:
-        """The letters of a tensor's dimensions."""
+        """Letters of a tensor's dimensions, in order."""
         return self.order if self.order in SLOT_ORDERS else "BHNC"
 
     def _geometry(self, num_blocks: int, layers: int) -> tuple[tuple[int, ...], list[int], int]:
-        """Shape of one tensor, strides of layers and of its dimensions, and elements of the storage."""
+        """Return a tensor's shape, the strides of layers and of its dimensions, and a storage's elements."""
         physical = "L" + self.order if self.order in SLOT_ORDERS else self.order
         tokens = self.tokens // self.kernel_blocks
         sizes = {"L": layers, "B": num_blocks * self.kernel_blocks, "H": self.heads, "N": tokens, "2": 2}
@@ -93,7 +104,14 @@ class CacheForm:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """A paged cache: its tensors and the whole of its memory (uint8 of one dimension each)."""
+    """A paged cache.
+
+    Attributes:
+        form: Layout of the cache.
+        num_blocks: Number of blocks.
+        tensors: One tensor for each layer.
+        storages: All memory of the cache: one-dimensional uint8 tensors.
+    """
 
     form: CacheForm
     num_blocks: int
@@ -111,7 +129,7 @@ class PagedCache:
         return [storage.clone() for storage in self.storages]
 
     def row(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """What `tensor` holds in `row`, by plain indexing."""
+        """Return the content of `row` in `tensor`, by plain indexing."""
         letters = self.form.logical
         if self.form.granularity == "block":
             ratio = self.form.kernel_blocks
@@ -121,7 +139,13 @@ class PagedCache:
         return at_token.select(letters.replace("N", "").index("B"), block)
 
     def assign(self, rows: Sequence[int], source: PagedCache, source_rows: Sequence[int]) -> None:
-        """Copy rows by plain indexing: what a gather and a scatter must come to. -1 is skipped."""
+        """Copy rows by plain indexing, as the expected result of a gather and a scatter.
+
+        Args:
+            rows: Rows of this cache; -1 is skipped.
+            source: Cache to copy from.
+            source_rows: Row of `source` for each of `rows`.
+        """
         for row, source_row in zip(rows, source_rows, strict=True):
             for target, origin in zip(self.tensors, source.tensors, strict=True):
                 if row >= 0:
@@ -135,7 +159,12 @@ def cache_forms(
     granularities: Sequence[str] = ("block", "token"),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> CacheForm:
-    """Forms of paged caches: all orders, MLA, opaque bytes, padding, own storages, aliases, kernel blocks."""
+    """Layouts of paged caches: all orders, MLA, opaque bytes, padding, aliases, kernel blocks.
+
+    Args:
+        granularities: Granularities to draw from.
+        dtypes: Element types to draw from.
+    """
     granularity = draw(st.sampled_from(granularities))
     by_block = granularity == "block"
     order = draw(st.sampled_from(VLLM_ORDERS if by_block else (*VLLM_ORDERS, *SLOT_ORDERS)))

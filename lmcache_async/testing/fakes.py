@@ -1,4 +1,4 @@
-"""Tiers for tests (a dict, a gate, a slow one, one with planned faults), and a registry that offers given plug-ins."""
+"""Fake tiers (in a dict, gated, slow, faulty), and a registry that also offers given plug-ins."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ FaultKind: TypeAlias = Literal["error", "refuse", "bug", "delay", "hang", "drop"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of one call.
+    """A fault of one call.
 
     Attributes:
-        kind: `error`: the backend cannot be reached. `refuse`: it fails for good. `bug`: the tier raises
-            something else than TierError. `delay`: it takes `seconds`. `hang`: it waits until it is
-            cancelled. `drop`: a put stores nothing and says nothing, a get or contains finds nothing.
-            `lie`: contains says the opposite. `flip`: a get comes with one byte changed. `cut`: it comes
-            shortened. A kind that means nothing to a call waits for one to which it does.
-        seconds: Of a delay.
-        position: Of the byte flipped, or the length left; taken modulo the record's length, so that
-            a negative one counts from the end.
+        kind: Effect of the fault:
+
+            - `error`: the call raises TierUnavailableError.
+            - `refuse`: the call raises TierError.
+            - `bug`: the call raises RuntimeError.
+            - `delay`: the call takes `seconds` longer.
+            - `hang`: the call blocks until it is cancelled.
+            - `drop`: a put stores nothing and returns normally; a get or contains reports a miss.
+            - `lie`: contains returns the opposite.
+            - `flip`: a get returns the record with one byte inverted.
+            - `cut`: a get returns the record truncated.
+
+            A fault that does not apply to a call stays queued until a call to which it applies.
+        seconds: Length of a delay, in seconds.
+        position: Index of the inverted byte, or length after truncation. It is taken modulo the length of the
+            record, so a negative position counts from the end.
     """
 
     kind: FaultKind
@@ -43,23 +51,29 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What the next calls come to, in their order; None lets one through, and so does the plan's end."""
+    """Faults of the next calls, in order.
+
+    Attributes:
+        faults: One entry for each call; None for a call without a fault. Calls after the last entry have
+            none.
+    """
 
     faults: tuple[Fault | None, ...] = ()
 
 
 class FaultyTier(TierLayer):
-    """Its calls of `contains`, `get` and `put` fail as told, first in first out; then it works.
+    """A layer that injects planned faults into `contains`, `get` and `put`, in order of the calls.
 
-    Batch verbs are made of single ones, so that each chunk has a fault of its own.
+    Batch calls are split into single ones, so each chunk takes one entry of the plan. When the plan is used
+    up, calls pass unchanged.
 
     Args:
-        inner: The tier that does the work. What `flip` and `cut` do to the buffers of one in the arena
-            they do to the chunk itself.
-        plan: What becomes of the first calls.
+        inner: Wrapped tier. If its content is in the arena (capability `in_arena`), `flip` and `cut` change
+            the stored chunk itself.
+        plan: Faults of the first calls.
 
     Attributes:
-        faults: What the next calls come to: a fault, an exception to be raised, or None.
+        faults: Queue of the next calls: a fault, an exception to raise, or None.
     """
 
     def __init__(self, inner: Tier, plan: FaultPlan | None = None) -> None:
@@ -132,7 +146,7 @@ _VERBS: dict[FaultKind, str] = {"lie": "contains", "flip": "get", "cut": "get"}
 
 
 def unavailable() -> TierError:
-    """An error such as a tier's backend gives."""
+    """Return an error as a tier raises it when its backend is unavailable."""
     return TierError("the backend is away")
 
 
@@ -140,20 +154,21 @@ class DictConfig(TierConfig):
     """Options of a DictTier.
 
     Attributes:
-        max_bytes: Most bytes of all records; no limit by default.
+        max_bytes: Capacity: maximum bytes of all records; no limit by default.
     """
 
     max_bytes: OptionalSize = None
 
 
 class DictTier(Tier):
-    """Keeps copies of records in a dict: the smallest honest tier, and the model for others.
+    """A tier that keeps copies of records in a dict: the smallest complete tier, a reference for others.
 
-    With a limit it gives up what is least recently used, suffixes before their prefixes.
+    With a capacity it evicts the least recently used chunks, suffixes before their prefixes.
 
     Args:
-        config: A DictConfig, or any other; its `max_bytes` counts if it has one.
-        records: Where the records are kept. A dict given outlives the tier, which calls itself persistent.
+        config: A DictConfig, or another config; its field `max_bytes` is used if it has one.
+        records: Dict for the records. If it is given, it outlives the tier, and the tier declares itself
+            persistent.
     """
 
     config_type = DictConfig
@@ -213,7 +228,7 @@ class DictTier(Tier):
 
     def _make_room(self, key: ChunkKey, nbytes: int, max_bytes: int) -> None:
         self._policy.discard(key)
-        self._policy.add(key, nbytes)  # before others go, so that none of what it continues does
+        self._policy.add(key, nbytes)  # before the eviction, so that no prefix of this chunk is evicted
         self._policy.touch([key])
         used = sum(len(record) for other, record in self.records.items() if other != key)
         victims = self._policy.evict(used + nbytes - max_bytes, lambda other: other != key)
@@ -227,10 +242,12 @@ class DictTier(Tier):
 
 
 class GatedTier(TierLayer):
-    """Parks every `get` and `put` until the test opens the gate, which is closed to begin with.
+    """A layer that blocks every `get` and `put` until the gate is opened. The gate is closed at first.
+
+    Cancelling a blocked call ends it without a call of the inner tier.
 
     Attributes:
-        parked: Set once a call is parked.
+        parked: Set when a call is blocked.
     """
 
     def __init__(self, inner: Tier) -> None:
@@ -242,7 +259,7 @@ class GatedTier(TierLayer):
         self._gate.set()
 
     def close_gate(self) -> None:
-        """Park calls from now on; `parked` is a new event."""
+        """Block calls from now on. `parked` is replaced by a new event."""
         self.parked = asyncio.Event()
         self._gate = asyncio.Event()
 
@@ -267,14 +284,14 @@ class GatedTier(TierLayer):
 
 
 class LatencyTier(TierLayer):
-    """Answers late: a call, also one of a batch, takes `latency_s` and the time of its bytes.
+    """A layer that delays calls by a fixed latency and by the transfer time of their bytes.
 
-    Time is the running loop's, so a loop with virtual time makes it free.
+    A batch call is delayed once. Time is the running loop's, so a loop with virtual time does not wait.
 
     Args:
-        inner: The tier.
-        latency_s: Seconds of each call.
-        bytes_per_s: How fast records go through; None for at once.
+        inner: Wrapped tier.
+        latency_s: Latency of each call, in seconds.
+        bytes_per_s: Bandwidth for records, in bytes per second; None for no limit.
     """
 
     def __init__(self, inner: Tier, *, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -331,7 +348,7 @@ class LatencyTier(TierLayer):
 
 
 class FakeRegistry(Registry):
-    """The installed plug-ins, and before them the given ones.
+    """A registry of the given plug-ins and the installed ones; a given plug-in takes precedence.
 
     Args:
         tiers: Tier classes by name.
@@ -352,7 +369,7 @@ class FakeRegistry(Registry):
     def offering(
         self, *, tiers: Mapping[str, object] | None = None, stages: Mapping[str, object] | None = None
     ) -> FakeRegistry:
-        """A registry that offers these too. What is installed is not read again, which takes a while."""
+        """Return a registry that also offers these plug-ins, without a new scan of installed packages."""
         other = copy.copy(self)
         other._given = {
             **self._given,
@@ -368,14 +385,14 @@ class FakeRegistry(Registry):
 
 
 class FaultyRegistry(Registry):
-    """Loads what another registry has, and puts a FaultyTier around each tier that is not in the arena.
+    """A registry that wraps each tier of another one in a FaultyTier, unless its content is in the arena.
 
     Attributes:
-        made: The FaultyTiers, in the order in which they were made.
+        made: The FaultyTiers, in order of construction.
     """
 
     def __init__(self, inner: Registry) -> None:
-        super().__init__([])  # no plug-ins of its own
+        super().__init__([])  # scans no installed packages
         self.made: list[FaultyTier] = []
         self._inner = inner
 
@@ -394,7 +411,7 @@ class FaultyRegistry(Registry):
         class Faulty(Tier):
             config_type = tier_class.config_type
 
-            def __new__(cls, config: TierConfig) -> Tier:  # type: ignore[misc]  # what config names stands in it
+            def __new__(cls, config: TierConfig) -> Tier:  # type: ignore[misc]  # a FaultyTier
                 tier = tier_class(config)
                 if tier.capabilities.in_arena:
                     return tier

@@ -1,4 +1,4 @@
-"""Ways for a tier to misbehave, as a table, and a tier that does so on demand."""
+"""A table of ways in which a tier can misbehave, and a tier that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ class Misbehaviour:
     """One way to misbehave.
 
     Attributes:
-        name: Says what the tier does.
-        kind: What it is about.
-        verbs: Replacements for methods of the tier, each called with the tier and the method's arguments.
-        capabilities: What the tier declares.
-        ends_loop: It ends the running event loop, so that only an engine with a loop thread of its own can
-            go on.
-        hangs: Calls do not end by themselves, so that the tier needs a short `timeout_s`.
-        serves: Whether the same chunks are served by other tiers meanwhile. Otherwise wrong records are found
-            out only after they were read, and the prompt is computed instead.
+        name: Description of the behaviour, unique in the table.
+        kind: Category.
+        verbs: Replacements for methods of the tier; each is called with the tier and the method's arguments.
+        capabilities: Capabilities that the tier declares.
+        ends_loop: The running event loop ends. Only an engine with its own loop thread continues.
+        hangs: Calls do not end by themselves, so the tier needs a short `timeout_s`.
+        serves: Other tiers serve the same chunks meanwhile. If False, wrong records are detected only after
+            they were read, and the prompt is recomputed.
     """
 
     name: str
@@ -50,13 +49,13 @@ class Misbehaviour:
 
 
 class MisbehavingTier(DictTier):
-    """A DictTier that misbehaves from `begin` to `end`.
+    """A DictTier that misbehaves between `begin` and `end`.
 
     Attributes:
-        mode: What it does in between.
-        active: Whether it does so now.
-        tasks: Background tasks of the tier, kept so that they run to their end.
-        kept: Buffers that the tier kept without a right to.
+        mode: The misbehaviour.
+        active: Whether it is active now.
+        tasks: References to background tasks of the tier, until they end.
+        kept: Buffers that the tier keeps although it must not.
         released: Set by `end`; calls that ignore cancellation wait for it.
     """
 
@@ -78,7 +77,7 @@ class MisbehavingTier(DictTier):
         self.released.set()
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """Run it in a task of the tier's own."""
+        """Run `work` in a background task of the tier."""
         task = asyncio.ensure_future(work)
         assert isinstance(task, asyncio.Task)
         self.tasks.add(task)
@@ -88,7 +87,7 @@ class MisbehavingTier(DictTier):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not report it
+            task.exception()  # mark the exception as retrieved, so that asyncio does not report it
 
     def _replacement(self, verb: str) -> Callable[..., Any] | None:
         return self.mode.verbs.get(verb) if self.active else None
@@ -162,11 +161,11 @@ class MisbehavingTier(DictTier):
             await replacement(self)
 
 
-# Wrong answers.
+# Wrong return values.
 
 
 def _gives(answer: Callable[..., object]) -> Callable[..., Any]:
-    """A method that answers `answer()` of its arguments."""
+    """Return a method that returns `answer()` of its first argument."""
 
     async def verb(tier: MisbehavingTier, *arguments: Any) -> object:
         return answer(*arguments[:1])
@@ -248,7 +247,7 @@ def _answers() -> list[Misbehaviour]:
 
 
 class UnprintableError(Exception):
-    """Neither `str` nor `repr` of it works."""
+    """An error whose `str` and `repr` fail."""
 
     def __str__(self) -> str:
         raise RuntimeError("str() of this error fails")
@@ -258,14 +257,14 @@ class UnprintableError(Exception):
 
 
 class UnprintableTierError(TierError):
-    """A TierError whose text is not to be had."""
+    """A TierError whose `str` raises SystemExit."""
 
     def __str__(self) -> str:
         raise SystemExit("str() of this error ends the process")
 
 
 class OwnBaseError(BaseException):
-    """Derives from BaseException alone."""
+    """An error derived directly from BaseException."""
 
 
 _RAISED: dict[str, Callable[[], BaseException]] = {
@@ -467,7 +466,7 @@ def _buffer_modes() -> list[Misbehaviour]:
     return modes
 
 
-# The memory of a get.
+# The buffers of a get.
 
 
 async def _fails_after_allocate(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
@@ -482,7 +481,7 @@ async def _exits_after_allocate(tier: MisbehavingTier, key: ChunkKey, allocate: 
 
 async def _looks_and_fails(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
     buffer = await allocate(len(tier.records.get(key, b"12345678")))
-    _array, _slice = buffer.array, buffer.view[2:5]  # in the frame that the traceback holds
+    _array, _slice = buffer.array, buffer.view[2:5]  # referenced by the frame in the traceback
     raise ValueError("of this test")
 
 
@@ -578,7 +577,7 @@ async def _writes_after_get(tier: MisbehavingTier, key: ChunkKey, allocate: Allo
 async def _earlier_buffers(
     tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
 ) -> list[Buffer | None]:
-    """The buffers of the call before."""
+    """Return the buffers of the previous call."""
     before, tier.kept = tier.kept, [await allocate(len(tier.records[keys[0]])) for _ in keys]
     return [*before, *[None] * len(keys)][: len(keys)]
 
@@ -763,7 +762,7 @@ def _time_modes() -> list[Misbehaviour]:
     return modes
 
 
-# What else there is.
+# Other.
 
 
 def _other_modes() -> list[Misbehaviour]:
@@ -777,7 +776,7 @@ def _other_modes() -> list[Misbehaviour]:
 
 
 def _arena_modes() -> list[Misbehaviour]:
-    """Of a tier that calls itself in the arena: no deadline and no queue is around it."""
+    """Misbehaviours of a tier that declares `in_arena`. It has no deadline and no write queue."""
     verbs: dict[str, dict[str, Callable[..., Any]]] = {
         "answers no list": {"contains_many": _gives(lambda _: None)},
         "looks up with CancelledError": {"contains_many": _raises(_RAISED["CancelledError"])},
@@ -808,4 +807,4 @@ MISBEHAVIOURS: tuple[Misbehaviour, ...] = (
     *_other_modes(),
     *_arena_modes(),
 )
-"""All ways to misbehave; each has a name of its own."""
+"""All ways to misbehave, with unique names."""

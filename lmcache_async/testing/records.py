@@ -1,4 +1,4 @@
-"""Small sealed records by number, and buffers that hold them: what tests put into a tier."""
+"""Small sealed test records, identified by number, and buffers that hold them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.types import Chunk, ChunkKey
 
 FORMAT = RecordFormat(namespace='{"model":"m"}', layout="test", dtype="uint8", chunk_size=16)
-"""What all records made here have in common."""
+"""Format of all test records."""
 
 MAX_PAYLOAD_BYTES = 64 * 1024
 SLAB_BYTES = FORMAT.record_bytes(MAX_PAYLOAD_BYTES)
-"""Bytes of the longest record made here, in whole pages: the slab of an arena for them."""
+"""Bytes of the longest test record, in whole pages: slab size of an arena for test records."""
 
 
 def small_arena(slabs: int) -> Arena:
-    """An arena with room for so many records."""
+    """Return an arena of `slabs` slabs of SLAB_BYTES."""
     return Arena(slabs * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
 
 
 def chunk_of(number: int) -> Chunk:
-    """The chunk of that number; chunk 3 has key 3 and tokens 3."""
+    """Return chunk `number`. Chunk 3 has the key 3 and 16 tokens of id 3."""
     tokens = np.full(16, number % (1 << 31), dtype=np.int32)
     return Chunk(key=ChunkKey(number.to_bytes(16, "big")), start=0, tokens=tokens)
 
 
 def key_of(number: int) -> ChunkKey:
-    """The key of chunk `number`: the number itself, 16 bytes, so that any key has a number."""
+    """Return the key of chunk `number`: the number itself, big-endian in 16 bytes."""
     return chunk_of(number).key
 
 
 def payload_of(number: int, nbytes: int) -> bytes:
-    """Bytes that are that chunk's and no other's."""
+    """Return the payload of chunk `number`: reproducible random bytes that differ between chunks."""
     return np.random.default_rng(number).bytes(nbytes)
 
 
 def write_record(buffer: Buffer, number: int, payload_bytes: int) -> None:
-    """Seal chunk `number` in `buffer`, which has the record's length."""
+    """Seal the record of chunk `number` in `buffer`, whose length must be that of the record."""
     buffer.view[FORMAT.header_bytes :] = payload_of(number, payload_bytes)
     seal(
         buffer.view,
@@ -53,7 +53,7 @@ def write_record(buffer: Buffer, number: int, payload_bytes: int) -> None:
 
 
 def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
-    """A leased buffer with the sealed record of chunk `number`."""
+    """Return a leased buffer with the sealed record of chunk `number`. The caller releases it."""
     buffer = arena.lease_nowait(FORMAT.record_bytes(payload_bytes))
     assert buffer is not None, "the test's arena is too small"
     write_record(buffer, number, payload_bytes)
@@ -61,13 +61,13 @@ def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
 
 
 def check_record(buffer: Buffer, number: int, payload_bytes: int = 5000) -> None:
-    """It is that chunk's record, to the byte."""
+    """Assert that `buffer` holds the record of chunk `number`, byte for byte."""
     verify(buffer.view, format=FORMAT, chunk=chunk_of(number), request_namespace="")
     assert bytes(buffer.view[FORMAT.header_bytes :]) == payload_of(number, payload_bytes)
 
 
 def is_proven(buffer: Buffer, number: int) -> bool:
-    """Whether the framework would take it for chunk `number`: everything else it counts as a miss."""
+    """Return whether the record is valid for chunk `number`. Any other record counts as a miss."""
     try:
         verify(buffer.view, format=FORMAT, chunk=chunk_of(number), request_namespace="")
     except ChunkCorruptError:

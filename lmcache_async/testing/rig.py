@@ -1,4 +1,4 @@
-"""A small paged KV cache in host memory, and engines over it, for tests."""
+"""A small paged KV cache in host memory, and engines for it, for tests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class Rig:
 
     Attributes:
         chunk_size: Tokens of a chunk.
-        slabs: How many records the arena of an engine over it holds.
-        model: The namespace's model; engines of different models never share a chunk.
-        hash_key: The secret of chunk keys made with sha256; b"" for keys made with xxh3_128.
+        slabs: Number of full records in the arena of an engine.
+        model: Model of the namespace. Engines of different models share no chunks.
+        hash_key: Secret of chunk keys made with sha256; b"" for keys made with xxh3_128.
+        tensors: K and V of each layer.
+        layout: Layout of `tensors`.
     """
 
     layers: int = 2
@@ -74,7 +76,11 @@ class Rig:
         return -(-record.record_bytes(self.layout.payload_bytes(self.chunk_size)) // 4096) * 4096
 
     def config(self, **settings: Any) -> EngineConfig:
-        """A config for this cache; `settings` as in a config file, dotted keys allowed."""
+        """Return a config for this cache.
+
+        Args:
+            settings: Additional settings, as in a config file; dotted keys are allowed.
+        """
         base: dict[str, Any] = {
             "chunk_size": self.chunk_size,
             "arena.max_bytes": self.slabs * self.slab_bytes,
@@ -95,21 +101,28 @@ class Rig:
         )
 
     def write(self, slots: Sequence[int], values: torch.Tensor) -> None:
-        """Put values (as `read` gives them) into the slots."""
+        """Write `values`, in the shape that `read` returns, into the slots."""
         index = torch.as_tensor(list(slots), dtype=torch.long)
         for layer, (keys, vals) in enumerate(self.tensors):
             keys.view(self.num_slots, -1)[index] = values[layer, 0]
             vals.view(self.num_slots, -1)[index] = values[layer, 1]
 
     def read(self, slots: Sequence[int]) -> torch.Tensor:
-        """The content of the slots: float32 of shape [layers, 2, len(slots), heads * head_dim]."""
+        """Return the content of the slots: float32 of shape [layers, 2, len(slots), heads * head_dim]."""
         index = torch.as_tensor(list(slots), dtype=torch.long)
         return torch.stack(
             [torch.stack([part.view(self.num_slots, -1)[index] for part in pair]) for pair in self.tensors]
         )
 
     def content(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What a model would compute: KV that depends on each token and on all before it."""
+        """Return the KV that a model would compute for a prompt: it depends on each token and all before it.
+
+        Args:
+            tokens: Token ids.
+
+        Returns:
+            float32 of shape [layers, 2, len(tokens), heads * head_dim].
+        """
         history = np.cumsum(np.asarray(tokens, np.float64) * (1 + np.arange(len(tokens))))
         base = torch.as_tensor(np.sin(history + 1), dtype=torch.float32)
         scale = torch.arange(1, 2 * self.layers * self.heads * self.head_dim + 1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Cancel a call at each of its awaits, one later every time."""
+"""Cancellation of a call at each of its awaits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any
 
 DEADLINE_S = 30.0
-"""What a call may take at most, on a busy machine; nothing here waits for it unless something hangs."""
+"""Deadline of a call in seconds, for a busy machine. It is only reached if a call hangs."""
 
 
 async def turns(count: int) -> None:
-    """Let the loop turn so often; no time passes."""
+    """Run `count` iterations of the event loop. No time passes in a loop with virtual time."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -19,9 +19,12 @@ async def turns(count: int) -> None:
 async def cancelled_at_each_step(
     start: Callable[[], Coroutine[Any, Any, Any]],
 ) -> AsyncIterator[asyncio.Task[Any]]:
-    """Tasks of `start()`, each cancelled one loop turn later than the one before; the last has ended by itself.
+    """Run `start()` repeatedly and cancel each run one loop iteration later than the previous one.
 
-    For calls that need no other time than the loop's turns; for all others see `cancelled_at_each_await`.
+    For calls that depend on loop iterations only; for all others see `cancelled_at_each_await`.
+
+    Yields:
+        The ended task of each run. The last one ended before its cancellation.
     """
     steps = 0
     ended = False
@@ -38,13 +41,21 @@ async def cancelled_at_each_step(
 async def cancelled_at_each_await(
     start: Callable[[int], Coroutine[Any, Any, Any]], *, max_awaits: int = 200
 ) -> AsyncIterator[asyncio.Task[Any]]:
-    """Tasks of `start(0)`, `start(1)`, ...: the n-th cancelled at the n-th await of it or of a task it made.
+    """Run `start(0)`, `start(1)`, ... and cancel the n-th run at its n-th await.
 
-    The first is cancelled before its first step; the last one has ended by itself, unless it came to
-    more than `max_awaits`. What a thread or the network does meanwhile plays no part in the order.
+    Awaits of tasks that the call creates are counted too. Run 0 is cancelled before its first step. The order
+    does not depend on threads or on the network.
+
+    Args:
+        start: Makes the call; called with the number of the run.
+        max_awaits: Number of the last await to cancel at.
+
+    Yields:
+        The ended task of each run. The last one ended before its cancellation, unless the call has more than
+        `max_awaits` awaits.
 
     Raises:
-        AssertionError: A cancelled call did not end.
+        AssertionError: A cancelled call did not end within DEADLINE_S.
     """
     for number in range(max_awaits + 1):
         counter = _AwaitCounter(number)
@@ -55,10 +66,16 @@ async def cancelled_at_each_await(
 
 
 async def cancelled_at_await(call: Coroutine[Any, Any, Any], number: int) -> asyncio.Task[Any]:
-    """The task of `call`, ended: cancelled at its await of that number, or by itself before.
+    """Run `call` and cancel it at its await of that number; 0 cancels it before its first step.
+
+    Awaits of tasks that the call creates are counted too.
+
+    Returns:
+        The ended task. It ended by itself if the call has fewer awaits.
 
     Raises:
-        AssertionError: The cancelled call did not end, or went on as if it was not cancelled.
+        AssertionError: The cancelled call did not end within DEADLINE_S, or suppressed the cancellation and
+            returned a result.
     """
     counter = _AwaitCounter(number)
     task = await counter.run(call)
@@ -68,7 +85,7 @@ async def cancelled_at_await(call: Coroutine[Any, Any, Any], number: int) -> asy
 
 
 class _AwaitCounter:
-    """Counts the awaits of a call and of all tasks that are made meanwhile; cancels the call at one of them."""
+    """Counts the awaits of a call and of all tasks created meanwhile, and cancels the call at one of them."""
 
     def __init__(self, cancel_at: int) -> None:
         self.awaits = 0
@@ -77,7 +94,7 @@ class _AwaitCounter:
         self._call: asyncio.Task[Any] | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """The call's task, which has ended."""
+        """Run `coroutine` and return its ended task."""
         loop = asyncio.get_running_loop()
         factory = loop.get_task_factory()
         loop.set_task_factory(self._make_task)
@@ -103,7 +120,7 @@ class _AwaitCounter:
 
 
 class _Counted(Coroutine[Any, Any, Any]):
-    """A coroutine that tells each time it gives control back to the loop."""
+    """A coroutine that notifies the counter each time it suspends."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], counter: _AwaitCounter) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the values of this package; all options are keyword-only."""
+"""Hypothesis strategies for tokens, keys, records, layouts and tiers. All options are keyword-only."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 ODD_LENGTHS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 8192, 8193, 65_535, MAX_PAYLOAD_BYTES)
-"""Lengths around sectors and pages."""
+"""Payload lengths around the sizes of sectors and pages."""
 
 HARMLESS: tuple[FaultKind, ...] = ("error", "refuse", "bug", "delay", "drop", "lie", "flip", "cut")
-"""Every kind of fault that needs no deadline to end; `hang` is the one that does."""
+"""All kinds of faults except `hang`, which needs a deadline to end."""
 
 
 @st.composite
 def token_streams(
     draw: st.DrawFn, *, min_size: int = 1, max_size: int = 36, vocabulary: int = 2, stems: int = 2
 ) -> list[int]:
-    """Prompts, as token ids below `vocabulary`; most begin as others do, as conversations and documents do.
+    """Prompts as lists of token ids. Most share a prefix with others, as conversations and documents do.
 
     Args:
         min_size: Tokens of the shortest prompt.
         max_size: Tokens of the longest prompt.
-        vocabulary: How many different tokens there are.
-        stems: How many beginnings they share; 0 leaves it to chance.
+        vocabulary: Number of different tokens; ids are below it.
+        stems: Number of shared prefixes; 0 for independent prompts.
     """
     size = draw(st.integers(min_size, max_size))
     shared = draw(st.integers(0, size)) if stems else 0
@@ -47,14 +47,18 @@ def token_streams(
 
 
 def chunk_keys() -> st.SearchStrategy[ChunkKey]:
-    """Keys of 16 bytes: random ones, close neighbours, and those that a careless backend trips over."""
+    """Keys of 16 bytes: random ones, consecutive ones, and ones that need escaping in paths or commands."""
     odd = [bytes(KEY_BYTES), b"\xff" * KEY_BYTES, b"../../etc/passwd", b"a/b\n\r\t \"'*?;&|\x00%"]
     few = st.integers(0, 9).map(lambda number: number.to_bytes(KEY_BYTES, "big"))
     return (st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | few | st.sampled_from(odd)).map(ChunkKey)
 
 
 def payloads(*, max_bytes: int = MAX_PAYLOAD_BYTES) -> st.SearchStrategy[bytes]:
-    """What a record may carry: bytes of every length, odd ones often; content that does not compress away."""
+    """Payloads of records: incompressible bytes of any length, often of a length in ODD_LENGTHS.
+
+    Args:
+        max_bytes: Bytes of the longest payload.
+    """
     odd = [length for length in ODD_LENGTHS if length <= max_bytes]
     lengths = st.integers(0, max_bytes) | st.sampled_from(odd)
     return st.builds(
@@ -70,7 +74,13 @@ def kv_layouts(
     granularities: Sequence[str] = ("block", "token"),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> KVLayout:
-    """Layouts of small paged KV caches in host memory, in every form that we know, filled with random bytes."""
+    """Layouts of small paged KV caches in host memory, in every supported form, filled with random bytes.
+
+    Args:
+        max_blocks: Maximum number of blocks.
+        granularities: Granularities to draw from.
+        dtypes: Element types to draw from.
+    """
     form = draw(cache_forms(granularities=granularities, dtypes=dtypes))
     return form.build(draw(st.integers(1, max_blocks)), seed=draw(st.integers(0, 255))).layout
 
@@ -83,12 +93,12 @@ def fault_plans(
     kinds: Sequence[FaultKind] = HARMLESS,
     max_delay_s: float = 0.0,
 ) -> FaultPlan:
-    """What the next calls of a FaultyTier come to: about half of them work.
+    """Plans for a FaultyTier. About half of the calls have no fault.
 
     Args:
-        max_size: Calls that the plan is about.
-        kinds: Of faults. `hang` needs something above the tier that gives up.
-        max_delay_s: Of a `delay`; 0 gives way to the loop and takes no time.
+        max_size: Maximum number of calls of the plan.
+        kinds: Kinds of faults to draw from. `hang` needs a timeout above the tier.
+        max_delay_s: Maximum of a `delay`, in seconds; 0 yields to the event loop and takes no time.
     """
     fault = st.builds(
         Fault,
@@ -108,10 +118,16 @@ def tier_stacks(
     fault_kinds: Sequence[FaultKind] = HARMLESS,
     timeout_s: float = 30.0,
 ) -> TierStack:
-    """Stacks, not opened, of one to `max_tiers` tiers as an engine makes them: guarded, with a queue before each.
+    """Stacks of tiers, not opened, built as an engine builds them: a guard and a write queue for each tier.
 
-    Each tier is a FaultyTier with a plan of its own around a DictTier, some with a limit of a few slabs
-    (of `lmcache_async.testing.records`).
+    Each tier is a FaultyTier with its own plan around a DictTier. Some have a capacity of a few slabs (of
+    `lmcache_async.testing.records`).
+
+    Args:
+        max_tiers: Maximum number of tiers.
+        max_slabs: Maximum capacity of a limited tier, in slabs.
+        fault_kinds: Kinds of faults to draw from; empty for tiers without faults.
+        timeout_s: Timeout of the tiers' calls and of writes, in seconds.
     """
     stacked = []
     logger = LimitedLogger(logging.getLogger("lmcache_async.testing"))

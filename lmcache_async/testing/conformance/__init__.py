@@ -1,4 +1,4 @@
-"""What every tier must do, as test classes to subclass."""
+"""Conformance tests for tiers and layers, as test classes to subclass."""
 
 from lmcache_async.testing.conformance.capacity import SuffixEvictionConformance
 from lmcache_async.testing.conformance.suite import LayerConformance, TierConformance

@@ -1,4 +1,4 @@
-"""What the cases of the conformance suite share: the tier, its hooks, an arena, and marks for pytest-asyncio."""
+"""Fixtures, hooks and helpers of the conformance suites."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lmcache_async.types import ChunkKey
 T = TypeVar("T")
 
 ARENA_SLABS = 48
-"""Records that the arena of a case holds at the same time."""
+"""Number of records that the arena of a test holds at the same time."""
 
 
 class Cases:
     """The fixtures and hooks of a conformance suite.
 
     Attributes:
-        many_keys: Records of the case about many; fewer where each costs a lot.
+        many_keys: Number of records of the test with many records. Reduce it for a slow backend.
     """
 
     many_keys: ClassVar[int] = 10_000
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Mark every async case for pytest-asyncio, whose strict mode runs only what is marked."""
+        """Mark every async test for pytest-asyncio, as its strict mode requires."""
         super().__init_subclass__(**options)
         for name, case in vars(cls).items():
             if name.startswith("test_") and inspect.iscoroutinefunction(case):
@@ -43,36 +43,50 @@ class Cases:
 
     @pytest.fixture
     def tier(self) -> Tier:
-        """To be overridden: a new tier, neither bound nor opened."""
+        """The tier to test: new, neither bound nor opened. Must be overridden."""
         raise NotImplementedError(
             f"{type(self).__name__} has no fixture `tier`, which returns a tier to test"
         )
 
     def reopen(self, tier: Tier) -> Tier:
-        """A new tier over what `tier`, a persistent one that was closed, has left behind."""
+        """Return a new tier over the content that `tier`, persistent and closed, has stored."""
         return type(tier)(tier.config)
 
     def limit(self, tier: Tier, max_bytes: int) -> Tier | None:
-        """A new and empty tier with room for `max_bytes`; None where tiers of its kind have no limit.
+        """Return a new, empty tier with a capacity, not opened.
 
-        It works by itself for a config with a field `max_bytes`. `tier` is not open.
+        The default works for a config with a field `max_bytes`.
+
+        Args:
+            tier: Tier of the fixture, not opened.
+            max_bytes: Capacity in bytes.
+
+        Returns:
+            The tier, or None if tiers of this kind have no limit.
         """
         if "max_bytes" not in type(tier.config).model_fields:
             return None
         return type(tier)(tier.config.model_copy(update={"max_bytes": max_bytes}))
 
     async def damage(self, tier: Tier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
-        """Replace what the backend holds under `key` by `edit` of it, behind the back of the open tier.
+        """Change the record that the backend of the open tier stores under `key`, without calling the tier.
+
+        The default returns False.
+
+        Args:
+            tier: The open tier.
+            key: Key of a stored chunk.
+            edit: Returns the new content for the stored one.
 
         Returns:
-            Whether it was done; the cases of damaged content then apply.
+            Whether the content was changed. If not, the tests of damaged content do not apply.
         """
         del tier, key, edit
         return False
 
     @pytest.fixture
     def arena(self) -> Iterator[Arena]:
-        """Memory for records; in the end all of it has to be back."""
+        """Memory for records. Fails the test if a lease is left at the end."""
         arena = small_arena(ARENA_SLABS)
         yield arena
         leased = arena.statistics().leased_slabs
@@ -81,7 +95,7 @@ class Cases:
 
     @pytest.fixture
     def allocate(self, arena: Arena) -> Allocate:
-        """Gives leases of `arena`."""
+        """Lease buffers of `arena`."""
 
         async def allocate(nbytes: int) -> Buffer:
             return await arena.lease(nbytes, timeout_s=5)
@@ -90,14 +104,14 @@ class Cases:
 
     @pytest_asyncio.fixture
     async def opened(self, tier: Tier, arena: Arena) -> AsyncIterator[Tier]:
-        """`tier`, bound and opened; closed after the case."""
+        """`tier`, bound and opened; closed after the test."""
         tier.bind(arena)
         async with tier:
             yield tier
 
 
 async def in_time(call: Awaitable[T]) -> T:
-    """What the call comes to; a failure where it hangs."""
+    """Return the result of the call, or fail if it does not end within DEADLINE_S."""
     task = asyncio.ensure_future(call)
     _, running = await asyncio.wait({task}, timeout=DEADLINE_S)
     if running:
@@ -107,14 +121,14 @@ async def in_time(call: Awaitable[T]) -> T:
 
 
 class _Caller:
-    """Owns the leases that a tier is given; leases that a tier retains are the tier's own."""
+    """Owner of the buffers lent to a tier; leases that a tier retains belong to the tier."""
 
     def retained(self, lease: Buffer) -> None:
-        """Nothing to do: the tier releases it."""
+        """Do nothing: the tier releases the lease."""
 
 
 def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
-    """The sealed record of chunk `number` as an engine gives it to `put`: in a read-only buffer."""
+    """Return the sealed record of chunk `number` in a read-only buffer, as an engine passes it to `put`."""
     with records.record(arena, number, payload_bytes) as buffer:
         return buffer.lend(_Caller())
 
@@ -127,7 +141,7 @@ async def put(tier: Tier, arena: Arena, numbers: Iterable[int], payload_bytes: i
 
 
 async def holds(tier: Tier, number: int, allocate: Allocate, payload_bytes: int = 5000) -> bool:
-    """Whether the chunk is there; what is there has to be right."""
+    """Return whether the chunk is stored, and assert that its record is right."""
     got = await tier.get(key_of(number), allocate)
     if got is None:
         return False
@@ -137,21 +151,21 @@ async def holds(tier: Tier, number: int, allocate: Allocate, payload_bytes: int 
 
 
 def release_all(results: object) -> None:
-    """Give back the buffers of a result of `get` or `get_many`; other results hold none."""
+    """Release the buffers of a result of `get` or `get_many`. Other results are ignored."""
     for result in results if isinstance(results, list) else [results]:
         if isinstance(result, Buffer):
             result.release()
 
 
 async def listed(tier: Tier) -> set[ChunkKey]:
-    """What `keys` gives, each once."""
+    """Return the keys that `keys` yields, and assert that none is repeated."""
     keys = [key async for key in tier.keys()]  # noqa: SIM118 - no dict
     assert len(set(keys)) == len(keys), "keys gave a key twice"
     return set(keys)
 
 
 async def leases_are_back(tier: Tier, arena: Arena) -> None:
-    """Nothing is leased but what a tier in the arena keeps there; calls that end late are waited for."""
+    """Wait until only the chunks of a tier in the arena are leased. Fail after DEADLINE_S."""
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
     while (leased := arena.statistics().leased_slabs) != (kept := chunks_in_arena(tier)):
         assert asyncio.get_running_loop().time() < deadline, (
@@ -161,17 +175,17 @@ async def leases_are_back(tier: Tier, arena: Arena) -> None:
 
 
 def chunks_in_arena(tier: Tier) -> int:
-    """How many leases of the arena the tier may hold."""
+    """Number of leases of the arena that the tier may hold."""
     return tier.statistics().chunks if tier.capabilities.in_arena else 0
 
 
 def leases_content(tier: Tier) -> bool:
-    """Whether `get` gives leases of what the tier keeps, and asks `allocate` for nothing."""
+    """Whether `get` returns leases of the stored content and does not call `allocate`."""
     return tier.capabilities.in_arena or tier.capabilities.own_memory
 
 
 def scribble(arena: Arena) -> None:
-    """Write over all memory that is free: whoever still reads there without a lease reads nonsense."""
+    """Overwrite all free memory, so that a read without a lease returns wrong bytes."""
     statistics = arena.statistics()
     buffers = []
     for _ in range(statistics.num_slabs - statistics.leased_slabs):
@@ -183,5 +197,5 @@ def scribble(arena: Arena) -> None:
 
 
 def are_answers(results: Iterable[object]) -> bool:
-    """Whether these are what `put_many` may answer: None, or why not."""
+    """Return whether these are valid results of `put_many`: None or a TierError each."""
     return all(result is None or isinstance(result, TierError) for result in results)

@@ -1,4 +1,4 @@
-"""Cases about many keys in one call, and about forgetting: batches, prefixes, lists, removal."""
+"""Tests of batches, prefixes, listing and removal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
 
 
 class BatchCases(Cases):
-    """The batch verbs answer in order, one answer for each key."""
+    """Batch methods return one result for each key, in order."""
 
     async def test_batches_keep_their_order(self, opened: Tier, arena: Arena, allocate: Allocate) -> None:
         items = [(key_of(number), record(arena, number)) for number in range(8)]
@@ -112,7 +112,7 @@ class BatchCases(Cases):
 
 
 class RemovalCases(Cases):
-    """`remove`, `keys`, `clear` and `statistics` agree, as far as they are declared."""
+    """`remove`, `keys`, `clear` and `statistics` agree, as far as the capabilities declare them."""
 
     async def test_a_removed_chunk_is_gone_and_can_be_put_again(
         self, opened: Tier, arena: Arena, allocate: Allocate
@@ -171,7 +171,7 @@ class RemovalCases(Cases):
         await put(opened, arena, range(4))
         statistics = opened.statistics()
         if statistics == TierStatistics():
-            return  # it counts nothing, and says so by its zeros
+            return  # the tier has no statistics
         assert statistics.chunks == 4
         assert statistics.bytes > 0
         assert (statistics.evictions, statistics.corrupt) == (0, 0)

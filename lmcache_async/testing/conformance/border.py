@@ -1,4 +1,4 @@
-"""The suite for the border around a tier: an engine outlives any tier, whatever the layers around it."""
+"""Tests of the layers around a tier: an engine keeps working whatever a tier does."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.types import ChunkKey
 
 CHUNKS = 4
-"""Of a prompt."""
+"""Chunks of a prompt."""
 
 HANGING_TIMEOUT_S = 0.02
 """`timeout_s` of a tier whose calls do not end by themselves."""
 
 
 class BorderConformance:
-    """An engine with a misbehaving tier still answers, serves no wrong byte and leaks nothing.
+    """Tests that an engine with a misbehaving tier still answers, serves no wrong byte and leaks no memory.
 
     Subclass it to test other layers around the tier:
 
@@ -39,7 +39,7 @@ class BorderConformance:
     ```
 
     Attributes:
-        layers: The `layers` of the misbehaving tier, as in a config; None for the default ones.
+        layers: The setting `layers` of the misbehaving tier; None for the default layers.
     """
 
     layers: ClassVar[Sequence[object] | None] = None
@@ -47,12 +47,12 @@ class BorderConformance:
 
     @classmethod
     def make_registry(cls) -> FakeRegistry:
-        """Where the engine finds its plug-ins, other than the tiers of a case."""
+        """Return the registry of the engine's plug-ins. The tiers of a test are added to it."""
         return FakeRegistry()
 
     @classmethod
     def _registry(cls) -> FakeRegistry:
-        """Made once for each class: it reads the metadata of all that is installed."""
+        """Cached for each class, because it reads the metadata of all installed packages."""
         if "_made" not in vars(cls):
             cls._made = cls.make_registry()
         return cls._made
@@ -77,7 +77,7 @@ class BorderConformance:
 
 
 class _Case:
-    """One engine over three tiers: the misbehaving one is the fastest, then host memory, then a dict."""
+    """An engine over three tiers: the misbehaving one is the fastest, then host memory, then a dict."""
 
     def __init__(self, mode: Misbehaviour, layers: Sequence[object] | None, registry: FakeRegistry) -> None:
         self._mode = mode
@@ -89,7 +89,7 @@ class _Case:
         self._second = list(range(500, 500 + CHUNKS * self._rig.chunk_size))
 
     async def attack(self) -> None:
-        """Store, misbehave, look up, retrieve and store, and look at what is left."""
+        """Store, then look up, retrieve and store with the misbehaviour, then check the engine's state."""
         mode, bad = self._mode, MisbehavingTier(self._mode)
         async with self._open(bad=bad, other=self._other()) as engine:
             await self._store(engine, self._first)
@@ -104,11 +104,11 @@ class _Case:
             assert found == len(self._second) or not mode.serves, "the other tiers did not take the prompt"
             engine.statistics()
             if mode.kind == "time":
-                bad.end()  # or it would hold what its calls were given for as long as they run
+                bad.end()  # otherwise its running calls would keep their buffers
             await _until_idle(engine)
 
     async def serves_the_rest(self) -> None:
-        """What the other tiers were given meanwhile is right."""
+        """Assert that the other tiers serve the chunks that were stored meanwhile."""
         async with self._open(other=self._other()) as engine:
             for tokens in (self._first, self._second):
                 assert await self._retrieve(engine, tokens) == len(tokens), "another tier lost chunks"
@@ -143,7 +143,7 @@ class _Case:
         assert not report.dropped, f"dropped: {report.dropped}"
 
     async def _retrieve(self, engine: CacheEngine, tokens: list[int]) -> int:
-        """How many tokens were found, of which every byte was right."""
+        """Return the number of tokens found, and assert that their KV is right."""
         found = await engine.lookup(tokens)
         assert 0 <= found <= len(tokens)
         self._rig.wipe()
@@ -157,20 +157,20 @@ class _Case:
 
 
 def _loads(tier: DictTier) -> type[DictTier]:
-    """A class whose only object is that tier, as a registry gives it."""
+    """Return a class whose constructor returns that tier, for a registry."""
 
     class Loads(DictTier):
         def __new__(cls, *_: Any) -> Any:
             return tier
 
         def __init__(self, *_: Any) -> None:
-            """It is ready."""
+            """Do nothing: the tier is initialized already."""
 
     return Loads
 
 
 async def _until_idle(engine: CacheEngine) -> None:
-    """Wait until no slab is leased but those of the tier in host memory."""
+    """Wait until only the slabs of the tier in host memory are leased."""
     await engine.flush(timeout_s=DEADLINE_S)
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
     while True:

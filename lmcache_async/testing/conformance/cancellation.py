@@ -1,4 +1,4 @@
-"""Cases about cancellation: at every await of every verb, by itself and while memory is waited for."""
+"""Tests of cancellation at every await of every method, also while a call waits for memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey
 
 CHUNKS = 4
-"""Of a batch."""
+"""Chunks of a batch."""
 
 Items = Sequence[tuple[ChunkKey, Buffer]]
 Verb = Callable[[Tier, Items, Allocate], Coroutine[Any, Any, Any]]
@@ -49,7 +49,7 @@ OTHERS: dict[str, Verb] = {
 
 
 class CancellationCases(Cases):
-    """Cancelled anywhere, a call ends, holds no lease, reads no buffer, and leaves whole chunks or none."""
+    """A cancelled call ends, holds no lease, reads no buffer afterwards, and stores whole chunks or none."""
 
     @pytest.mark.parametrize("verb", [*WRITES, *OTHERS])
     async def test_a_call_cancelled_at_any_await_leaves_the_tier_whole_and_no_lease(
@@ -70,7 +70,7 @@ class CancellationCases(Cases):
                 release_all(task.result())
             while given:
                 given.pop().release()
-            scribble(arena)  # what it still read would be wrong now
+            scribble(arena)  # a read after the cancellation would return wrong bytes
             await leases_are_back(opened, arena)
             for number in _numbers(verb, attempt):
                 await holds(opened, number, allocate)
@@ -90,7 +90,7 @@ class CancellationCases(Cases):
             task = await cancelled_at_await(call(opened, items, allocate), number)
             if not task.cancelled():
                 release_all(task.result())
-                break  # it has no more awaits than that
+                break  # the call has no more awaits
         for _, buffer in items:
             buffer.release()
         await leases_are_back(opened, arena)
@@ -100,7 +100,7 @@ class CancellationCases(Cases):
         self, opened: Tier, arena: Arena, allocate: Allocate, verb: str
     ) -> None:
         if leases_content(opened):
-            return  # it asks for no memory
+            return  # it allocates no memory
         await put(opened, arena, range(CHUNKS))
         waiting = asyncio.Event()
         left = iter(range(CHUNKS - 1 if verb == "get_many" else 0))
@@ -126,19 +126,19 @@ class CancellationCases(Cases):
 
 
 def _numbers(verb: str, attempt: int) -> range:
-    """New chunks for each write, so that each finds none of them there; the same ones for all else."""
+    """Return new chunks for each write, so that none is stored yet, and the same ones for other calls."""
     start = CHUNKS * attempt if verb in WRITES else 0
     return range(start, start + CHUNKS)
 
 
 async def _prepare(tier: Tier, arena: Arena, verb: str, attempt: int) -> None:
-    """What the next call, if it is no write, is to find there."""
+    """Store the chunks that the next call reads or removes."""
     if verb not in WRITES:
         await put(tier, arena, _numbers(verb, attempt))
 
 
 def _with_more_awaits(allocate: Allocate) -> Allocate:
-    """The same memory, with an await before it is had and one after: as when others wait for it too."""
+    """Wrap `allocate` with an await before and after it, as when other callers wait for memory too."""
 
     async def slow(nbytes: int) -> Buffer:
         await asyncio.sleep(0)

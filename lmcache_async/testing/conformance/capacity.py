@@ -1,4 +1,4 @@
-"""Cases about limits: never exceeded, whatever is put; and, for tiers that evict as ours do, what goes first."""
+"""Tests of capacity limits, and of the order of eviction for tiers that evict suffixes first."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of
 from lmcache_async.tiers.base import Allocate, Tier
 
 ROOM = 6
-"""Full slabs that the limited tier has room for."""
+"""Capacity of the limited tier, in full slabs."""
 
 
 class LimitedCases(Cases):
-    """What the cases about limits share."""
+    """Fixtures of the tests of limits."""
 
     @pytest_asyncio.fixture
     async def limited(self, tier: Tier, arena: Arena) -> AsyncIterator[Tier | None]:
-        """A tier with room for six full records, opened; None where its kind has no limit."""
+        """An open tier with a capacity of six full records; None if tiers of its kind have no limit."""
         limited = self.limit(tier, ROOM * SLAB_BYTES)
         if limited is None:
             yield None
@@ -41,7 +41,7 @@ class LimitedCases(Cases):
 
 
 class CapacityCases(LimitedCases):
-    """`max_bytes` holds at every moment; a full tier makes room or says that it is full."""
+    """`max_bytes` is never exceeded. A full tier evicts chunks or raises TierFullError."""
 
     async def test_a_tier_without_a_limit_declares_none(self, limited: Tier | None, tier: Tier) -> None:
         if limited is None:
@@ -133,10 +133,10 @@ class CapacityCases(LimitedCases):
 
 
 class SuffixEvictionConformance(LimitedCases):
-    """For a tier that evicts as ours do: the least recently used first, and suffixes before their prefixes.
+    """Tests of eviction in LRU order, suffixes before their prefixes.
 
-    A further base beside TierConformance, for tiers that use LRUPolicy or do as it does. The limited
-    tier has to have room for exactly six full records.
+    An additional base beside TierConformance, for tiers that use LRUPolicy or follow the same order. The
+    limited tier must have a capacity of exactly six full records.
     """
 
     async def test_a_full_tier_keeps_what_is_newest(
@@ -165,8 +165,8 @@ class SuffixEvictionConformance(LimitedCases):
     ) -> None:
         assert limited is not None
         old = [key_of(number) for number in range(4)]
-        await limited.contains_many(old)  # as a lookup does: these are one prompt
-        for numbers in (range(4), range(10, 14)):  # one by one, so that the first is the oldest
+        await limited.contains_many(old)  # as a lookup does: the keys are of one prompt
+        for numbers in (range(4), range(10, 14)):  # one call for each, so that the first is the oldest
             await put(limited, arena, numbers, MAX_PAYLOAD_BYTES)
 
         assert await limited.contains_many(old) == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""Cases about content: what was put comes back, for exactly that key, in memory that is the caller's."""
+"""Tests of content: a record is returned unchanged, only for its own key, in memory that the caller owns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTHS = (
     *(0, 1, 2, 3, 5, 7, 13, 63, 64, 65, 511, 512, 513, 1000),
     *(4095, 4096, 4097, 8191, 8192, 8193, 12345, 20_000, 32_767, 32_768, 65_535, MAX_PAYLOAD_BYTES),
 )
-"""Payload lengths around words, sectors and pages, and odd ones; the last fills a slab."""
+"""Payload lengths around words, sectors and pages, and odd ones. The last fills a slab."""
 
 ODD_KEYS = (bytes(16), b"\xff" * 16, b"../../etc/passwd", b"a/b\n\r\t \"'*?;&|\x00%", b"con.aux.nul..  .")
 
 
 class ContentCases(Cases):
-    """One record at a time."""
+    """Tests of one record at a time."""
 
     async def test_a_record_of_any_length_comes_back_to_the_byte(
         self, opened: Tier, arena: Arena, allocate: Allocate
@@ -119,7 +119,7 @@ class ContentCases(Cases):
         second = await opened.get(key_of(1), allocate)
         assert first is not None
         assert second is not None
-        if not leases_content(opened):  # there both are leases of the one chunk
+        if not leases_content(opened):  # otherwise both are leases of one chunk
             assert not first.shared, "a buffer of allocate's has a second lease"
             first.view[:] = bytes(first.nbytes)
         first.release()
@@ -150,7 +150,7 @@ class ContentCases(Cases):
             raise BudgetExceededError(f"no {nbytes} bytes for this test")
 
         await put(opened, arena, [1])
-        if not leases_content(opened):  # those ask for none
+        if not leases_content(opened):  # otherwise `allocate` is not called
             with pytest.raises((BudgetExceededError, TierError)):
                 await opened.get(key_of(1), refuse)
         await leases_are_back(opened, arena)

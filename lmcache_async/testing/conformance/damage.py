@@ -1,4 +1,4 @@
-"""Cases about content that the backend has lost or changed; they apply where the test class can damage it."""
+"""Tests of records that the backend lost or changed. They apply if the test class overrides `damage`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EDITS: dict[str, Callable[[bytes], bytes]] = {
 
 
 class DamageCases(Cases):
-    """Damaged content is a miss, an error, or bytes that the framework finds out; never taken for right."""
+    """Damaged content is a miss, an error, or a record that fails verification."""
 
     @pytest.mark.parametrize("edit", EDITS)
     async def test_damaged_content_is_never_taken_for_right(
@@ -41,7 +41,7 @@ class DamageCases(Cases):
         await _get_damaged(opened, allocate)
         await leases_are_back(opened, arena)
         assert await holds(opened, 2, allocate), "damage of one chunk has cost another"
-        await opened.remove(key_of(1))  # as the framework does with what it finds out
+        await opened.remove(key_of(1))  # as the framework does with a corrupt record
         if opened.capabilities.removes:
             await put(opened, arena, [1])
             assert await holds(opened, 1, allocate), "what was damaged once can be stored no more"
@@ -92,7 +92,7 @@ class DamageCases(Cases):
 
 
 async def _get_damaged(tier: Tier, allocate: Allocate) -> None:
-    """Ask for chunk 1, alone and in a batch: an answer that passes for right has to be right."""
+    """Get chunk 1, alone and in a batch, and assert that each record that passes verification is right."""
     results = await tier.get_many([key_of(1), key_of(2)], allocate)
     assert len(results) == 2
     try:

@@ -1,4 +1,4 @@
-"""Cases about opening, closing and opening again."""
+"""Tests of opening, closing and reopening."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lmcache_async.tiers.base import Allocate, Tier
 
 
 class LifecycleCases(Cases):
-    """A tier is used while it is open; what it keeps beyond that is whole."""
+    """A tier works while it is open. Content that it keeps after closing is complete."""
 
     async def test_a_persistent_tier_has_its_chunks_after_it_was_reopened(
         self, tier: Tier, arena: Arena, allocate: Allocate

@@ -1,4 +1,4 @@
-"""Cases about calls at the same time: on one key, on many, and against each other."""
+"""Tests of concurrent calls on one key and on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmcache_async.tiers.base import Allocate, Tier
 
 
 class OverlapCases(Cases):
-    """Calls overlap, and none sees half of another."""
+    """Concurrent calls see no partial effect of each other."""
 
     async def test_puts_of_one_chunk_at_the_same_time_leave_one_whole_chunk(
         self, opened: Tier, arena: Arena, allocate: Allocate
@@ -98,7 +98,7 @@ class OverlapCases(Cases):
 
 
 async def _storm(seeded: random.Random, tier: Tier, arena: Arena, allocate: Allocate) -> None:
-    """Eight callers with ten calls each, on six keys; `holds` fails where a chunk is not right."""
+    """Run eight tasks of ten random calls each on six keys. `holds` fails if a record is wrong."""
 
     async def call() -> None:
         for _ in range(10):

@@ -29,7 +29,7 @@ class TierConformance(
     CapacityCases,
     DamageCases,
 ):
-    """The whole contract of a tier as tests: subclass it and give a fixture `tier`.
+    """Tests of the whole contract of a tier. Subclass it and define the fixture `tier`.
 
     ```python
     class TestMyTier(TierConformance):
@@ -38,17 +38,17 @@ class TierConformance(
             return MyTier(MyConfig(path=tmp_path))
     ```
 
-    The fixture returns a new tier, neither bound nor opened; the cases do that. Cases of what the tier
-    does not declare in its `capabilities` check that it does not do it either. Where the defaults do
-    not fit, override `reopen` (persistent tiers), `limit` (tiers with a capacity), `damage` (to check
-    what corrupted content comes to) and `many_keys`.
+    The fixture returns a new tier, neither bound nor opened; the tests bind and open it. A test of a
+    capability that the tier does not declare checks that the tier does not have it. If the defaults do not
+    fit, override `reopen` (persistent tiers), `limit` (tiers with a capacity), `damage` (tests of damaged
+    content) and `many_keys`.
 
-    It needs pytest and pytest-asyncio, in its strict mode or in auto mode, and no fixtures of ours.
+    It needs pytest and pytest-asyncio, in strict or in auto mode, and no fixtures of this project.
     """
 
 
 class LayerConformance(TierConformance):
-    """Subclass it and override `wrap`, which puts the layer around a tier.
+    """Tests of a layer around a tier. Subclass it and override `wrap`.
 
     ```python
     class TestMyLayer(LayerConformance):
@@ -57,15 +57,15 @@ class LayerConformance(TierConformance):
     ```
     """
 
-    many_keys: ClassVar[int] = 500  # a layer's cost is in its calls, not in its content
+    many_keys: ClassVar[int] = 500  # layers add a cost to each call, not to each chunk stored
 
     def wrap(self, inner: Tier) -> Tier:
-        """To be overridden: the layer around `inner`."""
+        """Return the layer around `inner`. Must be overridden."""
         raise NotImplementedError(f"{type(self).__name__} has no `wrap`, which puts the layer around a tier")
 
     @pytest.fixture
     def records(self) -> dict[ChunkKey, bytes]:
-        """What the tier inside keeps; it outlives the tier."""
+        """Records of the inner tier. They outlive the tier."""
         return {}
 
     @pytest.fixture

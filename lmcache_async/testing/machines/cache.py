@@ -1,4 +1,4 @@
-"""State machine over an engine with faulty tiers: hits are compared with what was stored."""
+"""State machine for an engine with faulty tiers. Hits are compared with the stored prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lmcache_async.types import StoreReport
 
 
 class Prompts:
-    """The prompts of one namespace.
+    """The prompts of one namespace, as tuples of token ids.
 
     Attributes:
-        may_be: Prompts whose store was begun, as token ids; nothing else may be found.
-        must_be: Those that were stored and that nothing has taken away.
+        may_be: Prompts whose store was started. Only these may be found.
+        must_be: Prompts that are stored and must be found.
     """
 
     def __init__(self, chunk_size: int) -> None:
@@ -39,11 +39,11 @@ class Prompts:
         self._chunk_size = chunk_size
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """The longest prefix that may be found."""
+        """Return the length of the longest prefix that may be found."""
         return self._longest(tokens, self.may_be)
 
     def shortest(self, tokens: Sequence[int]) -> int:
-        """The shortest prefix that may be found: less than that is a loss."""
+        """Return the length of the shortest prefix that may be found. Anything shorter is a loss."""
         return self._longest(tokens, self.must_be)
 
     def forget(self) -> None:
@@ -51,7 +51,7 @@ class Prompts:
         self.must_be.clear()
 
     def _longest(self, tokens: Sequence[int], prompts: Iterable[tuple[int, ...]]) -> int:
-        """Whole chunks of some prompt, or one of its tails where `tokens` end there or go on with a chunk."""
+        """Longest match: whole chunks, or a prompt with its tail if `tokens` end or start a new chunk there."""
         best, size = 0, self._chunk_size
         for prompt in prompts:
             common = 0
@@ -64,11 +64,11 @@ class Prompts:
 
 
 async def check_quiet(engine: CacheEngine) -> None:
-    """Nothing runs or is queued, every lease is back but the tiers' and the pins', and no tier holds too much."""
+    """Assert that nothing is pending, only tiers and pins hold leases, and no tier exceeds its capacity."""
     assert await engine.flush(timeout_s=30), "calls or writes do not end"
     statistics = engine.statistics()
     if statistics.arena.lingering_slabs:
-        gc.collect()  # a cancelled call's traceback may still know its buffers' arrays
+        gc.collect()  # the traceback of a cancelled call may refer to its buffers' arrays
         statistics = engine.statistics()
     assert (statistics.running, statistics.late_calls) == (0, 0)
     kept = sum(
@@ -93,9 +93,10 @@ SOME = st.lists(st.tuples(PROMPTS, SPACE), min_size=1, max_size=3)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Stores and retrieves of two tenants, with faults, evictions, restarts and cancellations in between.
+    """Stores and retrieves of two tenants, with faults, evictions, restarts and cancellations.
 
-    It runs the bundled tiers `cpu` and `disk`, or `disk` alone; subclass it and override `make_tiers` to have others:
+    It runs the bundled tiers `cpu` and `disk`, or `disk` alone. Subclass it and override `make_tiers` to test
+    others:
 
     ```python
     class MyMachine(CacheMachine):
@@ -105,37 +106,37 @@ class CacheMachine(RuleBasedStateMachine):
     TestMyMachine = MyMachine.TestCase
     ```
 
-    It checks that
+    Checked properties:
 
-    - every token that a retrieve reports is in its slots as it was stored for these tokens in this
-      namespace, and no other slot is touched;
-    - a mask is of the form F* T* F*;
-    - no hit is longer than what was ever stored of the prompt in its own namespace;
-    - what was stored is found, as long as no tier is full, none fails, and nothing was evicted;
-    - an eviction makes no hit longer;
-    - no tier holds more than its capacity;
-    - a call that was cancelled at any await ends, and after it, as after all others, every lease is
-      back but those of the tiers and the pins, every queue is empty, and nothing runs any more.
+    - The slots of every token that a retrieve reports hold the KV that was stored for these tokens in this
+      namespace. No other slot is changed.
+    - A mask has the form F* T* F*.
+    - No hit is longer than the longest prefix of the prompt that was ever stored in its own namespace.
+    - Stored chunks are found, unless a tier is full or failed, or chunks were evicted.
+    - An eviction makes no hit longer.
+    - No tier exceeds its capacity.
+    - A call that is cancelled at any await ends. After every call, only tiers and pins hold leases, every
+      queue is empty, and nothing runs.
 
     Attributes:
         loop_factory: Makes the event loop; `staticmethod(uvloop.new_event_loop)` in a subclass.
-        settings: Of the config, beside the tiers; dotted keys.
+        settings: Settings of the config other than the tiers; dotted keys.
     """
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
     settings: ClassVar[dict[str, Any]] = {"retrieve.verify_arena": True}
 
     def make_tiers(self, directory: Path, max_bytes: int) -> Sequence[object]:
-        """The config's `tiers`, fastest first; half of the runs leave out `"cpu"`.
+        """Return the setting `tiers` of the config, fastest first. Half of the runs leave out `"cpu"`.
 
         Args:
-            directory: Is empty at first. A restart calls with the same one again.
-            max_bytes: The capacity of tiers that have one; more than enough in half of the runs.
+            directory: Directory of the run, empty at first. It is the same after a restart.
+            max_bytes: Capacity of tiers that have one. It is not reached in half of the runs.
         """
         return ["cpu", {"name": "disk", "path": str(directory / "kv"), "max_bytes": max_bytes}]
 
     def make_registry(self) -> Registry:
-        """Where the tiers come from: what is installed. A FakeRegistry offers classes that are not."""
+        """Return the registry of the tiers: the installed plug-ins. A FakeRegistry offers other classes."""
         return Registry()
 
     @initialize(slabs=st.none() | st.integers(1, 12), memory=st.booleans())
@@ -153,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.run(self.open())
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """What a call comes to, on the machine's loop."""
+        """Run a call on the machine's loop and return its result."""
         return self.runner.run(call)
 
     async def open(self) -> None:
@@ -184,7 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
         position=st.integers(-99, -1) | st.integers(0, 9999),
     )
     def retrieve_again(self, which: int, damage: FaultKind | Literal["none"], position: int) -> None:
-        """What was stored, and bytes that change on their way back. Nothing drawn may hang on what threads did."""
+        """Retrieve a stored prompt, perhaps from damaged records. Draws must not depend on thread timing."""
         asked = [
             (space, prompt)
             for space, prompts in enumerate(self.prompts)
@@ -194,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         space, prompt = sorted(asked)[which % len(asked)]
         if damage != "none" and self._is_persistent():
-            self.run(self.engine.clear(memory_only=True))  # so that it comes from a tier that fails
+            self.run(self.engine.clear(memory_only=True))  # so that it is read from a faulty tier
             for faulty in self.registry.made:
                 faulty.faults.clear()
             self.fail(FaultPlan((Fault(damage, position=position),) * 3), 0)
@@ -297,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[:skip] = False
         slots = list(range(self.rig.num_slots - len(tokens), self.rig.num_slots))
-        others = list(range(self.rig.num_slots - len(tokens)))  # a store may read the first of them meanwhile
+        others = list(range(self.rig.num_slots - len(tokens)))  # a store may be reading the first of them
         before = self.rig.read(others)
         self.rig.write(slots, torch.full_like(self.rig.read(slots), -7.0))
 
@@ -324,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
     async def _evict(self, tokens: list[int], space: int, which: int, tier: int) -> None:
         await self.engine.flush(timeout_s=30)
         for faulty in self.registry.made:
-            faulty.faults.clear()  # else the two lookups are not alike
+            faulty.faults.clear()  # otherwise the two lookups may differ
         before = await self._lookup(tokens, space)
         tiers = self.engine._parts.stack.tiers
         chosen = tiers[tier % len(tiers)].tier
@@ -336,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert after <= before or not self.calm, "an eviction has made a hit longer"
 
     def _compute(self, tokens: list[int], space: int) -> None:
-        """Put into slots 0 on what a model would, and note that it may be found from now on."""
+        """Write the KV of the prompt into the slots from 0, and allow it to be found from now on."""
         self.rig.write(range(len(tokens)), self._content(tokens, space))
         self.prompts[space].may_be.add(tuple(tokens))
 
@@ -344,7 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.rig.content([token + 2 * space + 1 for token in tokens])
 
     def _note_failures(self) -> None:
-        """A tier that was too slow for this machine has failed as well, and counts it."""
+        """Stop expecting hits if a tier reported an error or a drop, such as a timeout on a slow machine."""
         counts = self.engine.statistics().counts
         if any(event in name for name in counts for event in (".errors.", ".dropped.")):
             self._not_calm()

@@ -1,4 +1,4 @@
-"""State machine over a tier: every answer is compared with a dict."""
+"""State machine for a tier. Every result is compared with a dict."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lmcache_async.types import ChunkKey
 
 
 class TierModel:
-    """Two sets of chunk numbers, one on each side of the truth.
+    """Lower and upper bound of the set of stored chunks, by number.
 
     Args:
         lengths: Payload bytes by number.
-        reliable: Whether the tier promises to keep anything.
+        reliable: Whether the tier must keep its chunks.
 
     Attributes:
-        maybe: What may be there; nothing else is.
-        sure: What must be there, less what the tier counts as evicted.
-        damaged: What somebody damaged behind the tier's back: found out, or a miss.
-        late: What a call that was cut off may still put or remove, at any time from then on.
+        maybe: Chunks that may be stored. No other chunk is.
+        sure: Chunks that must be stored, unless the tier counts them as evicted.
+        damaged: Chunks damaged in the backend. They are misses or fail verification.
+        late: Chunks that an interrupted call may still put or remove at any later time.
     """
 
     def __init__(self, lengths: Sequence[int], *, reliable: bool) -> None:
@@ -57,12 +57,12 @@ class TierModel:
                 self.sure.discard(number)
 
     def unsure(self, numbers: Iterable[int], *, maybe: Iterable[int]) -> None:
-        """Calls on these numbers overlap or are cut off; of them `maybe` may be there afterwards."""
+        """Record overlapping or interrupted calls on `numbers`; `maybe` of these may be stored afterwards."""
         self.sure.difference_update(numbers)
         self.maybe.update(maybe)
 
     def cut_off(self, numbers: Sequence[int], *, maybe: Iterable[int], late: bool) -> None:
-        """A call that puts or removes these was cut off; `late`: its words may still be on their way."""
+        """Record an interrupted put or removal of `numbers`. With `late`, it may still take effect."""
         self.unsure(numbers, maybe=maybe)
         if late:
             self.late.update(numbers)
@@ -87,7 +87,7 @@ class TierModel:
         self.damaged.add(number)
 
     def check_got(self, numbers: Sequence[int], answers: Sequence[Buffer | TierError | None]) -> set[int]:
-        """Check the answers of `get`; the numbers whose bytes prove themselves wrong."""
+        """Check the results of `get`. Return the numbers whose records fail verification."""
         wrong = set()
         for number, answer in zip(numbers, answers, strict=True):
             if isinstance(answer, Buffer):
@@ -102,7 +102,7 @@ class TierModel:
         return wrong
 
     def check_found(self, numbers: Sequence[int], there: Sequence[bool], count: int, first: bool) -> None:
-        """Check the answers of `contains_many`, `count_prefix` and `contains`, asked one after the other."""
+        """Check the results of `contains_many`, `count_prefix` and `contains`, called in this order."""
         assert len(there) == len(numbers)
         if not self._reliable:
             return
@@ -113,7 +113,7 @@ class TierModel:
         assert first == there[0], "contains and contains_many do not agree"
 
     def check_held(self, statistics: TierStatistics, keys: set[ChunkKey] | None) -> None:
-        """Check what the tier says of itself, and learn what it has evicted."""
+        """Check the statistics and the listed keys, and take evicted chunks out of the sets."""
         if statistics.max_bytes is not None:
             assert statistics.bytes <= statistics.max_bytes, "more is held than max_bytes"
         evicted, self._evictions = statistics.evictions - self._evictions, statistics.evictions
@@ -145,13 +145,13 @@ T = TypeVar("T")
 NUMBERS = st.integers(0, 9)
 SOME = st.lists(NUMBERS, min_size=1, max_size=6, unique=True)
 LENGTHS = (0, 1, 4095, 4096, 4097, 9000, 20_000, 30_000, 50_000, 64 * 1024)
-"""Of the payloads, by number: a chunk's record always has the same content."""
+"""Payload bytes by number. The record of a chunk always has the same content."""
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Any calls in any order, some at the same time, some cancelled; with restarts, damage and a limit.
+    """Random calls on a tier, some concurrent, some cancelled, with restarts, damage and a capacity.
 
-    Subclass it, override `make_tier`, and have it run:
+    Subclass it, override `make_tier`, and expose its test case:
 
     ```python
     class MyMachine(TierMachine):
@@ -161,23 +161,24 @@ class TierMachine(RuleBasedStateMachine):
     TestMyMachine = MyMachine.TestCase
     ```
 
-    It checks that
+    Checked properties:
 
-    - a chunk that is got is what was put under that key, to the byte; or, damaged, proves itself wrong;
-    - what was never put, or was removed, is a miss;
-    - what was put is there, also after a restart of a persistent tier, unless the tier counts an
-      eviction for it, or the put failed, was cancelled or overlapped a removal;
-    - `contains`, `count_prefix`, `get`, `keys`, `remove` and `statistics` agree with each other;
-    - no more bytes are held than `max_bytes`, and no tier without one evicts;
-    - after each call, cancelled ones included, every lease is back and no free memory is read;
-    - a cancelled call ends.
+    - A record that is read is the one that was put under that key, byte for byte. A damaged one fails
+      verification.
+    - A chunk that was never put, or that was removed, is a miss.
+    - A chunk that was put is stored, also after a restart of a persistent tier, unless the tier counts an
+      eviction for it, or the put failed, was cancelled or overlapped a removal.
+    - `contains`, `count_prefix`, `get`, `keys`, `remove` and `statistics` agree with each other.
+    - The stored bytes never exceed `max_bytes`, and a tier without a limit evicts nothing.
+    - After each call, also a cancelled one, every lease is released and no free memory is read.
+    - A cancelled call ends.
 
     Attributes:
         loop_factory: Makes the event loop; `staticmethod(uvloop.new_event_loop)` in a subclass.
-        reliable: False for a tier that loses or garbles chunks by intention. What passes for right has
-            to be right all the same, and limits and leases hold.
-        late_effects: True for a tier whose words travel by a network: what a cancelled call has sent may be
-            read after what a later call sent on another connection.
+        reliable: False for a tier that loses or damages chunks by design. Records that pass verification must
+            still be right, and limits and leases are still checked.
+        late_effects: True for a tier over a network: a request sent by a cancelled call may be processed
+            after one that a later call sent on another connection.
     """
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = staticmethod(asyncio.new_event_loop)
@@ -185,16 +186,19 @@ class TierMachine(RuleBasedStateMachine):
     late_effects: ClassVar[bool] = False
 
     def make_tier(self, directory: Path, max_bytes: int | None) -> Tier:
-        """To be overridden: a tier, neither bound nor opened.
+        """Return a tier, neither bound nor opened. Must be overridden.
 
         Args:
-            directory: Is empty at first, and the tier's alone. A restart calls with the same one again.
-            max_bytes: The capacity to set, for tiers that have one; None: as much as they like.
+            directory: Directory for this tier alone, empty at first. It is the same after a restart.
+            max_bytes: Capacity for tiers that have one; None for no limit.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_tier(directory, max_bytes)")
 
     async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
-        """Replace what `self.tier` holds under `key` by `edit` of it; whether it was done."""
+        """Replace the stored record of `key` by `edit` of it. Return whether it was replaced.
+
+        The default returns False, and the rule for damage has no effect.
+        """
         del key, edit
         return False
 
@@ -209,7 +213,7 @@ class TierMachine(RuleBasedStateMachine):
         self.run(self.open())
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """What a call comes to, on the machine's loop."""
+        """Run a call on the machine's loop and return its result."""
         return self.runner.run(call)
 
     async def open(self) -> None:
@@ -281,7 +285,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(puts=SOME, gets=SOME, removals=st.lists(NUMBERS, max_size=3, unique=True))
     def overlap(self, puts: list[int], gets: list[int], removals: list[int]) -> None:
         async def together() -> None:
-            # What is put may evict what is got.
+            # The puts may evict chunks that are read.
             self.model.unsure({*puts, *removals, *gets}, maybe=puts)
             await asyncio.gather(
                 self._put(puts[:3], sure=False),
@@ -303,7 +307,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.written)
     @rule(which=st.integers(0, len(LENGTHS) - 1), edit=st.sampled_from(sorted(EDITS)))
     def damage(self, which: int, edit: str) -> None:
-        # Nothing that is drawn, and no precondition, may hang on what threads did.
+        # Draws and preconditions must not depend on thread timing.
         there = sorted(self.model.sure)
         if not there:
             return
@@ -341,10 +345,10 @@ class TierMachine(RuleBasedStateMachine):
         answers: Sequence[TierError | None]
         try:
             answers = await self.tier.put_many(items)
-        except TierError as error:  # of the whole batch
+        except TierError as error:  # an error of the whole batch
             answers = [error] * len(items)
         for number, (_, buffer) in zip(numbers, items, strict=True):
-            check_record(buffer, number, LENGTHS[number])  # still the caller's, and as it was
+            check_record(buffer, number, LENGTHS[number])  # the caller's buffer is unchanged
             buffer.release()
         assert len(answers) == len(items)
         assert are_answers(answers)
@@ -365,7 +369,7 @@ class TierMachine(RuleBasedStateMachine):
             wrong = self.model.check_got(numbers, answers)
         finally:
             release_all([*answers])
-        for number in wrong:  # as the framework does with what it finds out
+        for number in wrong:  # as the framework does with corrupt records
             self.model.removed(number, await self.tier.remove(key_of(number)))
 
     async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
@@ -395,7 +399,7 @@ class TierMachine(RuleBasedStateMachine):
             await cancelled_at_await(self.tier.remove(keys[0]), awaits)
         else:
             await cancelled_at_await(self.tier.count_prefix(keys), awaits)
-        await turns(5)  # a call left behind ends by itself
+        await turns(5)  # let tasks of the cancelled call end
 
 
 def _as_list(result: Any) -> list[Any]:
