@@ -1,4 +1,4 @@
-"""Event loops that fail for good on demand: what a loop thread does then."""
+"""Event loops that fail on demand, to test the loop thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_async.engine import loop as loop_module
 
 
 class BrokenLoops:
-    """The loops of LoopThreads made from now on, until the test ends, can be broken."""
+    """Makes the loops of LoopThreads breakable, from its construction to the end of the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         is_broken = self._is_broken = threading.Event()
@@ -21,14 +21,14 @@ class BrokenLoops:
         class BrokenLoop(uvloop.Loop):
             def run_forever(self) -> None:
                 if is_broken.is_set():
-                    is_broken.clear()  # once: the thread cleans up on the same loop
+                    is_broken.clear()  # only once: the thread cleans up on the same loop
                     raise OSError("the selector is closed")
                 super().run_forever()
 
         monkeypatch.setattr(loop_module.uvloop, "new_event_loop", BrokenLoop)
 
     def break_one(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        """End the loop on which `call_soon` calls."""
+        """Make the loop of `call_soon` raise OSError."""
 
         def stop() -> None:
             self._is_broken.set()

@@ -1,4 +1,4 @@
-"""A daemon for tests, on a thread of its own; and a place for its socket, whose path must be short."""
+"""A daemon on its own thread, and a directory for its socket, whose path must be short."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAITS = {"connect_timeout_s": 10, "lookup_timeout_s": 10, "transfer_timeout_s": 
 
 
 def host_tier(path: Path, **options: object) -> HostTier:
-    """A tier of a tenant of its own, with deadlines for a busy machine."""
+    """Return a host tier with its own tenant and with deadlines for a busy machine."""
     given = {"socket": path, "tenant": uuid.uuid4().hex, "prefault": False, **WAITS, **options}
     return HostTier(HostConfig.model_validate(given))
 
@@ -45,7 +45,7 @@ def socket_path() -> Iterator[Path]:
 
 
 class ThreadedDaemon:
-    """A real daemon beside the test's loop; `call` runs on the daemon's own."""
+    """A real daemon on its own thread and event loop. `call` runs a coroutine on the daemon's loop."""
 
     def __init__(self, path: Path, **options: object) -> None:
         small = {"max_bytes": 64 * MIB, "huge_pages": False, "prefault": False}
@@ -67,7 +67,7 @@ class ThreadedDaemon:
         self.stop()
 
     def stop(self) -> None:
-        """End the daemon as SIGTERM does."""
+        """Stop the daemon as SIGTERM does."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(DEADLINE_S)
@@ -84,18 +84,18 @@ class ThreadedDaemon:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(DEADLINE_S)
 
     def leases(self, tenant: str = "default") -> tuple[int, int]:
-        """Readers and writers there are now."""
+        """Return the number of leases of readers and of writers."""
         held = self.call(lambda: self.pool.tenant_statistics(tenant))
         return held.readers, held.writers
 
     async def until_leases(self, wanted: tuple[int, int], tenant: str = "default") -> None:
-        """Wait for what clients have sent to arrive."""
+        """Wait until the daemon has processed the messages of its clients."""
         async with asyncio.timeout(DEADLINE_S):
             while self.leases(tenant) != wanted:
                 await asyncio.sleep(0)
 
     def edit(self, tenant: str, key: ChunkKey, change: Callable[[bytes], bytes]) -> bool:
-        """Replace a record behind the back of everybody; whether that was possible."""
+        """Change a stored record without a client. Return whether this was possible."""
 
         def replace() -> bool:
             slot = self.pool.lease(tenant, key)

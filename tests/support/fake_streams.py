@@ -1,4 +1,4 @@
-"""Streams of a device that is not there: work is done when it is asked for, events end when the test says so."""
+"""Fake device streams: work is done immediately, and events complete when the test says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FakeEvent:
-    """An event that has passed once its gate is open; it fails with `error` if there is one."""
+    """An event that completes when its gate is open; it fails with `error`, if given."""
 
     def __init__(self, gate: threading.Event, error: Exception | None = None) -> None:
         self._gate = gate
@@ -28,14 +28,14 @@ class FakeEvent:
 
 
 class FakeStreams:
-    """What the GPU copier asks of CUDA, on the host.
+    """The CUDA calls of the GPU copier, on the host.
 
     Attributes:
-        gate: Events recorded from now on pass once it is open; it is, to begin with.
-        error: What events recorded from now on fail with.
-        log: What was asked, in order: `use`, `wait`, `record` and the stream's number.
+        gate: Events recorded from now on complete when it is open. It is open at first.
+        error: Error of events recorded from now on.
+        log: Calls in order: `use`, `wait` or `record`, and the number of the stream.
         events: All events recorded on side streams.
-        priorities: Of the side streams, in the order in which they were opened.
+        priorities: Priorities of the side streams, in order of creation.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class FakeStreams:
         self.priorities: list[int] = []
 
     def close_gate(self) -> threading.Event:
-        """A new gate, closed, for the events from now on."""
+        """Set a new, closed gate for later events and return it."""
         self.gate = threading.Event()
         return self.gate
 

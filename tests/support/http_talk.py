@@ -1,4 +1,4 @@
-"""HTTP as bytes on a socket, so that nothing is hidden that a server answers."""
+"""An HTTP client on a plain socket that shows all of a server's response."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Heard:
-    """One request; the server ends the connection."""
+    """Send one request and read until the server closes the connection."""
     parts = urlsplit(url)
     given = {"Host": parts.netloc, **(headers or {})}
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items()), "", ""]

@@ -1,4 +1,4 @@
-"""A real Mooncake master, and a process that gives the pool its memory."""
+"""A real Mooncake master, and a process that provides the memory of the pool."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _STORE = Path(mooncake_store.__file__)
 
 
 class MooncakePool:
-    """A master on a port of its own, and memory in another process; so records outlive whoever put them.
+    """A master on its own port, with memory in another process, so that records outlive their client.
 
     Args:
-        directory: For the log of both.
-        nbytes: Of memory.
-        flags: Of the master's, in addition.
+        directory: Directory for the log of both processes.
+        nbytes: Bytes of memory.
+        flags: Additional flags of the master.
     """
 
     def __init__(self, directory: Path, nbytes: int = 512 << 20, *flags: str) -> None:
@@ -53,12 +53,12 @@ class MooncakePool:
 
     @property
     def tier(self) -> dict[str, object]:
-        """Settings of the tier, in whatever process that has `tests.support.native.environment`."""
+        """Settings of the tier, for a process with the variables of `tests.support.native.environment`."""
         return {"name": "mooncake", "url": f"mooncake://127.0.0.1:{self.port}", "hostname": "127.0.0.1"}
 
     @contextlib.contextmanager
     def client(self) -> Iterator[MooncakeDistributedStore]:
-        """Mooncake's own; it takes half a second to close."""
+        """Mooncake's own client. Closing it takes half a second."""
         from mooncake.store import MooncakeDistributedStore
 
         store = MooncakeDistributedStore()
@@ -95,14 +95,14 @@ class MooncakePool:
                 socket.create_connection(("127.0.0.1", self.port)).close()
             except OSError:
                 assert time.monotonic() < deadline, f"the master did not answer in {_UP_S} s"
-                time.sleep(0.02)  # another process: there is nothing of ours to wait for
+                time.sleep(0.02)  # another process: there is no event to wait for
             else:
                 return
 
     def start_segment(self) -> None:
         self._segment = subprocess.Popen(
             [sys.executable, "-P", str(_STORE), f"127.0.0.1:{self.port}", str(self._nbytes)],
-            stdin=subprocess.PIPE,  # it ends with us
+            stdin=subprocess.PIPE,  # it exits when this pipe is closed
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=native.environment() | {"GLOG_minloglevel": "2"},
@@ -137,14 +137,14 @@ def running(directory: Path, nbytes: int = 512 << 20, *flags: str) -> Iterator[M
 
 
 def make_config(pool: MooncakePool, **options: object) -> MooncakeConfig:
-    """A part of the pool that nobody else uses, in batches of three records or so."""
+    """Return a config with its own key prefix and with batches of about three records."""
     whole = pool.tier | {"prefix": f"{uuid.uuid4().hex}/", "batch_bytes": 200_000} | options
     del whole["name"]
     return MooncakeConfig.model_validate(whole)
 
 
 def replace(store: MooncakeDistributedStore, name: str, edit: Callable[[bytes], bytes]) -> bool:
-    """Edit a record behind everybody's back."""
+    """Change a stored record without the tier."""
     content = edit(store.get(name))
     assert store.remove(name, force=True) == 0
     memory = ctypes.create_string_buffer(content, max(1, len(content)))
@@ -160,7 +160,7 @@ def kill_master(pool: MooncakePool) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
-    """Send it; a kill is waited for, and so is a stop of all of its threads."""
+    """Send a signal. Wait for the exit after SIGKILL, and for the stop of all threads after SIGSTOP."""
     assert process is not None
     process.send_signal(number)
     while number == signal.SIGSTOP and not _stopped(process.pid):

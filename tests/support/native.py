@@ -1,4 +1,4 @@
-"""Libraries of the system's that tests need: its own, or those that tools.native has brought."""
+"""System libraries that tests need, either installed or downloaded by tools.native."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PLACE = Path(sys.prefix) / "native"
 
 
 def load_libraries() -> None:
-    """Load into this process what the system does not have, for modules that link with it.
+    """Load the libraries that the system lacks into this process, for modules that link with them.
 
     Raises:
-        AssertionError: It is not there either.
+        AssertionError: A library is neither installed nor downloaded.
     """
     for library in LIBRARIES:
         if is_loadable(library.soname):
@@ -30,6 +30,6 @@ def load_libraries() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that needs them: ours, and where they are. What the system has is not in that place."""
+    """Return the environment of a process that needs the libraries. Only missing ones are downloaded."""
     places = [os.environ.get("LD_LIBRARY_PATH", ""), str(PLACE)]
     return os.environ | {"LD_LIBRARY_PATH": ":".join(place for place in places if place)}

@@ -1,4 +1,4 @@
-"""Calls of a tier by the chunks' numbers, and what became of each, in words."""
+"""Calls of a tier by chunk number, with the results as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def put(tier: Tier, arena: Arena, *numbers: int) -> list[TierError | None]
 
 
 async def get(tier: Tier, allocate: Allocate, *numbers: int) -> list[str]:
-    """For each chunk `hit`, which is right to the byte, `miss`, or the error's class."""
+    """Get chunks. The result of each is `hit` for a right record, `miss`, or the class name of the error."""
     results = await tier.get_many([key_of(number) for number in numbers], allocate)
     return [outcome(number, result) for number, result in zip(numbers, results, strict=True)]
 

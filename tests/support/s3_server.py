@@ -1,4 +1,4 @@
-"""A real S3 server for tests: SeaweedFS, its storage as one process and its S3 gateway as another."""
+"""A real S3 server for tests: SeaweedFS, with one process for storage and one for the S3 gateway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IDENTITY = {
 
 
 class S3Server:
-    """SeaweedFS on ports of its own on this machine; one bucket, one key."""
+    """SeaweedFS on its own ports of this machine, with one bucket and one access key."""
 
     def __init__(self, directory: Path) -> None:
         program = Path(sys.executable).with_name("weed")
@@ -48,7 +48,7 @@ class S3Server:
         return self._ports[0]
 
     def config(self, **options: object) -> S3Config:
-        """Options for a prefix that nobody else uses."""
+        """Return options with a new key prefix."""
         given: dict[str, object] = {
             "url": f"s3://{BUCKET}/tests/{uuid.uuid4().hex}",
             "endpoint": f"http://127.0.0.1:{self.port}",
@@ -123,7 +123,7 @@ class S3Server:
         )
 
     def _answers(self) -> None:
-        """It says that the request is not signed: it has read its keys."""
+        """Send an unsigned request. A gateway that has loaded its access keys rejects it."""
         with contextlib.suppress(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5).close()
 
@@ -137,7 +137,7 @@ def _wait_for(call: object, process: subprocess.Popen[bytes]) -> None:
             call()
         except OSError:
             assert time.monotonic() < deadline, f"the server did not answer in {_UP_S} s"
-            time.sleep(0.02)  # another process: there is nothing of ours to wait for
+            time.sleep(0.02)  # another process: there is no event to wait for
         else:
             return
 

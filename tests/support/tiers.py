@@ -1,4 +1,4 @@
-"""Tiers that an engine makes by itself from its config, in the hands of the test."""
+"""Tiers that an engine builds from its config, with access for the test."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lmcache_async.tiers.layers.base import TierLayer
 
 @functools.cache
 def installed() -> FakeRegistry:
-    """The installed plug-ins, read once: the metadata of a large environment take some 50 ms."""
+    """The installed plug-ins, read once, because the metadata of a large environment take about 50 ms."""
     return FakeRegistry()
 
 
 def registry_of(**tiers) -> FakeRegistry:
-    """The installed plug-ins, and the given tiers by name."""
+    """Return a registry of the installed plug-ins and the given tiers by name."""
     return installed().offering(tiers=tiers)
 
 
 class Made:
-    """Offers the tier `dict`: a DictTier over `records`, which outlive it, wrapped as the test says.
+    """A registry with the tier `dict`: a DictTier over `records`, wrapped by `wrap`.
 
     Attributes:
-        tiers: Every one made, in order.
-        records: What they hold.
+        tiers: Tiers made, in order.
+        records: Records of these tiers. They outlive the tiers.
     """
 
     def __init__(self, wrap=lambda tier: tier):
@@ -58,12 +58,12 @@ class Made:
 
 
 class ParkingTier(TierLayer):
-    """Parks the calls of one verb until the test opens the gate; the others pass.
+    """A layer that blocks the calls of one method until the gate is opened. Other calls pass.
 
     Attributes:
-        verb: Which verb; "" parks none.
-        parked: Set once a call is parked.
-        stubborn: A parked call ignores cancellation, as a thread in the middle of a write does.
+        verb: Name of the method; "" for none.
+        parked: Set when a call is blocked.
+        stubborn: A blocked call ignores cancellation, like a thread in the middle of a write.
     """
 
     def __init__(self, inner, verb="", *, stubborn=False):

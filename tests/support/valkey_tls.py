@@ -1,4 +1,4 @@
-"""TLS before a real server: certificates, and an end of TLS that hands everything on."""
+"""TLS for a real server: certificates, and a TLS proxy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 class Authority:
-    """Signs certificates, which lie in a directory as PEM."""
+    """A certificate authority with PEM files in a directory."""
 
     def __init__(self, directory: Path, name: str = "test authority") -> None:
         self._directory = directory
@@ -28,7 +28,7 @@ class Authority:
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str) -> Path:
-        """A certificate and its key, in one file, for 127.0.0.1."""
+        """Issue a certificate for 127.0.0.1 and its key, in one file."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         certificate = self._sign(subject, key.public_key(), ca=False)
@@ -63,12 +63,15 @@ class Authority:
 
 @contextlib.contextmanager
 def tls_before(socket_path: Path, certificate: Path, clients: Path | None = None) -> Iterator[int]:
-    """A port that speaks TLS and hands everything on to the Unix socket, as stunnel does.
+    """Run a proxy that accepts TLS and forwards to a Unix socket, as stunnel does.
 
     Args:
-        socket_path: The server's.
-        certificate: Of the port, with its key.
-        clients: Who must have signed the certificates of its clients; None asks for none.
+        socket_path: Unix socket of the server.
+        certificate: Certificate of the proxy, with its key.
+        clients: CA that must have signed client certificates; None to require none.
+
+    Yields:
+        The TCP port of the proxy.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=clients)
     context.load_cert_chain(certificate)
@@ -102,7 +105,7 @@ def tls_before(socket_path: Path, certificate: Path, clients: Path | None = None
 
     def run() -> None:
         with contextlib.closing(loop):
-            loop.set_exception_handler(lambda *_: None)  # handshakes that tests make fail
+            loop.set_exception_handler(lambda *_: None)  # ignore handshakes that tests make fail
             loop.run_until_complete(serve())
 
     thread = threading.Thread(target=run)

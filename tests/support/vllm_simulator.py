@@ -1,8 +1,8 @@
-"""vLLM without a model: its real scheduler and our real connector over a KV cache whose values are known.
+"""vLLM without a model: its real scheduler and the real connector with a KV cache of known values.
 
-The value at a position is a hash of the tokens up to it, as KV is, and the next token is a function of
-it. So each step can check that whatever attention would read is right, and two runs that give the same
-tokens have used the same KV. Nothing here waits: each step runs the parts in vLLM's order.
+The value at a position is a hash of the tokens up to it, as KV is, and the next token is a function of the
+value. So each step can check all values that attention would read, and two runs with the same tokens have
+used the same KV. Each step runs the parts in vLLM's order, without waiting.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _MODEL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How the simulated vLLM is configured.
+    """Configuration of the simulated vLLM.
 
     Attributes:
-        folder: For the model's config file.
-        options: The connector's kv_connector_extra_config; None runs without a connector.
-        overlapped: A step is scheduled while the one before it still runs, as vLLM does on GPUs.
+        folder: Directory for the model's config file.
+        options: The connector's kv_connector_extra_config; None for no connector.
+        overlapped: A step is scheduled while the previous one still runs, as on GPUs.
         multi: The connector is a child of vLLM's MultiConnector.
-        kv_events: VLLM gathers KV events; who wants them looks at what its scheduler publishes.
+        kv_events: vLLM collects KV events. The scheduler publishes them.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ class Setup:
 
 
 def vllm_config(setup: Setup) -> VllmConfig:
-    load_general_plugins()  # makes the connector known by name
+    load_general_plugins()  # registers the connector
     setup.folder.mkdir(parents=True, exist_ok=True)
     (setup.folder / "config.json").write_text(json.dumps(_MODEL))
     model = ModelConfig(model=str(setup.folder), skip_tokenizer_init=True, dtype="float32", seed=0)
@@ -146,7 +146,7 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
 
 @dataclass(slots=True)
 class Work:
-    """What one request computes in one step: positions start..stop in these blocks."""
+    """Tokens of one request in one step: positions start to stop, in these blocks."""
 
     start: int
     stop: int
@@ -154,7 +154,7 @@ class Work:
 
 
 class Rank:
-    """One worker: its KV cache and its half of the connector."""
+    """One worker: its KV cache and its WorkerConnector."""
 
     def __init__(self, config: Any, cache_config: Any, rank: int) -> None:
         self.rank = rank
@@ -171,12 +171,12 @@ class Rank:
             self.connector.register_kv_caches(self.caches)
 
     def write(self, layer: int, work: Work, values: Sequence[int]) -> None:
-        """The values of the positions that `work` computes."""
+        """Write the values of the positions that `work` computes."""
         rows, slots, stored = self._places(work.blocks, work.start, values, layer)
         self.caches[f"layer.{layer}"][rows, :, slots] = stored
 
     def wrong_positions(self, layer: int, work: Work, values: Sequence[int]) -> list[int]:
-        """Where, before what `work` computes, this layer's cache holds something else."""
+        """Return the positions before `work` at which this layer's cache has a wrong value."""
         rows, slots, stored = self._places(work.blocks, 0, values, layer)
         differs = (self.caches[f"layer.{layer}"][rows, :, slots] != stored).flatten(1).any(1)
         positions: list[int] = differs.nonzero().flatten().tolist()
@@ -192,7 +192,7 @@ class Rank:
 
 
 def value_after(value: int, token: int) -> int:
-    """The KV at the next position; it fits a float32 exactly."""
+    """Return the KV at the next position; it fits a float32 exactly."""
     return zlib.crc32(token.to_bytes(8, "little", signed=True), value) & 0x3FFFFF
 
 
@@ -208,15 +208,15 @@ class Step:
 
 
 class SimulatedVLLM:
-    """Feed it requests, step it, look at the outputs.
+    """A simulated vLLM: add requests, run steps, and read the outputs.
 
     Attributes:
         outputs: Generated tokens by request.
-        finish_reasons: Why each finished request ended.
-        kv_transfer_params: What finished requests gave back for another vLLM to go on with.
-        cached_tokens: By request, prompt tokens that vLLM did not compute: (its own, the connector's).
-        computed_tokens: Tokens computed in all steps, the measure of what hits have saved.
-        connector_stats: What the connector gave vLLM's metrics, a step that had any.
+        finish_reasons: Finish reason of each finished request.
+        kv_transfer_params: Parameters returned by finished requests, for the vLLM that continues them.
+        cached_tokens: Prompt tokens that vLLM did not compute, by request: (prefix cache, connector).
+        computed_tokens: Tokens computed in all steps; hits reduce it.
+        connector_stats: The connector's statistics for vLLM's metrics, one entry for each step that had any.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -291,7 +291,7 @@ class SimulatedVLLM:
             self._run(self._queue.popleft())
 
     def run(self, *, max_seconds: float = 60.0) -> None:
-        """Step until nothing is left to do, as vLLM's engine loop does."""
+        """Run steps until no request is left, as vLLM's engine loop does."""
         deadline = time.monotonic() + max_seconds
         while self.busy:
             if time.monotonic() > deadline:
@@ -299,7 +299,7 @@ class SimulatedVLLM:
             before = self.computed_tokens
             self.step()
             if self.computed_tokens == before:
-                time.sleep(0.001)  # as vLLM's engine does, so that transfers get on
+                time.sleep(0.001)  # as vLLM's engine does, so that transfers make progress
 
     def close(self) -> None:
         for connector in [*(rank.connector for rank in self.ranks), self.connector]:
@@ -310,7 +310,7 @@ class SimulatedVLLM:
         work = {}
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            stop = request.num_computed_tokens  # the scheduler has counted this step already
+            stop = request.num_computed_tokens  # this step is already included
             blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
             work[request_id] = Work(stop - count, stop, list(blocks))
         return work
@@ -337,7 +337,7 @@ class SimulatedVLLM:
         self.preemptions += len(step.output.preempted_req_ids or ())
 
     def _run_ranks(self, step: Step) -> list[ModelRunnerOutput]:
-        """The order of vLLM's model runner V1. The ranks are at the same layer at the same time."""
+        """Run the ranks in the order of vLLM's model runner V1, all at the same layer at the same time."""
         output = step.output
         connectors = [rank.connector for rank in self.ranks if rank.connector is not None]
         for connector in connectors:
@@ -365,10 +365,10 @@ class SimulatedVLLM:
         return results
 
     def _forward(self, step: Step) -> dict[str, tuple[int, list[int]]]:
-        """Write and read every layer; requests that read wrong KV, which goes on into the layers after it.
+        """Write and read every layer. Wrong KV that a request reads makes its later layers wrong too.
 
         Returns:
-            For each of them the rank and the positions where it was seen first.
+            For each request that read wrong KV, the rank and the positions of the first wrong values.
         """
         spoiled: dict[str, tuple[int, list[int]]] = {}
         for request_id, work in step.work.items():
@@ -395,7 +395,7 @@ class SimulatedVLLM:
         if work.stop < len(tokens):
             return []
         if spoilt:
-            return [VOCABULARY]  # no request's right answer
+            return [VOCABULARY]  # never the right token
         token = next_token(values[work.stop - 1])
         if len(tokens) == work.stop:
             tokens.append(token)

@@ -51,7 +51,7 @@ class Prompts:
         self.must_be.clear()
 
     def _longest(self, tokens: Sequence[int], prompts: Iterable[tuple[int, ...]]) -> int:
-        """Longest match: whole chunks, or a prompt with its tail if `tokens` end or start a new chunk there."""
+        """Longest match: whole chunks, or a prompt with its tail if `tokens` end or begin a chunk there."""
         best, size = 0, self._chunk_size
         for prompt in prompts:
             common = 0
