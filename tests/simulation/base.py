@@ -1,4 +1,4 @@
-"""The parts of every simulation, and how one is run to a report."""
+"""Base class of simulations, and the function that runs one and returns its report."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.simulation.loop import Hang, Trace, Violation, threads_as_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """What a simulation came to.
+    """Result of a simulation.
 
     Attributes:
-        seed: What it was drawn from.
-        steps: Operations asked for.
-        faults: How much went wrong.
-        made: Operations made; fewer than `steps` when a violation ended it, a few more when not.
-        decisions: Steps that its event loops took.
-        digest: 32 hex digits over every decision: equal in every run of the same seed.
-        virtual_s: Seconds that it took in the simulation.
-        real_s: Seconds that it took here.
-        counts: Operations by name, crashes, starts, hits.
-        violation: What must not have happened; "" when all is well.
-        serving: Whether it was vLLM's scheduler and the connector over the engine, or the engine alone.
-        last_steps: The last operations before a violation.
-        last_decisions: The last steps of the loop before it.
+        seed: Seed of all random choices.
+        steps: Number of operations requested.
+        faults: Level of injected faults.
+        made: Number of operations run: fewer than `steps` after a violation, otherwise at least `steps`.
+        decisions: Number of steps of its event loops.
+        digest: 32 hex digits over all decisions: the same in every run of a seed.
+        virtual_s: Duration in virtual seconds.
+        real_s: Duration in real seconds.
+        counts: Number of operations by name, of crashes, starts and hits.
+        violation: Description of the violation; "" for none.
+        serving: Whether it simulated vLLM's scheduler and the connector too, or the engine alone.
+        last_steps: Last operations before the violation.
+        last_decisions: Last steps of the loop before the violation.
     """
 
     seed: int
@@ -56,19 +56,19 @@ class SimulationReport:
 
     @property
     def command(self) -> str:
-        """What replays it to the letter."""
+        """Command that replays the simulation exactly."""
         what = " --serving" if self.serving else ""
         return (
             f"python -m tools.simulate{what} --seed {self.seed} --steps {self.steps} --faults {self.faults}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dict for JSON."""
         return dataclasses.asdict(self) | {"command": self.command}
 
 
 class SimulatedRegistry(Registry):
-    """The installed plug-ins, and before them the given tiers."""
+    """A registry of the given tiers and the installed plug-ins; a given tier takes precedence."""
 
     def __init__(self, installed: Registry, tiers: Mapping[str, object]) -> None:
         self._installed = installed
@@ -84,10 +84,10 @@ class Simulation:
     """A simulated world that runs until its steps are done.
 
     Attributes:
-        step: Operations begun.
-        now: Virtual seconds since the beginning, when no process lives.
-        counts: What was done.
-        frozen: The last operations and the last steps of the loop, once something was found.
+        step: Number of operations started.
+        now: Virtual seconds since the start of the simulation, while no process runs.
+        counts: Number of operations by name.
+        frozen: Last operations and last steps of the loop before a violation.
     """
 
     def __init__(self) -> None:
@@ -102,18 +102,18 @@ class Simulation:
         """Run to the end.
 
         Raises:
-            Violation: Something happened that must not happen.
+            Violation: An invariant is violated.
         """
         raise NotImplementedError
 
     def note(self, verb: str) -> None:
-        """Take down an operation of the step that runs: `verb`, and perhaps of what."""
+        """Record an operation of the current step."""
         self.counts[verb.partition(" ")[0]] += 1
         self._recent.append(f"{self.step} {verb}")
         self.trace.note(self._recent[-1])
 
     def freeze(self) -> None:
-        """Keep what happened last for the report."""
+        """Keep the last operations and steps of the loop for the report."""
         if not any(self.frozen):
             steps = tuple(f"{now:.6f} {what}" for now, what, _ in self.trace.recent)
             self.frozen = (tuple(self._recent), steps)
@@ -128,9 +128,9 @@ def run_to_report(
     progress: Callable[[int], object],
     serving: bool = False,
 ) -> SimulationReport:
-    """Run what `make` makes in an empty folder; whatever it raises is a violation.
+    """Run the simulation that `make` returns for an empty folder. Any exception is reported as a violation.
 
-    Not to be called where an event loop runs.
+    Must not be called while an event loop runs in this thread.
     """
     start = time.perf_counter()
     violation = ""
@@ -168,7 +168,7 @@ def run_to_report(
 
 @contextlib.contextmanager
 def _no_surprises() -> Iterator[None]:
-    """Garbage is collected where the simulation says so: when else would differ from run to run."""
+    """Disable automatic garbage collection, which would run at different times in each run."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -182,5 +182,5 @@ def _no_surprises() -> Iterator[None]:
 
 
 def _memory() -> str | None:
-    """A file system in memory, where there is one."""
+    """Return a directory on a file system in memory, if there is one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -1,4 +1,4 @@
-"""What goes wrong, how often, and how long things take: all drawn from the seed."""
+"""Faults and delays: kinds, probabilities and durations, all drawn from the seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 
 class Faults(StrEnum):
-    """How bad the world is."""
+    """Level of injected faults."""
 
     NONE = "none"
     SOME = "some"
@@ -18,20 +18,20 @@ class Faults(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odds:
-    """Chances of one call to a tier, and of one operation.
+    """Probabilities of faults, for one call of a tier or for one operation.
 
     Attributes:
-        error: The call fails with a TierError, or with an error that no tier should raise.
-        hang: It gives no answer until the weather clears.
-        stubborn: A call that hangs does not even end when it is cancelled.
-        slow: It takes about as long as its deadline.
-        corrupt: A record is read with a bit flipped, cut, or as another key's.
-        rot: A record that is put is damaged where it lies.
-        torn: A write that is cancelled, or that a crash interrupts, leaves a part of the record.
-        lost: A write that was acknowledged is not there, at once or after a crash.
-        lie: `contains` says what is not so.
-        stall: A worker thread gets its turn late.
-        cancel: An operation is cancelled in the middle.
+        error: The call fails with a TierError, or with an error that a tier should not raise.
+        hang: The call blocks until faults end.
+        stubborn: A call that hangs also ignores its cancellation.
+        slow: The call takes about as long as its deadline.
+        corrupt: A record is read with a bit flipped, truncated, or is that of another key.
+        rot: A record is damaged when it is stored.
+        torn: A write that is cancelled or interrupted by a crash leaves a part of the record.
+        lost: An acknowledged write is missing, at once or after a crash.
+        lie: `contains` returns the opposite.
+        stall: A worker thread is delayed.
+        cancel: An operation is cancelled while it runs.
     """
 
     error: float = 0.0
@@ -83,22 +83,22 @@ ODDS = {
 }
 
 CALL_SECONDS = 2e-3
-"""Most that a call to a tier takes in good weather."""
+"""Longest call to a tier without faults, in seconds."""
 
 THREAD_SECONDS = 2e-4
-"""Most that a thread takes to start or to end a call in good weather."""
+"""Longest delay of the start or end of a thread's call without faults, in seconds."""
 
 STALL_SECONDS = 0.02
-"""Most that it takes in bad weather."""
+"""Longest such delay with faults, in seconds."""
 
 
 class Weather:
-    """Draws faults and delays; `calm` ends all faults and lets go of what hangs.
+    """Draws faults and delays. `calm` ends all faults and resumes the calls that hang.
 
     Args:
-        rng: Where they come from.
-        odds: How likely they are.
-        call_timeout_s: What slow calls are about as slow as.
+        rng: Random number generator.
+        odds: Probabilities of faults.
+        call_timeout_s: Timeout of a call, in seconds. Slow calls take up to twice as long.
     """
 
     def __init__(self, rng: Random, odds: Odds, *, call_timeout_s: float) -> None:
@@ -109,7 +109,7 @@ class Weather:
         self._hanging: list[asyncio.Future[None]] = []
 
     def strikes(self, odds: float) -> bool:
-        """Whether a fault of these odds happens now."""
+        """Draw whether a fault of this probability happens now."""
         return odds > 0.0 and not self.fair and self.rng.random() < odds
 
     def thread_delay(self) -> float:
@@ -118,9 +118,9 @@ class Weather:
         return THREAD_SECONDS * self.rng.random()
 
     async def travel(self) -> None:
-        """The way to a tier's backend and back: takes its time, or does not end.
+        """Delay a call by the time to a tier's backend and back, or block it.
 
-        Cancelled, it ends, or in bad luck does not before the weather clears.
+        A cancelled call ends, or, if it is drawn as stubborn, continues until `calm`.
         """
         if self.strikes(self.odds.hang):
             await self._hang()
@@ -130,7 +130,7 @@ class Weather:
             await asyncio.sleep(CALL_SECONDS * self.rng.random())
 
     def calm(self) -> None:
-        """From now on nothing fails, and what hangs goes on."""
+        """End all faults, and resume the calls that hang."""
         self.fair = True
         for future in self._hanging:
             if not future.done():
@@ -141,7 +141,7 @@ class Weather:
         self.fair = False
 
     def forget(self) -> None:
-        """What hung did so in a process that is no more."""
+        """Forget the hanging calls of a process that has ended."""
         self._hanging.clear()
 
     async def _hang(self) -> None:

@@ -1,4 +1,4 @@
-"""An event loop with virtual time, an order drawn from a seed and threads as steps; no I/O."""
+"""An event loop with virtual time, a seeded random order, and threads simulated as steps. It does no I/O."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ import xxhash
 
 
 class Violation(AssertionError):
-    """Something happened that must never happen; the message says what, and with which values."""
+    """An invariant is violated. The message names it and the values."""
 
 
 class Deadlock(Violation):
     """Nothing is ready, no timer runs, and tasks wait.
 
     Attributes:
-        stacks: Each waiting task with the frames that it waits in.
+        stacks: Frames of each waiting task.
     """
 
     def __init__(self, message: str, stacks: Sequence[str]) -> None:
@@ -42,22 +42,22 @@ class Deadlock(Violation):
 
 
 class ProcessCrashed(BaseException):
-    """The simulated process ends here, between two steps of its loop. Not to be caught by what runs in it."""
+    """The simulated process ends here, between two steps of its loop. Simulated code must not catch it."""
 
 
 class Hang(KeyboardInterrupt):
-    """Real time passes and the simulation does not go on. A KeyboardInterrupt: no task and no border keeps it."""
+    """No progress in real time. A KeyboardInterrupt, because neither tasks nor tier layers catch it."""
 
 
 _FLUSH = 4096
 
 
 class Trace:
-    """Takes in every scheduling decision of a simulation.
+    """Records every scheduling decision of a simulation.
 
     Attributes:
-        decisions: How many so far.
-        recent: The last few, as (virtual seconds, what ran, out of how many that could have run).
+        decisions: Number of decisions so far.
+        recent: The last decisions, as (virtual seconds, callback, number of candidates).
     """
 
     def __init__(self, *, keep: int = 40) -> None:
@@ -68,7 +68,7 @@ class Trace:
         self._names: dict[str, int] = {}
 
     def decide(self, now: float, what: str, number: int, chosen: int, candidates: int) -> None:
-        """One step: callback `what` (of task `number`, if it is one) ran as the `chosen` of `candidates`."""
+        """Record a step: callback `what` (of task `number`, or 0) ran as `chosen` of `candidates`."""
         self.decisions += 1
         name = self._names.get(what)
         if name is None:
@@ -79,12 +79,12 @@ class Trace:
             self._flush()
 
     def note(self, text: str) -> None:
-        """Something else that belongs to the run: an operation that began, and how it ended."""
+        """Record another event of the run, such as the start and result of an operation."""
         self._flush()
         self._digest.update(text.encode())
 
     def digest(self) -> str:
-        """32 hex digits over all of it."""
+        """Return 32 hex digits over all records."""
         self._flush()
         return self._digest.hexdigest()
 
@@ -98,7 +98,7 @@ class Trace:
 
 
 def stack_of(task: asyncio.Task[Any]) -> str:
-    """The task's coroutines, outermost first, each with the line that it waits at."""
+    """Return the task's coroutines, outermost first, each with the line at which it is suspended."""
     lines = [f"{task.get_name()}:"]
     awaited: Any = task.get_coro()
     while awaited is not None:
@@ -152,10 +152,10 @@ class _Pool:
 
 
 class SimulatedThreads:
-    """Every pool of one simulated process, each with as many workers as it asked for.
+    """All thread pools of one simulated process, each with its own number of workers.
 
-    A call starts some time after a worker is free for it; until then it can be withdrawn. It ends some
-    time later. Its work is done in one piece, either as it starts or as it ends: that is drawn.
+    A call starts some time after a worker is free. Until then it can be cancelled. It ends some time later.
+    Its function runs in one piece, at the start or at the end, which is drawn.
     """
 
     def __init__(self, loop: SimulatedLoop, rng: Random, delay: Callable[[], float]) -> None:
@@ -181,7 +181,7 @@ class SimulatedThreads:
         return call.future
 
     def finish(self, executor: Executor) -> None:
-        """Run what is left of a pool to its end, as waiting for its shutdown does."""
+        """Run the remaining calls of a pool, as waiting for its shutdown does."""
         pool = self._pools.pop(executor, None)
         if pool is None:
             return
@@ -194,7 +194,7 @@ class SimulatedThreads:
                 call.end()
 
     def drop(self) -> None:
-        """Forget all that was submitted: the process is gone, and whoever asks for a result gets an error."""
+        """Drop all submitted calls when the process ends. Their futures fail."""
         for pool in self._pools.values():
             for call in (*pool.running, *pool.queue):
                 call.future._done_callbacks.clear()  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ class SimulatedThreads:
 
     def _begin(self, pool: _Pool) -> None:
         if len(pool.running) >= pool.workers:
-            return  # whoever ends begins the next
+            return  # a call that ends starts the next one
         while pool.queue:
             call = pool.queue.popleft()
             if call.future.set_running_or_notify_cancel():
@@ -218,7 +218,7 @@ class SimulatedThreads:
                 return
 
     def _end(self, pool: _Pool, call: _Call) -> None:
-        if call not in pool.running:  # `finish` came first
+        if call not in pool.running:  # `finish` has ended it already
             return
         pool.running.remove(call)
         call.end()
@@ -227,7 +227,10 @@ class SimulatedThreads:
 
 @contextlib.contextmanager
 def threads_as_steps() -> Iterator[None]:
-    """Within the block every thread pool used on a `SimulatedLoop` belongs to that loop; others are as ever."""
+    """Run the calls of all thread pools that are used on a `SimulatedLoop` as steps of that loop.
+
+    Other loops are not affected.
+    """
     submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
 
     def submit_(
@@ -260,14 +263,14 @@ def _nothing() -> None: ...
 T = TypeVar("T")
 
 STEP_SECONDS = 1e-6
-"""What a step costs of virtual time, so that who waits for time by turning the loop gets there."""
+"""Virtual seconds of a step, so that code that polls the clock in a loop makes progress."""
 
 MAX_CHOICE = 8
-"""Tasks to choose from at most, from the front of the queue on: none starves."""
+"""Maximum number of tasks to choose from, from the front of the queue, so that none starves."""
 
 
 class SimulatedTask(asyncio.Task[T]):
-    """Hashed by its number, so that sets of tasks are walked in the same order in every run."""
+    """A task hashed by its number, so that sets of tasks have the same order in every run."""
 
     def __init__(self, number: int, coroutine: Any, **options: Any) -> None:
         self.number = number
@@ -280,7 +283,7 @@ class SimulatedTask(asyncio.Task[T]):
 
 
 class SimulatedFuture(asyncio.Future[T]):
-    """Hashed by its number, as tasks are."""
+    """A future hashed by its number, like a task."""
 
     def __init__(self, number: int, **options: Any) -> None:
         self.number = number
@@ -293,25 +296,24 @@ class SimulatedFuture(asyncio.Future[T]):
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """Runs one simulated process to its end, its crash or a violation.
+    """Runs one simulated process until its end, a crash or a violation.
 
-    What may be permuted, and what not: a callback that is no step of a task (a timer, a future's
-    callback, a `call_soon`) keeps its place in the queue, before everything that was scheduled after
-    it and behind everything that was scheduled before. Among steps of tasks with no such callback
-    between them, which one runs is drawn from the seed. When nothing is ready, time jumps to the next
-    timer; when there is none, that is a `Deadlock`. Calls to thread pools are steps too, see `threads`.
+    Order of callbacks: a callback that is no step of a task (a timer, a future's callback, a `call_soon`)
+    keeps its place in the queue. Among consecutive steps of tasks, the next one is drawn from the seed. If
+    nothing is ready, time advances to the next timer; without a timer it is a `Deadlock`. Calls of thread
+    pools are steps too, see `threads`.
 
     Args:
-        rng: Where every decision comes from.
-        trace: Where every decision goes to.
-        start: Virtual time to begin with, in seconds.
-        thread_delay: Draws how long a thread takes to start a call, and again to end it.
-        max_real_s: Real seconds after which a run that still turns counts as hanging.
+        rng: Random number generator of all decisions.
+        trace: Record of all decisions.
+        start: Initial virtual time, in seconds.
+        thread_delay: Draws the delay of the start, and of the end, of a thread's call, in seconds.
+        max_real_s: Real seconds after which a run counts as hanging.
 
     Attributes:
-        crash_at: The decision before which the process crashes; None for no crash.
-        deadline: Virtual time at which whatever runs should have ended long ago.
-        unhandled: What was reported to the loop's exception handler.
+        crash_at: Number of the decision before which the process crashes; None for no crash.
+        deadline: Virtual time, in seconds, at which the run fails.
+        unhandled: Reports to the loop's exception handler.
     """
 
     def __init__(
@@ -389,13 +391,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return asyncio.wrap_future(self.threads.submit(executor, func, args, {}), loop=self)
 
     async def shutdown_asyncgens(self) -> None:
-        """Nothing to do: a generator left behind is closed when it is dropped."""
+        """Do nothing: abandoned generators are closed when they are deleted."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Nothing to do: there are no threads."""
+        """Do nothing: there are no threads."""
 
     def live_tasks(self) -> list[SimulatedTask[Any]]:
-        """The tasks that have not ended, in the order they were made."""
+        """Return the tasks that have not ended, in order of creation."""
         tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, SimulatedTask)]
         return sorted(tasks, key=lambda task: task.number)
 
@@ -405,9 +407,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Run until `future` is done.
 
         Raises:
-            Deadlock: It can never be.
-            ProcessCrashed: `crash_at` came first. What is left is for `abandon`.
-            Violation: The loop turned and turned.
+            Deadlock: `future` cannot complete.
+            ProcessCrashed: `crash_at` was reached. `abandon` cleans up.
+            Violation: The run took longer than `max_real_s` or than `deadline`.
         """
         main = asyncio.ensure_future(future, loop=self)
         main.add_done_callback(self._main_done)
@@ -449,7 +451,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if self._closed:  # of a process that is no more
+        if self._closed:  # the process has ended
             return
         error = context.get("exception")
         told = f": {type(error).__name__}: {error}" if error is not None else ""
@@ -514,7 +516,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return *entry, chosen, candidates
 
     def _jump(self) -> None:
-        """Time to the next timer."""
+        """Advance time to the next timer."""
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
@@ -534,19 +536,19 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
 
 def new_loop(rng: Random, trace: Trace, **options: Any) -> SimulatedLoop:
-    """A loop; what it does not have (sockets, signals, processes) raises NotImplementedError."""
+    """Return a loop. Its methods for sockets, signals and processes raise NotImplementedError."""
     return SimulatedLoop(rng, trace, **options)  # type: ignore[abstract]  # by the stubs, not by Python
 
 
-_MOST_AWAITS = 100  # in the `finally` blocks of one coroutine
+_MOST_AWAITS = 100  # in `finally` blocks of one coroutine
 
 
 def abandon(loop: SimulatedLoop) -> None:
-    """Drop everything that still ran on the loop, whatever it waited for.
+    """Drop everything that still runs on the loop.
 
-    A real process would just be gone. Here coroutines have to be closed, which runs their `finally`
-    blocks: the loop is closed before, so that they reach nothing that outlives the process. What threads
-    had still to do is not done; a thread begun in a `finally` block runs at once.
+    A real process would end without cleanup. Here coroutines have to be closed, which runs their `finally`
+    blocks. The loop is closed before, so that they cannot change anything that outlives the process.
+    Remaining calls of threads do not run; a thread that a `finally` block starts runs at once.
     """
     tasks = loop.live_tasks()
     loop.close()
@@ -562,7 +564,7 @@ def abandon(loop: SimulatedLoop) -> None:
 
 
 def _close(coroutine: Any) -> None:
-    for _ in range(_MOST_AWAITS):  # one that awaits in a `finally` is still there after the first
+    for _ in range(_MOST_AWAITS):  # a coroutine that awaits in `finally` is not closed by one call
         with contextlib.suppress(BaseException):
             coroutine.close()
             return
@@ -570,7 +572,7 @@ def _close(coroutine: Any) -> None:
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """What the dying say: coroutines that were never awaited, or that await in a `finally`."""
+    """Suppress warnings about coroutines that were never awaited or that await in `finally`."""
     hook = sys.unraisablehook
     sys.unraisablehook = lambda _: None
     try:

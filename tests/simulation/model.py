@@ -1,4 +1,4 @@
-"""Prompts and their KV, the chunks that may and must be hits, and the device memory that is checked."""
+"""Prompts and their KV, the expected hits, and checks of device memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.loop import Violation
 NAMESPACES = (RequestNamespace(), RequestNamespace(cache_salt="tenant"))
 
 Content = npt.NDArray[np.uint8]
-"""Of a prompt: one row of bytes for each token."""
+"""KV of a prompt: one row of bytes for each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +26,10 @@ class Prompt:
     """One prompt in one namespace.
 
     Attributes:
-        namespace: Index of its namespace.
+        namespace: Index of the namespace.
         tokens: Token ids.
-        content: The KV: row i depends on the namespace and on tokens 0 to i.
-        chunks: For each chunk a number that equal chunks of all prompts share, with the position it stops at.
+        content: The KV. Row i depends on the namespace and on tokens 0 to i.
+        chunks: (number, end position) of each chunk. Equal chunks of different prompts have the same number.
     """
 
     namespace: int
@@ -45,7 +45,7 @@ class Prompt:
 def make_prompts(
     rng: Random, *, count: int, max_tokens: int, chunk_size: int, row_bytes: int
 ) -> list[tuple[Prompt, ...]]:
-    """`count` texts, each as one prompt for each namespace; many begin as another one does."""
+    """Draw `count` texts, and return a prompt for each text and namespace. Many texts share a prefix."""
     texts: list[list[int]] = []
     for _ in range(count):
         text: list[int] = []
@@ -83,12 +83,12 @@ def _row(namespace: int, prefix: Tokens, row_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What is known of a prompt's chunks when a call begins.
+    """Expected hits of a prompt at the start of a call.
 
     Attributes:
-        possible: Those that may be hits.
-        least: How many leading ones have to be, unless a clearing comes.
-        epoch: Of clearings.
+        possible: Chunks that may be hits.
+        least: Number of leading chunks that must be hits, unless `clear` is called meanwhile.
+        epoch: Epoch at the start.
     """
 
     possible: frozenset[int] = frozenset()
@@ -97,14 +97,14 @@ class Promise:
 
 
 class Model:
-    """Two sets of chunks: those that may be hits, and those that have to be.
+    """Two sets of chunks: those that may be hits, and those that must be.
 
-    A chunk may be there once a store of it has begun in its namespace, until all is cleared; nothing
-    else may. It has to be there once a store reported it kept, as long as nothing is evicted, fails or
-    crashes: that is only asked for where everything fits and nothing fails.
+    A chunk may be a hit after a store of it started in its namespace, until all is cleared. It must be a hit
+    after a store reported it as kept. This is checked only if everything fits and nothing fails, so that no
+    chunk is lost by an eviction, an error or a crash.
 
     Args:
-        all_fits: Whether every prompt fits into every tier, and no fault is ever injected.
+        all_fits: Whether every prompt fits into every tier, and no fault is injected.
         persistent: Whether a tier outlives the process.
     """
 
@@ -113,18 +113,18 @@ class Model:
         self._persistent = persistent
         self._possible: set[int] = set()
         self._certain: set[int] = set()
-        self._flushed: set[int] = set()  # of these, in a tier that outlives the process
+        self._flushed: set[int] = set()  # the certain chunks that are in a persistent tier
         self._clears = 0
         self._epoch = 0
-        self._since_clear: set[int] = set()  # may have been brought since the oldest clearing under way
+        self._since_clear: set[int] = set()  # chunks written since the oldest running clear started
 
     @property
     def epoch(self) -> int:
-        """Another one for every clearing that begins or ends: what spans two has no promise."""
+        """Counts starts and ends of clears. Nothing is expected of a call during which it changes."""
         return self._epoch
 
     def begin(self, prompt: Prompt, *, store: bool) -> None:
-        """A call begins that may bring chunks of the prompt into a tier: a store, or by promotion."""
+        """Record the start of a store, or of another call that may write (promote) the prompt's chunks."""
         numbers = {number for number, _ in prompt.chunks}
         if store:
             self._possible |= numbers
@@ -132,18 +132,18 @@ class Model:
             self._since_clear |= numbers & self._possible
 
     def stored(self, prompt: Prompt, *, since: int) -> None:
-        """A store that began in epoch `since` has ended, and dropped nothing."""
+        """Record the end of a store that started in epoch `since` and dropped nothing."""
         if self.all_fits and not self._clears and since == self._epoch:
             self._certain.update(number for number, _ in prompt.chunks)
 
     def promise(self, prompt: Prompt, first: int = 0) -> Promise:
-        """What to expect of a call that begins now, for the prompt's chunks from `first` on."""
+        """Return the expectation for a call that starts now, for the prompt's chunks from `first` on."""
         numbers = [number for number, _ in prompt.chunks[first:]]
         least = len(list(takewhile(self._certain.__contains__, numbers)))
         return Promise(frozenset(self._possible.intersection(numbers)), least, self._epoch)
 
     def bounds(self, promise: Promise, prompt: Prompt, first: int = 0) -> tuple[int, int]:
-        """How many chunks from `first` on have to be, and may be, the hit of a call that ends now."""
+        """Return the minimum and maximum hit of a call that ends now, in chunks from `first` on."""
         numbers = [number for number, _ in prompt.chunks[first:]]
         possible = takewhile(lambda number: number in promise.possible or number in self._possible, numbers)
         return promise.least if promise.epoch == self._epoch else 0, len(list(possible))
@@ -152,7 +152,7 @@ class Model:
         return frozenset(self._certain)
 
     def flushed(self, since: frozenset[int]) -> None:
-        """A flush has ended well that began when `since` was there."""
+        """Record the success of a flush that started when `since` was stored."""
         if self._persistent:
             self._flushed |= since & self._certain
 
@@ -164,7 +164,7 @@ class Model:
         self._forget(memory_only)
 
     def end_clear(self, *, memory_only: bool, done: bool) -> None:
-        """A clearing has ended; `done` when it said that everything is gone."""
+        """Record the end of a clear. `done`: it reported that everything is deleted."""
         self._clears -= 1
         self._epoch += 1
         self._forget(memory_only)
@@ -172,12 +172,12 @@ class Model:
             self._possible &= self._since_clear
 
     def crash(self) -> None:
-        """Memory is gone, and whatever was under way."""
+        """Record the loss of memory and of all running calls."""
         self._clears = 0
         self._certain = set(self._flushed)
 
     def closed(self) -> None:
-        """The engine was closed in order: what persists was flushed."""
+        """Record an orderly close of the engine, which flushes persistent tiers."""
         self.flushed(self.begin_flush())
         self.crash()
 
@@ -191,10 +191,9 @@ POISON = 0xA5
 
 
 class Region:
-    """The rows that one client stores from and retrieves into.
+    """Rows that one client stores from and retrieves into.
 
-    Whatever it holds beyond what a call is to read or has to write is poison: a copy too early, too late
-    or of too much shows.
+    All other content is poison, so that a copy at the wrong time or of the wrong size is detected.
     """
 
     def __init__(self, rig: Rig, first: int, rows: BlockIds) -> None:
@@ -212,7 +211,7 @@ class Region:
             plane.fill(POISON)
 
     def write(self, content: Content) -> None:
-        """What the model computes for the first tokens."""
+        """Write the KV of the first tokens, as the model does."""
         places = self._order[: len(content)]
         at = 0
         for plane in self._planes:
@@ -221,10 +220,10 @@ class Region:
             at += width
 
     def check(self, content: Content, start: int, stop: int) -> None:
-        """Tokens `start` to `stop` have their content, and nothing else was touched.
+        """Check that tokens `start` to `stop` have their content, and that no other row was written.
 
         Raises:
-            Violation: A byte is another one.
+            Violation: A byte is wrong.
         """
         places = self._order[start:stop]
         at = 0
@@ -244,7 +243,7 @@ class Region:
 
 
 def make_regions(rig: Rig, rng: Random, *, count: int, num_rows: int) -> list[Region]:
-    """`count` regions side by side, each with its rows in an order of its own."""
+    """Return `count` adjacent regions, half of them with shuffled rows."""
     regions: list[Region] = []
     for index in range(count):
         rows = list(range(index * num_rows, (index + 1) * num_rows))

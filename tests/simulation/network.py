@@ -1,4 +1,4 @@
-"""Unix sockets without sockets: what is written arrives a little later, in order, until the line is cut."""
+"""Simulated Unix sockets: data arrives in order after a delay, until the connection is cut."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from tests.simulation.loop import SimulatedLoop
 
 DELAY_S = 5e-4
-"""Most that a message takes."""
+"""Longest delay of a message, in seconds."""
 
 CUT_S = 2.0
-"""Up to so long after it was made, a connection that is to be cut is cut."""
+"""Longest time from the start of a connection to its cut, in seconds."""
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 
 
 class SimulatedWriter:
-    """What a `StreamWriter` is to its user."""
+    """The methods of a `StreamWriter` that are used."""
 
     def __init__(self, network: Network, peer: asyncio.StreamReader) -> None:
         self._network = network
@@ -40,7 +40,7 @@ class SimulatedWriter:
             self._later(self._peer.feed_eof)
 
     def cut(self) -> None:
-        """What has not arrived may still arrive; nothing more follows."""
+        """Send no more data. Data that was sent may still arrive."""
         self.close()
 
     def is_closing(self) -> bool:
@@ -59,14 +59,14 @@ class SimulatedWriter:
 
 
 class Network:
-    """Who listens where.
+    """Listening sockets and connections.
 
     Args:
-        cut: The chance that a connection is refused, and that it is cut after a while.
+        cut: Probability that a connection is refused, and that it is cut after a while.
 
     Attributes:
-        calm: From now on all lines hold.
-        has_cut: Whether some line did not.
+        calm: From now on, no connection is refused or cut.
+        has_cut: Whether a connection was cut.
     """
 
     def __init__(self, loop: SimulatedLoop, rng: Random, *, cut: float) -> None:
@@ -81,7 +81,7 @@ class Network:
         self._listening[str(path)] = accept
 
     async def connect(self, path: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """In place of `asyncio.open_unix_connection`."""
+        """Replacement of `asyncio.open_unix_connection`."""
         await asyncio.sleep(DELAY_S * self.rng.random())
         accept = self._listening.get(str(path))
         if accept is None or self._strikes():
@@ -97,7 +97,7 @@ class Network:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
-        """Within it the connector's halves meet here."""
+        """Connect the scheduler and worker connectors through this network in the block."""
         nobody: Callable[[Any], int] = lambda _: 0
         with (
             patch("asyncio.open_unix_connection", self.connect),

@@ -1,4 +1,4 @@
-"""One world, drawn from a seed: how large things are, which tiers there are, how bad the weather is."""
+"""Random configurations of a simulation: sizes, tiers and faults, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ CHUNK = 4
 MAX_TOKENS = 24
 CLIENTS = 4
 FILES = "files"
-"""The id of the real disk tier, where a stack has it."""
+"""Id of the real disk tier, if a stack has one."""
 
 STORE_S, RETRIEVE_S, SHUTDOWN_S = 3.0, 2.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What stays the same in a simulation, whatever crashes.
+    """Configuration of a simulation. It stays the same over crashes.
 
     Attributes:
-        all_fits: Whether nothing is evicted, refused or damaged, so that every hit can be asked for.
-        call_s: The deadline of one call to a tier.
-        backends: What the simulated tiers keep their records in, by the tiers' ids.
-        slow_tiers: How many tiers outlive a process.
+        all_fits: Whether nothing is evicted, refused or damaged, so that every hit is expected.
+        call_s: Deadline of one call to a tier, in seconds.
+        backends: Backends of the simulated tiers, by id of the tier.
+        slow_tiers: Number of tiers that outlive a process.
         has_files: Whether the real disk tier is one of them.
-        encrypted: Whether what they keep is encrypted.
+        encrypted: Whether their records are encrypted.
     """
 
     rig: Rig
@@ -52,13 +52,15 @@ class Scenario:
 
 
 def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
-    """Draw a world.
+    """Draw a configuration.
 
     Args:
-        folder: Where the real disk tier keeps its files.
+        rng: Random number generator.
+        faults: Level of faults.
+        folder: Directory of the real disk tier.
 
     Raises:
-        MissingDependencyError: It encrypts, and the package that does is not installed.
+        MissingDependencyError: It uses encryption, and the package for it is not installed.
     """
     rig = Rig(layers=1, blocks=CLIENTS * MAX_TOKENS // 4, chunk_size=CHUNK, head_dim=2)
     prompts = make_prompts(
@@ -75,15 +77,15 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
         else Odds(cancel=0.1 * rng.random())
     )
     roomy = rng.random() < 0.5
-    # Beside every chunk there is room for what all clients have under way at one time, and for pins.
+    # The extra slabs are for the concurrent calls of all clients, and for pins.
     rig.slabs = chunks + 2 * CLIENTS * MAX_TOKENS // CHUNK if roomy else rng.randint(2, 16)
-    call_s = rng.choice((0.5, 0.5, 5.0))  # the tiers' deadline may be the tighter one, or the request's
+    call_s = rng.choice((0.5, 0.5, 5.0))  # shorter or longer than the deadline of a request
     weather = Weather(rng, odds, call_timeout_s=call_s)
     stack = rng.choice(_STACKS)
     secrets = _draw_secrets(rng) if stack and rng.random() < 0.3 else {}
     if secrets:
         rig.hash_key = bytes.fromhex(secrets["hash_key"].get_secret_value())
-        rig.slabs *= 2 if roomy else 1  # one more for each chunk that is to be written
+        rig.slabs *= 2 if roomy else 1  # another one for each chunk that is being written
     backends = {
         name: Backend(
             weather,
@@ -99,7 +101,7 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
     for tier in settings["tiers"]:
         if tier["id"] == FILES:
             slabs = 2 * chunks if roomy else rng.randint(1, chunks)
-            # Without direct I/O: whether a file system has that must make no difference.
+            # Without direct I/O, because file systems differ in its support.
             tier |= {
                 "path": str(folder),
                 "max_bytes": slabs * rig.slab_bytes,
@@ -132,9 +134,9 @@ _STACKS: tuple[tuple[tuple[str, bool], ...], ...] = (
 
 
 def _draw_secrets(rng: Random) -> dict[str, Any]:
-    """Settings that encrypt what leaves the process's memory, and key the hash that names it."""
+    """Draw settings for encrypted records and for keyed hashes."""
     key = rng.randbytes(SECRET_BYTES)
-    RecordCipher([key])  # fails before anything runs where the package is not installed
+    RecordCipher([key])  # fails early if the package is not installed
     return {
         "encryption": EncryptionConfig(keys=SecretStr(key.hex())),
         "hash_algorithm": "sha256",
@@ -143,8 +145,8 @@ def _draw_secrets(rng: Random) -> dict[str, Any]:
 
 
 def draw_layers(rng: Random) -> list[Any]:
-    """The layers around a tier: the usual ones, touchy ones, or none but the border."""
-    retry = {"name": "retry", "seed": rng.randrange(1 << 30)}  # else its pauses differ from run to run
+    """Draw the layers of a tier: the usual ones, ones with tight limits, or none."""
+    retry = {"name": "retry", "seed": rng.randrange(1 << 30)}  # the same delays in every run
     usual = ["metrics", retry, "breaker", "deadline"]
     touchy = [
         {"name": "limit", "max_calls": rng.randint(1, 3)},

@@ -1,4 +1,4 @@
-"""A simulation of vLLM's scheduler, both sides of the connector and the engine, in virtual time and with faults."""
+"""A simulation of vLLM's scheduler, the connector and the engine, in virtual time and with faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_
 async def open_vllm(
     setup: Setup, registry: Registry, loop: SimulatedLoop, network: Network
 ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
-    """All of vLLM, and in it our connector, with its threads and sockets on this loop."""
+    """Run a simulated vLLM with our connector, whose threads and sockets are on this loop."""
     workers: list[tuple[WorkerConnector, Any]] = []
     clients: list[LookupClient] = []
 
@@ -94,7 +94,7 @@ async def _open_rank(
 
 
 class _Steps:
-    """What runs coroutines for the model's thread: the same loop."""
+    """Runs the coroutines of the model thread on the same loop."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
@@ -112,17 +112,17 @@ async def _hang_up(server: LookupServer) -> None:
 
 
 PATIENCE_S = 120.0
-"""Virtual seconds for the requests that are left when the weather clears."""
+"""Time limit, in virtual seconds, for the remaining requests after faults end."""
 
 SETTLE_S = 10.0
-"""The same for all leases to come back; shorter than a pin lives that nobody lets go."""
+"""Time limit for the release of all leases. Shorter than the lifetime of a pin that is never released."""
 
 PIN_TTL_S = 30.0
-"""So long lives a pin whose end was said into a line that was cut."""
+"""Lifetime of a pin, in seconds. It applies if the message that releases the pin was lost."""
 
 
 class Serving(Simulation):
-    """Processes one after another over the same backend, each serving requests."""
+    """A sequence of processes over the same backend, each serving requests."""
 
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Serving(Simulation):
         )
         SimulatedVLLM(
             Setup(folder=folder / "first", options=None)
-        )  # what vLLM does once in a process is done now
+        )  # vLLM's initialization of a process is done now
         roots = [self._tokens(200) for _ in range(3)]
         self._prompts = [
             self.rng.choice(roots)[: self.rng.randrange(1, 200)] + self._tokens(self.rng.choice((0, 1, 40)))
@@ -188,7 +188,7 @@ class Serving(Simulation):
             "vllm.lookup_timeout_s": self.rng.choice((1e-4, 0.1, 1.0)),
             "vllm.lookup_pin_ttl_s": self.rng.choice((0.05, PIN_TTL_S)),
             "vllm.load_policy": self.rng.choice(("auto", "always")),
-            "vllm.layerwise_load": "never",  # there the model's thread waits, and here it is the only one
+            "vllm.layerwise_load": "never",  # it blocks the only thread here
             "vllm.socket_dir": str(folder),
             "shutdown_timeout_s": 1.0,
         } | (self._secrets(folder) if self._encrypted else {})
@@ -220,7 +220,7 @@ class Serving(Simulation):
             raise Violation(f"told to nobody but the event loop: {loop.unhandled[0]}")
 
     async def _serve(self, sim: SimulatedVLLM, turns: int) -> dict[str, tuple[list[int], int]]:
-        """Requests come and go while vLLM steps; what was asked, and how many tokens."""
+        """Add and abort requests while vLLM steps. Return prompt and number of tokens of each request."""
         asked: dict[str, tuple[list[int], int]] = {}
         for _ in range(turns):
             self.step += 1
@@ -237,7 +237,7 @@ class Serving(Simulation):
                 sim.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.2)
                 self.note("reset")
             sim.step()
-            # A turn of vLLM's own, or a pause in which a store or a lookup can come to its end.
+            # A step of vLLM, or a pause in which a store or a lookup can end.
             await asyncio.sleep(2e-3 * self.rng.random() if self.rng.random() < 0.8 else 0.05)
         return asked
 
@@ -253,7 +253,7 @@ class Serving(Simulation):
             )  # a request that never ends costs 800 steps, not 120 000
 
     async def _check(self, sim: SimulatedVLLM, engines: list[CacheEngine], deadline: float) -> None:
-        """Nothing is held any more, by vLLM's pool or by the engines."""
+        """Check that neither vLLM's block pool nor an engine holds anything."""
         loop = asyncio.get_running_loop()
         side = sim.connector.scheduler
         free = sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -302,14 +302,14 @@ def simulate_serving(
     installed: Registry | None = None,
     progress: Callable[[int], object] = lambda step: None,
 ) -> SimulationReport:
-    """Run one simulation of a serving engine; what it found is in the report, also when that is a violation.
+    """Run one simulation of a serving engine. The report includes a violation, if any.
 
     Args:
-        seed: Decides everything.
-        steps: Steps of vLLM's scheduler to make under faults.
-        faults: How much goes wrong.
-        installed: The plug-ins, where they were read already.
-        progress: Called now and then with the steps made so far.
+        seed: Seed of all random choices.
+        steps: Number of steps of vLLM's scheduler under faults.
+        faults: Level of faults.
+        installed: Registry of the installed plug-ins, if they were read already.
+        progress: Called from time to time with the number of steps run.
     """
     plugins = installed or Registry()
     return run_to_report(

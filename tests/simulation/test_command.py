@@ -45,7 +45,7 @@ def test_a_wrong_option_ends_with_2(arguments):
 def test_the_watchdog_ends_what_blocks():
     def block():
         with watch(0.01):
-            while True:  # what it is for
+            while True:  # block until the watchdog ends it
                 pass
 
     with pytest.raises(Hang, match=r"no progress in 0\.01 real seconds"):

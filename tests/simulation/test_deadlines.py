@@ -1,4 +1,4 @@
-"""Deadlines, where time is virtual: how long a call really takes when everything is as slow as it may be."""
+"""Deadlines in virtual time: the duration of calls when every tier is as slow as possible."""
 
 import asyncio
 from random import Random
@@ -14,7 +14,7 @@ from tests.simulation.loop import Trace, new_loop, threads_as_steps
 
 
 class SlowTier(DictTier):
-    """Takes `SECONDS` for whatever it is asked."""
+    """A tier whose calls take `SECONDS`."""
 
     SECONDS = 0.9
 
@@ -40,7 +40,7 @@ class StuckTier(SlowTier):
 
 
 def run(coroutine_function, *, thread_s=0.0):
-    """What the function gives, on a loop whose time is virtual."""
+    """Run the function on a loop with virtual time and return its result."""
     loop = new_loop(Random(1), Trace(), thread_delay=lambda: thread_s)
     with threads_as_steps():
         try:
@@ -91,7 +91,7 @@ def test_a_retrieve_has_one_deadline_for_the_plan_and_the_reads(tier):
 
 
 def test_what_is_being_copied_to_the_device_at_the_deadline_is_told_as_a_hit():
-    """It is in the rows whatever we say: to answer that it is not would be wrong."""
+    """The copy cannot be undone, so the rows have their content."""
     rig = Rig()
     values = rig.content(range(24))
 
@@ -132,7 +132,7 @@ def test_closing_writes_the_whole_queue_of_a_slow_tier_by_default():
     kept = {}
 
     class SlowDisk(DictTier):
-        """Keeps one record a second, whatever is asked of it."""
+        """Stores one record per second."""
 
         def __init__(self, config):
             super().__init__(config, records=kept)
@@ -150,9 +150,9 @@ def test_closing_writes_the_whole_queue_of_a_slow_tier_by_default():
         loop = asyncio.get_running_loop()
         settings = {"shutdown_timeout_s": default, "store.allocate_timeout_s": 0.0, "store.timeout_s": 30.0}
         async with open_engine(rig, SlowDisk, **settings) as engine:
-            await engine.store(list(range(40)), range(40))  # the queue learns how slow the tier is
+            await engine.store(list(range(40)), range(40))  # the write queue measures the tier's speed
             store = asyncio.ensure_future(engine.store(list(range(1000, 1400)), range(40, 440)))
-            await asyncio.sleep(0.5)  # nothing of it is written yet
+            await asyncio.sleep(0.5)  # no record of it is written yet
             written, queued = len(kept), engine.statistics().writers["slow"].queued_chunks
             start = loop.time()
         await asyncio.wait({store})

@@ -1,4 +1,4 @@
-"""The simulated loop: what asyncio promises holds, the rest is drawn, and nothing real happens."""
+"""The simulated loop keeps asyncio's guarantees, draws the rest from a seed, and has virtual time."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ def test_the_order_of_tasks_is_drawn_from_the_seed():
     orders = {tuple(run(order_of_tasks, seed=seed)[0]) for seed in range(20)}
 
     assert len(orders) > 10
-    for order in orders:  # each task's own steps stay in order
+    for order in orders:  # the steps of each task stay in order
         assert all([step for name, step in order if name == task] == [0, 1, 2] for task in "abcd")
 
 
@@ -172,7 +172,7 @@ def test_a_pool_has_as_many_calls_under_way_as_workers():
         await asyncio.gather(*(in_thread(executor, lambda: None) for _ in range(6)))
         return loop.time()
 
-    # Two at a time, each 1 s to its end; the next one begins as one ends.
+    # Two at a time, 1 s each. The next one starts when one ends.
     assert run(check, thread_delay=lambda: 1.0)[0] == pytest.approx(4.0, abs=0.01)
 
 

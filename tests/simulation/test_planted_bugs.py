@@ -1,4 +1,4 @@
-"""The simulation finds what it is for: each bug planted here is one that it has to notice within its budget."""
+"""The simulation finds each of these planted bugs within its budget."""
 
 import pytest
 
@@ -21,22 +21,22 @@ STEPS = 400
 
 
 def stage(name):
-    """The class of a stage, found as the engine finds it."""
+    """Load the class of a stage as the engine does."""
     return Registry().load(STAGES, name)
 
 
 def no_verify(patch):
-    """Records are taken as they come, while backends damage them."""
+    """Records are not verified, while backends damage them."""
     patch(stage("verify"), "_check", lambda self, batch, checksums: (len(batch.chunks), None))
 
 
 def no_checksum(patch):
-    """Only headers are checked."""
+    """Only headers are verified."""
     patch(stage("verify"), "_needs_checksum", lambda self, tier: False)
 
 
 def lease_kept_on_cancel(patch):
-    """What a batch has leased is not given back when its task is cancelled."""
+    """The leases of a batch are not released when its task is cancelled."""
     finish = Runner._finish
 
     def leaky(self, run, index, nbytes, gate):
@@ -48,12 +48,12 @@ def lease_kept_on_cancel(patch):
 
 
 def namespace_dropped(patch):
-    """Two tenants' keys begin with the same root."""
+    """The keys of two tenants have the same root."""
     patch(RequestNamespace, "root", lambda self, engine_root, *_: engine_root)
 
 
 def hole_ignored_by_the_plan(patch):
-    """The plan goes on behind the first chunk that nobody has."""
+    """The plan continues after the first missing chunk."""
 
     async def plan(self, keys, **options):
         tiers, cause = await plan_of(self, keys, **options)
@@ -64,7 +64,7 @@ def hole_ignored_by_the_plan(patch):
 
 
 def hole_ignored_by_the_fetch(patch):
-    """What lies behind a chunk that vanished moves up."""
+    """Chunks after one that vanished take its position."""
 
     async def fetch(self, keys, tiers, allocate, **options):
         got, sources = [], []
@@ -79,7 +79,7 @@ def hole_ignored_by_the_fetch(patch):
 
 
 def no_deadlines(patch):
-    """A tier that hangs is waited for."""
+    """Calls of a tier that hangs have no timeout."""
     make, run = BoundedLayer.__init__, Runner.run
     never = {"lookup_s": 1e6, "read_s": 1e6, "write_s": 1e6}
     patch(BoundedLayer, "__init__", lambda self, inner, **options: make(self, inner, **options | never))
@@ -96,7 +96,7 @@ def no_deadline_of_requests(patch):
 
 
 def flush_forgets(patch):
-    """What is queued is not waited for."""
+    """A flush does not wait for queued writes."""
 
     async def flush(self, *, timeout_s):
         return True
@@ -105,7 +105,7 @@ def flush_forgets(patch):
 
 
 def clear_does_not_wait(patch):
-    """Stores and writes under way arrive behind a clearing."""
+    """Running stores and writes end after a clear."""
 
     async def clear(self, *, memory_only=False):
         tiers = [stacked.tier for stacked in self._parts.stack.tiers]
@@ -117,7 +117,7 @@ def clear_does_not_wait(patch):
 
 
 def bytes_kept_on_cancel(patch):
-    """A reservation that was granted and cancelled in the same turn is lost."""
+    """A reservation that is granted and cancelled in the same loop iteration is not released."""
     patch(ByteBudget, "release", release_once_in(ByteBudget.release, 20))
 
 
@@ -134,7 +134,7 @@ def release_once_in(release, often):
 
 
 def pins_forgotten(patch):
-    """`unpin` forgets the leases instead of giving them back."""
+    """`unpin` drops the leases without releasing them."""
 
     def release(self, lookup_id):
         if held := self._held.pop(lookup_id, None):
@@ -145,7 +145,7 @@ def pins_forgotten(patch):
 
 
 def device_read_too_late(patch):
-    """The caller is told that its memory is free before it is copied."""
+    """The caller is notified that its memory may be reused before the copy."""
     store = CacheEngine._do_store
 
     def early(self, request, copied):
@@ -156,7 +156,7 @@ def device_read_too_late(patch):
 
 
 def late_call_loses_its_lease(patch):
-    """A tier that still writes after its caller has gone works on a slab that is somebody else's."""
+    """A tier that still writes after its caller was cancelled uses a slab with another lease."""
 
     async def put_many(self, items):
         return await self._call("put_many", self._write_s, lambda: self.inner.put_many(items))
@@ -166,12 +166,12 @@ def late_call_loses_its_lease(patch):
 
 
 def queue_without_bound(patch):
-    """More waits for a tier than its queue may hold."""
+    """The queue of a tier exceeds its limit."""
     patch(ByteBudget, "_fits", lambda self, nbytes: True)
 
 
 def encryption_left_out(patch):
-    """Slow tiers are given the plain record."""
+    """Slow tiers get the plain record."""
     patch(
         stage("encrypt"),
         "_encrypt",
@@ -183,7 +183,7 @@ def encryption_left_out(patch):
 
 
 def leases_never_given_back(patch):
-    """Leases of every batch stay."""
+    """The leases of every batch are kept."""
     patch(Scope, "close", lambda self: None)
 
 
@@ -210,7 +210,7 @@ BUGS = {
         no_deadline_of_requests: 5,
     },
 }
-"""By faults: each bug with a seed that finds it within a second or so, as long as no draw changes before it."""
+"""Bugs by level of faults, each with a seed that finds it in about a second unless draws change."""
 PLANTED = [(faults, bug, seed) for faults, bugs in BUGS.items() for bug, seed in bugs.items()]
 
 

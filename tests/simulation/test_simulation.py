@@ -1,6 +1,6 @@
-"""The engine in simulation: a fixed budget of worlds, and that each is replayed to the letter.
+"""Simulations of the engine: a fixed number of seeds, and exact replay.
 
-`make simulate ARGS="--seeds 1000 --steps 10000 --faults many"` runs as many as there is time for.
+`make simulate ARGS="--seeds 1000 --steps 10000 --faults many"` runs more.
 """
 
 import json
@@ -75,7 +75,7 @@ def test_a_seed_is_replayed_to_the_letter(installed, real_disk, encrypted):
 
 
 def test_a_seed_is_replayed_to_the_letter_in_other_processes():
-    """Whatever their hash seeds are, and wherever their objects lie."""
+    """A replay does not depend on hash seeds or on addresses of objects."""
     answers = []
     for hash_seed in ("0", "random"):
         ran = subprocess.run(

@@ -15,18 +15,18 @@ from tests.simulation.faults import Weather
 
 
 class Backend:
-    """What a simulated tier keeps its records in; it outlives processes.
+    """Storage of a simulated tier. It outlives processes.
 
     Args:
-        weather: What goes wrong.
-        max_records: The capacity; the oldest record goes first. None for no bound.
-        local_index: Whether the tier knows its keys by itself, as a disk does and a remote store does not.
-        encrypted: Whether nothing but encrypted records may come here.
+        weather: Faults.
+        max_records: Capacity. The oldest record is evicted first. None for no limit.
+        local_index: Whether the tier has a local index of its keys, like a disk and unlike a remote store.
+        encrypted: Whether only encrypted records are allowed.
 
     Attributes:
-        records: The records by key, oldest first.
-        process: Which process may use it: calls of dead ones reach nothing.
-        complaints: What callers did to it that they must not do.
+        records: Records by key, oldest first.
+        process: Number of the current process. Calls of earlier processes have no effect.
+        complaints: Contract violations by callers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Backend:
         self._recent: list[ChunkKey] = []
 
     def begin(self, key: ChunkKey, record: bytes) -> int:
-        """A write is on its way; its number."""
+        """Start a write and return its number."""
         if self.encrypted and not is_encrypted(memoryview(record)):
             self.complaints.append(f"the record of {key.hex()} came in the clear")
         self._writes += 1
@@ -53,7 +53,7 @@ class Backend:
         return self._writes
 
     def end(self, write: int, *, whole: bool) -> None:
-        """It arrived; or it was broken off, and who knows what of it is there."""
+        """End a write. If it was interrupted, a part of the record may be stored."""
         key, record = self._writing.pop(write)
         weather, odds = self.weather, self.weather.odds
         if not whole:
@@ -66,7 +66,7 @@ class Backend:
         self._recent.append(key)
 
     def crash(self) -> None:
-        """The process is gone: what it wrote last may be there, be torn, or not be there at all."""
+        """End the process. The last records written may be complete, torn or missing."""
         self.process += 1
         for write in list(self._writing):
             self.end(write, whole=self.weather.rng.random() < 0.3)
@@ -78,7 +78,7 @@ class Backend:
         self._recent.clear()
 
     def synced(self) -> None:
-        """What was written until now survives a crash."""
+        """Make all previous writes survive a crash."""
         self._recent.clear()
 
     def _keep(self, key: ChunkKey, record: bytes) -> None:
@@ -90,7 +90,7 @@ class Backend:
 
 
 class SimulatedTier(Tier):
-    """Honest in good weather; see `Odds` for the rest. Made by `tier_over`."""
+    """A tier over a Backend, made by `tier_over`. It works correctly without the faults in `Odds`."""
 
     backend: Backend
 
@@ -203,7 +203,7 @@ class SimulatedTier(Tier):
 
 
 def tier_over(backend: Backend) -> type[SimulatedTier]:
-    """A tier class, for a registry, whose tiers all keep their records in `backend`."""
+    """Return a tier class whose tiers all store their records in `backend`."""
     members: dict[str, Any] = {"backend": backend}
     return type("TierOverBackend", (SimulatedTier,), members)
 
@@ -221,18 +221,19 @@ def _flip(weather: Weather, record: bytes) -> bytes:
 
 
 def _cut(weather: Weather, record: bytes) -> bytes:
-    """The beginning of the record; the rest is missing, or zeros."""
+    """Truncate the record, or replace its end by zeros."""
     length = weather.rng.randrange(len(record) + 1)
     return record[:length] + (bytes(len(record) - length) if weather.rng.random() < 0.5 else b"")
 
 
 class Disk:
-    """Makes tiers of the given class, whose clock is the loop's, and closes what a crash leaves open.
+    """Makes disk tiers that use the loop's clock, and closes files that a crash leaves open.
 
-    A real crash closes files and ends locks by itself; here the process goes on, so this has to.
+    A real crash closes files and releases locks. In the simulation the process continues, so this class does
+    it.
 
     Args:
-        tier_class: The disk tier's, as its entry point gives it.
+        tier_class: Class of the disk tier, from its entry point.
     """
 
     def __init__(self, tier_class: type[Tier]) -> None:
@@ -240,20 +241,20 @@ class Disk:
         self.tier_class = type("SimulatedDiskTier", (_VirtualClock, tier_class), {"disk": self})
 
     def opened(self, store: Any) -> None:
-        """A tier has opened its records; its stamps are to be the same in every run."""
+        """Note an opened tier, and replace its clock, so that timestamps are the same in every run."""
         loop = asyncio.get_running_loop()
         store.index._clock_ns = lambda: int(loop.time() * 1e9)
         self._open.append(store)
 
     def let_go(self) -> None:
-        """After a process, however it ended: files are as the last finished call of a thread left them."""
+        """Close the files after the end of a process. Unfinished calls of threads have no effect on them."""
         for store in self._open:
             store.close()
         self._open.clear()
 
 
 class _VirtualClock(Tier):
-    """Before a disk tier in the order of its classes."""
+    """Mixin that precedes a disk tier in the method resolution order."""
 
     disk: Disk
     _opened: Any

@@ -1,4 +1,4 @@
-"""A simulation of the engine: processes one after another over the same backends, their callers, and the checks."""
+"""A simulation of the engine: successive processes over the same backends, their clients, and the checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POLL_S = 0.01
 
 
 async def settle(world: World, engine: CacheEngine) -> None:
-    """Let the weather clear, end every pin, and wait until nothing is under way any more."""
+    """End all faults and pins, and wait until nothing runs."""
     world.scenario.weather.calm()
     for client in range(CLIENTS):
         for number in range(3):
@@ -62,10 +62,10 @@ async def settle(world: World, engine: CacheEngine) -> None:
 
 
 def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_tasks: int) -> None:
-    """Everything is given back; what is counted is what is there; no tier holds more than it may."""
+    """Check that all is released, the counts are right, and no tier exceeds its capacity."""
     statistics = engine.statistics()
     if statistics.arena.lingering_slabs:
-        gc.collect()  # an error's traceback may still know a buffer's array
+        gc.collect()  # the traceback of an error may refer to a buffer's array
         statistics = engine.statistics()
     kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
     _equal("slabs leased, beside those of the cpu tier,", statistics.arena.leased_slabs - kept, 0)
@@ -83,7 +83,7 @@ def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_ta
 
 
 async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -> None:
-    """Closed, an engine leaves nothing behind but calls that do not end, and these end in fair weather."""
+    """Check that a closed engine leaves only calls that hang, and that these end when faults end."""
     world.scenario.weather.calm()
     deadline = loop.time() + SETTLE_S
     while len(loop.live_tasks()) > 1:
@@ -99,10 +99,10 @@ async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -
 
 
 def check_always(engine: CacheEngine) -> None:
-    """What holds at every moment: nothing is larger than it may be.
+    """Check the limits that hold at every moment.
 
     Raises:
-        Violation: Something is.
+        Violation: A limit is exceeded.
     """
     statistics = engine.statistics()
     for name, writer in statistics.writers.items():
@@ -114,7 +114,7 @@ def check_always(engine: CacheEngine) -> None:
 
 
 def _check_counts(world: World, engine: CacheEngine) -> None:
-    """What was damaged by nobody is never found damaged; where nothing fails, no error is counted."""
+    """Check that only injected damage counts as corruption, and that without faults no error is counted."""
     odds = world.scenario.weather.odds
     damage = odds.corrupt or odds.rot or odds.torn
     for name, count in engine.statistics().counts.items():
@@ -138,15 +138,17 @@ def _equal(what: str, found: int, expected: int) -> None:
 
 
 CANCELLED = object()
-"""What a call came to that was cancelled."""
+"""Result of a cancelled call."""
 
 
 class Client:
-    """Works on a region of device memory of its own.
+    """Runs operations on its own region of device memory.
 
     Args:
-        world: What it draws from, and tells.
-        name: Distinguishes its lookups.
+        world: Source of random choices, and recorder of operations.
+        engine: The engine.
+        region: Device memory of this client.
+        name: Prefix of its lookup ids.
     """
 
     def __init__(self, world: World, engine: CacheEngine, region: Region, name: str) -> None:
@@ -170,7 +172,7 @@ class Client:
         )
 
     async def run(self, operations: int) -> None:
-        """So many operations, one after another; fewer when the engine is closed meanwhile."""
+        """Run operations one after another. Stop early if the engine is closed."""
         for _ in range(operations):
             [verb] = self._rng.choices(self._verbs, self._weights)
             self._world.begin_step(verb.__name__)
@@ -182,7 +184,7 @@ class Client:
                     raise
                 return
             except Exception:
-                self._world.freeze()  # what comes later is not what led to it
+                self._world.freeze()  # later steps are no cause of the error
                 raise
 
     # Operations.
@@ -196,7 +198,7 @@ class Client:
         def on_copied() -> None:
             nonlocal copied
             copied += 1
-            region.poison()  # whoever reads it now stores poison
+            region.poison()  # a later read would store poison
 
         async def store_chunks() -> StoreReport:
             nonlocal begun
@@ -217,7 +219,7 @@ class Client:
 
         if self._rng.random() < 0.5:
             report = await self._call(store_chunks(), STORE_S, twice=True)
-            for _ in range(10_000):  # cancelled twice, the caller is back before the copy has ended
+            for _ in range(10_000):  # after a second cancellation the call returns before the copy has ended
                 if copied or not begun:
                     break
                 await asyncio.sleep(1e-3)
@@ -232,7 +234,7 @@ class Client:
         if not isinstance(report, StoreReport):
             return
         given = report.stored + report.present + sum(report.dropped.values())
-        # A chain that failed as a whole does not know how many chunks there were.
+        # If the whole chain failed, the number of chunks is unknown.
         if given != len(prompt.chunks) and not {"BudgetExceededError", "TierError"} & report.dropped.keys():
             raise Violation(f"a store of {len(prompt.chunks)} chunks answers for {given}: {report}")
         if not report.dropped:
@@ -330,18 +332,22 @@ class Client:
                 raise Violation(f"nothing fails, but a clearing did: {error}") from None
         finally:
             self._model.end_clear(memory_only=memory_only, done=done)
-        if done:  # what is late is on its way now
+        if done:  # late writes may still arrive now
             await self._pause()
             for _ in range(3):
                 await self._lookup()
 
-    # What all of them need.
+    # Helpers of the operations.
 
     async def _call(self, coroutine: Coroutine[Any, Any, Any], limit_s: float, *, twice: bool = False) -> Any:
-        """The call's answer, in time; it may be cancelled in the middle.
+        """Run a call and check its duration. The call may be cancelled.
 
         Args:
-            twice: Whether the caller may even lose its patience with the end of a cancelled call.
+            limit_s: Deadline of the call, in virtual seconds.
+            twice: Whether a cancelled call may be cancelled again before it ends.
+
+        Returns:
+            The result, or CANCELLED.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -372,11 +378,11 @@ class Client:
     def _check_bounds(
         self, prompt: Prompt, skip: int, stop: int, promise: Promise, *, hearsay: bool = False
     ) -> None:
-        """A hit of tokens `skip` to `stop` may be, and is all that has to be.
+        """Check that the hit of tokens `skip` to `stop` is possible and as long as required.
 
         Args:
-            promise: What was known when the call began.
-            hearsay: Nobody has looked at the records yet: a tier that lies is believed.
+            promise: Expectation at the start of the call.
+            hearsay: The records were not read, so a wrong answer of `contains` is accepted.
         """
         first = skip // CHUNK
         ends = [end for _, end in prompt.chunks[first:]]
@@ -398,15 +404,15 @@ class Client:
 
 
 PATIENCE_S = 1000.0
-"""Virtual seconds in which a process ends, whatever happens to it: far beyond all deadlines together."""
+"""Time limit of a process, in virtual seconds: far longer than all deadlines together."""
 
 
 class World(Simulation):
-    """An engine after another, and their callers. Made and run by `simulate`.
+    """A sequence of engines and their clients. Made and run by `simulate`.
 
     Attributes:
-        closing: Whether the engine is being closed, so that its callers may be turned away.
-        slack_s: How much later than its deadline a call may end: by as much as threads dawdle.
+        closing: Whether the engine is being closed, so that calls may be rejected.
+        slack_s: Allowed delay after a deadline, in seconds, for delays of threads.
     """
 
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
@@ -442,18 +448,18 @@ class World(Simulation):
         self.counts[what] += number
 
     def crash_now(self) -> None:
-        """The process ends before its next step."""
+        """End the process before its next step."""
         self._loop.crash_at = self.trace.decisions
 
     def draw_prompt(self) -> Prompt:
         return self.rng.choice(self.rng.choice(self.scenario.prompts))
 
     def _live(self) -> None:
-        """One process, from its start to its crash or its end."""
+        """Run one process from its start to its crash or end."""
         weather = self.scenario.weather
         loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
         loop.deadline = self.now + PATIENCE_S
-        if self.rng.random() < 0.4 and not self._disk:  # that one has to be open before it can be let go
+        if self.rng.random() < 0.4 and not self._disk:  # a disk tier has to be open before it can be closed
             self._crash_soon(loop)
         self.closing = False
         try:
@@ -466,7 +472,7 @@ class World(Simulation):
         finally:
             self.now = loop.time()
             abandon(loop)
-            self.model.crash()  # last: closing the callers' coroutines has ended what they had begun
+            self.model.crash()  # last, because closing the clients' coroutines ends their calls
             if self._disk:
                 self._disk.let_go()
             weather.forget()
@@ -535,17 +541,17 @@ def simulate(
     installed: Registry | None = None,
     progress: Callable[[int], object] = lambda step: None,
 ) -> SimulationReport:
-    """Run one simulation; what it found is in the report, also when that is a violation.
+    """Run one simulation. The report includes a violation, if any.
 
-    Not to be called where an event loop runs. The same arguments give the same report, but for the
-    seconds that it took.
+    Must not be called while an event loop runs in this thread. The same arguments give the same report,
+    except for the real duration.
 
     Args:
-        seed: Decides everything.
-        steps: Operations to make.
-        faults: How much goes wrong.
-        installed: The plug-ins, where they were read already.
-        progress: Called now and then with the operations made so far.
+        seed: Seed of all random choices.
+        steps: Number of operations.
+        faults: Level of faults.
+        installed: Registry of the installed plug-ins, if they were read already.
+        progress: Called from time to time with the number of operations run.
     """
     plugins = installed or Registry()
     return run_to_report(
