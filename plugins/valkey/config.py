@@ -156,6 +156,12 @@ class ValkeyConfig(TierConfig):
             raise disagree("a cluster has the database 0 alone", "url", "mode")
         if address.scheme in TLS_SCHEMES and self.tls is False:
             raise disagree("the URL asks for TLS, but tls is false", "tls", "url")
+        files = {"ca": self.tls_ca_file, "cert": self.tls_cert_file, "key": self.tls_key_file}
+        if not self.encrypted and (unused := [kind for kind, file in files.items() if file is not None]):
+            raise disagree(
+                "it has no effect without TLS: set tls to true, or use a valkeys:// URL",
+                *(f"tls_{kind}_file" for kind in unused),
+            )
         if address.username and self.username not in {"", address.username}:
             raise disagree("username and the URL name different users", "username", "url")
         for prefix in ("", "sentinel_"):

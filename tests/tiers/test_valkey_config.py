@@ -62,6 +62,11 @@ def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int)
         ({"url": "unix:///s", "mode": "cluster"}, "a Unix socket leads to one"),
         ({"url": "valkey-sentinel://a", "mode": "single"}, "the URL names Sentinels"),
         ({"url": "valkeys://a", "tls": "no"}, "the URL asks for TLS, but tls is false"),
+        ({"url": "valkey://a", "tls_ca_file": "/ca"}, "tls_ca_file: it has no effect without TLS"),
+        (
+            {"url": "valkey://a", "tls": False, "tls_key_file": "/k"},
+            "tls_key_file: it has no effect without TLS",
+        ),
         ({"url": "valkey://x@a", "username": "y"}, "name different users"),
         ({"url": "valkey://a", "mode": "clustr"}, "did you mean cluster?"),
         (

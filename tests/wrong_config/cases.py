@@ -119,6 +119,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ("tiers: [{name: valkey, url: 'unix:///x', mode: cluster}]", ['{file}, line 1: tiers[0] (valkey): mode: mode cluster has several servers, and a Unix socket leads to one']),
     ("tiers: [{name: valkey, url: 'valkey://a,b'}]", ['{file}, line 1: tiers[0] (valkey): url: several hosts need mode: cluster or mode: sentinel']),
     ("tiers: [{name: valkey, url: 'valkey://a,b/2', mode: cluster}]", ['{file}, line 1: tiers[0] (valkey): url: a cluster has the database 0 alone']),
+    ("tiers: [{name: valkey, url: 'valkey://h', tls_cert_file: /c}]", ['{file}, line 1: tiers[0] (valkey): tls_cert_file: it has no effect without TLS: set tls to true, or use a valkeys:// URL']),
     ("tiers: [{name: valkey, url: 'valkeys://h', tls: false}]", ['{file}, line 1: tiers[0] (valkey): tls: the URL asks for TLS, but tls is false']),
     ("tiers: [{name: valkey, url: 'valkey://a@h', username: b, password_variable: X}]", ['{file}, line 1: tiers[0] (valkey): username: username and the URL name different users']),
     ("tiers: [{name: valkey, url: 'valkey://h', password_file: /x, password_variable: X}]", ['{file}, line 1: tiers[0] (valkey): password_file: password_variable and password_file are both set; one of them is enough']),
