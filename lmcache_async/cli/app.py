@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     ),
     "doctor": CommandSpec(
         "lmcache_async.cli.doctor:doctor_command",
-        "Look at the environment, the machine, the config and each of its tiers, and say what to do.",
+        "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
     ),
     "tiers": CommandSpec(
         "lmcache_async.cli.tiers:tiers_command",

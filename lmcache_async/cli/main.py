@@ -1,15 +1,15 @@
-"""The command `lmcache-async`. Its packages are an extra: without them it says so, and how to get them."""
+"""Entry point of the command `lmcache-async`. Its packages are an extra; a missing one is named."""
 
 from __future__ import annotations
 
 import sys
 
 EXTRA = "cli"
-PACKAGES = ("typer", "rich", "click", "shellingham", "httpx")
+PACKAGES = ("typer", "rich", "click", "shellingham", "httpx", "psutil")
 
 
 def main() -> None:
-    """Run the command that the process was started with."""
+    """Run the command of `sys.argv`."""
     try:
         from lmcache_async.cli.app import app
 

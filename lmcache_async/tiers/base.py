@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.answers import reads, settle, settle_put
 from lmcache_async.tiers.border import flag
+from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
 from lmcache_async.types import ChunkKey
 
@@ -214,6 +215,19 @@ class Tier(ABC, Generic[ConfigT]):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities()
+
+    def diagnose(self, *, sample_bytes: int | None = None) -> Iterable[Check]:
+        """Check what the tier needs on this machine, for `lmcache-async doctor`. The default checks nothing.
+
+        Called in a thread before the tier is opened, possibly while an engine uses the same backend, so it may
+        block and must not change stored records. `doctor` itself opens every tier that is neither in the arena
+        nor on a disk of this host, and stores and removes a small record.
+
+        Args:
+            sample_bytes: Number of bytes to write and read to measure a medium; None to measure nothing.
+        """
+        del sample_bytes
+        return ()
 
     def bind(self, arena: Arena) -> None:
         """Prepare the tier for an arena. Called once before the tier is opened.

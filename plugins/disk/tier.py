@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lmcache_async.memory.arena import Arena
     from lmcache_async.plugins.disk.files import Failure
     from lmcache_async.plugins.disk.index import Entry
+    from lmcache_async.tiers.diagnosis import Check
     from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
     from lmcache_async.types import ChunkKey
 
@@ -95,6 +96,11 @@ class DiskTier(Tier):
             max_concurrency=self._config.io_threads,
             medium=Medium.DISK,
         )
+
+    def diagnose(self, *, sample_bytes: int | None = None) -> Iterator[Check]:
+        from lmcache_async.plugins.disk.diagnosis import check_directory  # psutil is in the extra cli
+
+        return check_directory(self._config, sample_bytes)
 
     def bind(self, arena: Arena) -> None:
         """Limit records to the slabs of the arena. A longer file is corrupt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated
 
@@ -41,17 +42,17 @@ class HostConfig(TierConfig):
     """Options of the host tier.
 
     Attributes:
-        socket: Of the daemon; by default the place where it listens by default.
-        tenant: Whose records these are: engines of one tenant share theirs, and see no others.
-        daemon_uid: The user that the daemon must run as; by default our own or root.
-        connect_timeout_s: Longest time to connect, in seconds.
-        lookup_timeout_s: Longest time of a lookup or a removal.
-        transfer_timeout_s: Longest time until leases or reservations are given.
-        max_lease_bytes: Most bytes that this engine may have leases and reservations of; by default, and
-            at most, what the daemon allows.
-        copy_threads: Threads that copy records into the pool.
-        pin: Pin the pool for CUDA, in the background, where the engine pins its arena.
-        prefault: Map the pool's pages in the background, so that no first read pays for it.
+        socket: Socket of the daemon; by default the daemon's own default.
+        tenant: Name of the tenant. Engines of one tenant share their records and see no others.
+        daemon_uid: User that the daemon must run as; by default the own user or root.
+        connect_timeout_s: Maximum time to connect, in seconds.
+        lookup_timeout_s: Maximum time of a lookup or a removal, in seconds.
+        transfer_timeout_s: Maximum time to get leases or reservations, in seconds.
+        max_lease_bytes: Maximum bytes of leases and reservations of this engine; the default and the upper limit
+            are set by the daemon.
+        copy_threads: Number of threads that copy records into the pool.
+        pin: Whether the pool is pinned for CUDA, in the background, if the engine pins its arena.
+        prefault: Whether the pages of the pool are mapped in the background, so that first reads are not slower.
     """
 
     socket: SocketPath | None = None
@@ -64,3 +65,8 @@ class HostConfig(TierConfig):
     copy_threads: Count = 2
     pin: Flag = True
     prefault: Flag = True
+
+    @property
+    def trusted_users(self) -> frozenset[int]:
+        """The users whose daemon is accepted."""
+        return frozenset({os.geteuid(), 0} if self.daemon_uid is None else {self.daemon_uid})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +29,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host.answers import TOO_MUCH, leases_of, outcome_of, parsed, parts
 from lmcache_async.plugins.host.config import HostConfig
 from lmcache_async.plugins.host.copying import Copier
+from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
 from lmcache_async.plugins.host.dialer import Dialer
 from lmcache_async.plugins.host.link import Link
 from lmcache_async.tiers.answers import reads
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from lmcache_async.memory.arena import Arena
     from lmcache_async.plugins.host.connection import Connection
+    from lmcache_async.tiers.diagnosis import Check
     from lmcache_async.types import ChunkKey
 
 
@@ -72,6 +73,11 @@ class HostTier(Tier):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(own_memory=True, persistent=True, removes=True, lists=True, medium=Medium.MEMORY)
+
+    def diagnose(self, *, sample_bytes: int | None = None) -> Iterator[Check]:
+        del sample_bytes
+        yield check_daemon(self._config)
+        yield check_huge_pages()
 
     def bind(self, arena: Arena) -> None:
         """Pin the pool if the arena is pinned, for the same device."""
@@ -168,11 +174,10 @@ class HostTier(Tier):
     async def __aenter__(self) -> Self:
         """Open. If the daemon cannot be reached, the tier connects in the background."""
         config = self._config
-        users = {os.geteuid(), 0} if config.daemon_uid is None else {config.daemon_uid}
         dialer = Dialer(
             path=config.socket or default_socket(),
             hello=Hello(PROTOCOL, config.tenant, config.max_lease_bytes or 0),
-            users=frozenset(users),
+            users=config.trusted_users,
             timeout_s=config.connect_timeout_s,
             pin=self._pin,
             pin_device=self._pin_device,

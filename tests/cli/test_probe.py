@@ -1,4 +1,4 @@
-"""The probe of a tier that is elsewhere: a real server, and tiers that misbehave."""
+"""The probe of remote tiers: with a real server, and with tiers that misbehave."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from lmcache_async.cli.checks.check import Check, Outcome
-from lmcache_async.cli.checks.probe import check_tier
+from lmcache_async.cli.checks.probe import probe_tier
 from lmcache_async.config import TierSpec
 from lmcache_async.engine.check import make_tier
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.diagnosis import Check, Outcome
 from tests.support.valkey_servers import Server
 
 
@@ -34,14 +34,14 @@ def spec_of(**options: object) -> TierSpec:
 
 
 def probed(spec: TierSpec) -> dict[str, Check]:
-    return by_name(check_tier(spec, make_tier(spec, Registry(), third_party=True)))
+    return by_name(probe_tier(spec, make_tier(spec, Registry(), third_party=True)))
 
 
 def test_a_record_goes_to_a_real_server_and_back_and_is_gone(server):
     checks = probed(spec_of(url=f"unix://{server.socket}"))
 
     assert {check.outcome for check in checks.values()} == {Outcome.OK}
-    assert "got back the same" in checks["record"].found
+    assert "read back in" in checks["record"].found
     assert "a lookup takes" in checks["round trip"].found
     assert server.ask("DBSIZE") == 0
 
@@ -52,7 +52,7 @@ def test_a_server_that_is_not_there_fails_in_words():
     failed = [check for check in checks.values() if check.outcome is Outcome.FAIL]
     assert len(failed) == 1
     assert "127.0.0.1:1" in failed[0].found
-    assert "see whether its server runs" in failed[0].todo
+    assert "check that its server runs" in failed[0].todo
 
 
 class Forgetful(DictTier):
@@ -113,16 +113,16 @@ class NeverOpen(DictTier):
 @pytest.mark.parametrize(
     ("tier_class", "told"),
     [
-        (Forgetful, "what was stored did not come back"),
-        (Liar, "it says that it has a record that nobody stored"),
+        (Forgetful, "the stored record was not returned"),
+        (Liar, "it reports a record that was never stored"),
         (Hanging, "a get took longer than timeout_s of 0.2 s"),
-        (NeverOpen, "it was not open after 0.2 s"),
+        (NeverOpen, "not open after 0.2 s"),
     ],
 )
 def test_a_tier_that_misbehaves_fails(tier_class, told):
     spec = TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2)
 
-    checks = list(check_tier(spec, tier_class()))
+    checks = list(probe_tier(spec, tier_class()))
 
     assert [check.found for check in checks if check.outcome is Outcome.FAIL] == [told]
 
@@ -136,16 +136,16 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
         (
             Keeping,
             Outcome.FAIL,
-            "a removal took longer than timeout_s of 0.2 s; the probe, of 64 KiB, may stay",
+            "a removal took longer than timeout_s of 0.2 s; the record of 64 KiB may stay",
             1,
         ),
-        (BrokenAndKeeping, Outcome.FAIL, "a get failed: gone; the probe, of 64 KiB, may stay", 1),
-        (Silent, Outcome.OK, "; the probe, of 64 KiB, may stay", 1),
-        (NoRemoval, Outcome.OK, "; the probe, of 64 KiB, stays: this tier removes nothing", 1),
+        (BrokenAndKeeping, Outcome.FAIL, "a get failed: gone; the record of 64 KiB may stay", 1),
+        (Silent, Outcome.OK, "; the record of 64 KiB may stay", 1),
+        (NoRemoval, Outcome.OK, "; the record of 64 KiB stays: the tier cannot remove it", 1),
         (
             BrokenWithoutRemoval,
             Outcome.FAIL,
-            "a get failed: gone; the probe, of 64 KiB, may stay: this tier removes nothing",
+            "a get failed: gone; the record of 64 KiB may stay: the tier cannot remove it",
             1,
         ),
     ],
@@ -153,7 +153,7 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
 def test_the_probe_is_removed_whatever_happens_or_told(tier_class, outcome, told, left):
     tier = tier_class()
 
-    check = by_name(check_tier(TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2), tier))["record"]
+    check = by_name(probe_tier(TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2), tier))["record"]
 
     assert check.outcome is outcome
     assert check.found.endswith(told)

@@ -1,4 +1,4 @@
-"""The machine, and what a container leaves of it: cores, memory, limits, pages."""
+"""Checks of the machine and of the limits of a container: cores, memory, open files, huge pages."""
 
 from __future__ import annotations
 
@@ -8,110 +8,104 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_async.cli.checks.check import Check, fail, ok, warn
+import psutil
+
 from lmcache_async.config import EngineConfig, format_size
+from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
 
+ROOT = Path("/")
 MIN_FILES = 1024
-MIN_SHM_BYTES = 1 << 30  # vLLM's processes pass tensors through it; a container has 64 MiB by default
-_NO_LIMIT = 1 << 60  # what the older kind of control group says for none
+MIN_SHM_BYTES = 1 << 30  # vLLM's processes exchange tensors through it; a container has 64 MiB by default
+_NO_LIMIT = 1 << 60  # cgroup v1 reports a number like this instead of no limit
+_UNLIMITED = resource.RLIM_INFINITY
 
 
-def check_cores(config: EngineConfig, root: Path = Path("/")) -> Iterator[Check]:
-    cores: float = len(os.sched_getaffinity(0))
-    quota = _cpu_quota(root)
-    cores = min(cores, quota) if quota is not None else cores
-    name, found = "cores", f"{cores:g} for this process"
+def check_cores(config: EngineConfig, root: Path = ROOT) -> Check:
+    name, cores = "cores", min(len(os.sched_getaffinity(0)), _cpu_quota(root))
+    found = f"{cores:g} for this process"
     if cores < 2:
-        yield warn(name, found, "give it two at least: with one, copies and the model wait for each other")
-    elif config.copy_threads > cores:
-        todo = f"lower copy_threads ({config.copy_threads}): copies would leave the model no core"
-        yield warn(name, found, todo)
-    else:
-        yield ok(name, found)
+        return warn(name, found, "provide at least two: with one, copies and the model delay each other")
+    if config.copy_threads > cores:
+        return warn(
+            name, found, f"lower copy_threads ({config.copy_threads}), so that the model keeps a core"
+        )
+    return ok(name, found)
 
 
-def check_memory(config: EngineConfig, root: Path = Path("/")) -> Iterator[Check]:
-    name, wanted = "memory", config.arena.max_bytes
-    limit, available = memory_limit(root), _meminfo(root, "MemAvailable")
+def check_memory(config: EngineConfig, root: Path = ROOT, available: int | None = None) -> Check:
+    """Compare the arena with the memory limit of the control group and the available memory.
+
+    Args:
+        config: The configuration.
+        root: The root directory.
+        available: Available memory in bytes; None to ask the system.
+    """
+    name, wanted, limit = "memory", config.arena.max_bytes, memory_limit(root)
+    available = psutil.virtual_memory().available if available is None else available
     found = f"the arena takes {_gib(wanted)} in each worker process"
     if limit is not None:
         found += f"; the control group allows {_gib(limit)}"
-    if available is not None:
-        found += f"; {_gib(available)} are available"
-    least = min(value for value in (limit, available, _NO_LIMIT) if value is not None)
+    found += f"; {_gib(available)} are available"
     if limit is not None and wanted >= limit:
-        yield fail(name, found, "lower arena.max_bytes, or raise the limit of the container")
-    elif wanted > least * 0.8:
-        yield warn(name, found, "lower arena.max_bytes: the model and the page cache need memory too")
-    else:
-        yield ok(name, found)
+        return fail(name, found, "lower arena.max_bytes, or raise the memory limit of the container")
+    if wanted > min(available, limit or _NO_LIMIT) * 0.8:
+        return warn(name, found, "lower arena.max_bytes: the model and the page cache need memory too")
+    return ok(name, found)
 
 
-def check_pinning(config: EngineConfig, *, has_cuda: bool, limit: int | None = None) -> Iterator[Check]:
+def check_pinning(config: EngineConfig, *, has_cuda: bool, limit: int | None = None) -> Check:
     name = "pinned memory"
     if not has_cuda:
-        yield ok(name, "no CUDA device: nothing is pinned")
-        return
+        return ok(name, "no CUDA device: memory is not pinned")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
-    if soft == resource.RLIM_INFINITY or soft >= config.arena.max_bytes:
-        shown = "unlimited" if soft == resource.RLIM_INFINITY else _gib(soft)
-        yield ok(name, f"locked memory is {shown}")
-    else:
-        found = (
-            f"locked memory is limited to {format_size(soft)}, the arena is {_gib(config.arena.max_bytes)}"
-        )
-        yield warn(name, found, "ulimit -l unlimited (in a container --ulimit memlock=-1)")
+    if soft == _UNLIMITED or soft >= config.arena.max_bytes:
+        return ok(name, f"locked memory is {'unlimited' if soft == _UNLIMITED else _gib(soft)}")
+    found = f"locked memory is limited to {format_size(soft)}, the arena is {_gib(config.arena.max_bytes)}"
+    return warn(name, found, "ulimit -l unlimited (in a container --ulimit memlock=-1)")
 
 
-def check_huge_pages(config: EngineConfig, root: Path = Path("/")) -> Iterator[Check]:
-    folder = root / "sys/kernel/mm/transparent_hugepage"
-    reserved = _meminfo(root, "HugePages_Total") or 0
-    for name, file, uses in (
-        ("huge pages", "enabled", config.arena.huge_pages),
-        ("huge pages of shared memory", "shmem_enabled", any(tier.name == "host" for tier in config.tiers)),
-    ):
-        chosen = _chosen(folder / file)
-        found = f"{file} is {chosen or 'not known'}; {reserved} are reserved, which nothing here uses"
-        if uses and chosen in {"never", "deny", None}:
-            word = "madvise" if file == "enabled" else "advise"
-            yield warn(name, found, f"echo {word} > /{(folder / file).relative_to(root)} (as root)")
-        elif uses or name == "huge pages":
-            yield ok(name, found)
+def check_huge_pages(config: EngineConfig, root: Path = ROOT) -> Check:
+    name, file = "huge pages", root / "sys/kernel/mm/transparent_hugepage/enabled"
+    match = re.search(r"\[(\w+)\]", _read(file))
+    reserved = _number(root / "proc/sys/vm/nr_hugepages") or 0
+    found = f"enabled is {match[1] if match else 'unknown'}; {reserved} are reserved, which are not used here"
+    if config.arena.huge_pages and (match is None or match[1] == "never"):
+        return warn(name, found, f"echo madvise > /{file.relative_to(root)} (as root)")
+    return ok(name, found)
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
     name = "shared memory"
     try:
-        status = os.statvfs(path)
+        usage = psutil.disk_usage(os.fspath(path))
     except OSError as error:
-        yield warn(name, f"{path}: {error.strerror}", "mount a tmpfs there: vLLM's processes need it")
-        return
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    found = f"{path} has {_gib(size)}, {_gib(free)} free"
-    if size < MIN_SHM_BYTES:
-        yield warn(name, found, "start the container with --shm-size=2g or more: vLLM passes tensors there")
-    else:
-        yield ok(name, found)
+        return warn(name, f"{path}: {error.strerror}", "mount a tmpfs there: vLLM's processes need it")
+    found = f"{path} has {_gib(usage.total)}, {_gib(usage.free)} free"
+    if usage.total < MIN_SHM_BYTES:
+        return warn(name, found, "start the container with --shm-size=2g or more: vLLM passes tensors there")
+    return ok(name, found)
 
 
-def check_open_files(limit: int | None = None) -> Iterator[Check]:
+def check_open_files(limit: int | None = None) -> Check:
     name = "open files"
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft}"
-    if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
-        yield warn(name, found, f"ulimit -n {8 * MIN_FILES}: sockets, record files and vLLM's own need more")
-    else:
-        yield ok(name, found)
+    if soft == _UNLIMITED:
+        return ok(name, "unlimited")
+    if soft < MIN_FILES:
+        todo = f"ulimit -n {8 * MIN_FILES}: sockets, record files and vLLM need more"
+        return warn(name, f"at most {soft}", todo)
+    return ok(name, f"at most {soft}")
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """The least that this process's control group and those above it allow; None without a limit."""
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Return the lowest limit of this process's control group and its parents; None without a limit."""
     limits = [_number(folder / name) for folder, name in _groups(root, "memory")]
     return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
 
 
-def _cpu_quota(root: Path) -> float | None:
-    quotas = []
+def _cpu_quota(root: Path) -> float:
+    """The lowest quota in cores; infinity without one."""
+    quotas = [float("inf")]
     for folder, _ in _groups(root, "cpu"):
         words = _read(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdigit() and int(words[1]):
@@ -119,11 +113,11 @@ def _cpu_quota(root: Path) -> float | None:
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota and period and quota > 0:
             quotas.append(quota / period)
-    return min(quotas, default=None)
+    return min(quotas)
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """The folders of this process's control groups, innermost first, and the file of the memory limit there."""
+    """The directories of this process's control groups (v1 and v2), innermost first, and the file of their limit."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -144,16 +138,6 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
 def _number(file: Path) -> int | None:
     text = _read(file).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _meminfo(root: Path, key: str) -> int | None:
-    match = re.search(rf"^{key}:\s+(\d+)( kB)?$", _read(root / "proc/meminfo"), re.MULTILINE)
-    return None if match is None else int(match[1]) * (1024 if match[2] else 1)
-
-
-def _chosen(file: Path) -> str | None:
-    match = re.search(r"\[(\w+)\]", _read(file))
-    return match[1] if match else None
 
 
 def _read(file: Path) -> str:

@@ -1,26 +1,24 @@
-"""A tier that is elsewhere: it is opened, and one record goes there and back."""
+"""Probe of a remote tier: open it, and store, read and remove one record."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
-from lmcache_async.cli.checks.check import Check, Outcome, fail, ok, warn
 from lmcache_async.config import TierSpec
 from lmcache_async.errors import LMCacheAsyncError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
-
-T = TypeVar("T")
 
 PAYLOAD_BYTES = 64 << 10
 FORMAT = RecordFormat(namespace='{"doctor":"probe"}', layout="probe", dtype="uint8", chunk_size=16)
@@ -28,20 +26,27 @@ LOOKUPS = 5
 SLOW_S = 0.1
 
 
+class ProbeError(Exception):
+    """A call of the tier failed or timed out; has the check to report."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(check.found)
+        self.check = check
+
+
 def probe_timeout_s(spec: TierSpec) -> float:
-    """After so many seconds all of its calls have ended, or one of them blocks."""
+    """Return the time by which all calls of a probe have ended, unless one of them blocks."""
     return spec.open_timeout_s + (LOOKUPS + 6) * spec.timeout_s + 5.0
 
 
-def check_tier(spec: TierSpec, tier: Tier) -> Iterator[Check]:
-    """Open it, look up, put, get and remove a record that is nobody's, and close it."""
-    yield from asyncio.run(_check(spec, tier))
+def probe_tier(spec: TierSpec, tier: Tier) -> Iterator[Check]:
+    """Open the tier; look up, store, read and remove a record with a random key; close the tier."""
+    yield from asyncio.run(_probe(spec, tier))
 
 
-async def _check(spec: TierSpec, tier: Tier) -> list[Check]:
+async def _probe(spec: TierSpec, tier: Tier) -> list[Check]:
     slab_bytes = FORMAT.record_bytes(PAYLOAD_BYTES)
     arena = Arena(4 * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
-    opened = f"opens ({spec.id})"
     checks: list[Check] = []
     try:
         tier.bind(arena)
@@ -49,117 +54,104 @@ async def _check(spec: TierSpec, tier: Tier) -> list[Check]:
         try:
             await asyncio.wait_for(tier.__aenter__(), spec.open_timeout_s)
         except TimeoutError:
-            found = f"it was not open after {spec.open_timeout_s:g} s"
-            return [fail(opened, found, "see whether its server answers from this machine")]
-        checks.append(ok(opened, f"in {_ms(time.perf_counter() - begin)}"))
+            found = f"not open after {spec.open_timeout_s:g} s"
+            return [fail("opens", found, "check that its server answers from this machine")]
+        checks.append(ok("opens", f"in {_ms(time.perf_counter() - begin)}"))
         try:
             checks += await _use(spec, tier, arena)
         finally:
             await asyncio.wait_for(tier.__aexit__(None, None, None), spec.timeout_s)
     except LMCacheAsyncError as error:
-        return [
-            *checks,
-            fail(opened, str(error), _todo(error)),
-        ]
+        checks.append(fail("opens", str(error), _todo(error)))
     except TimeoutError:
-        checks.append(warn(opened, f"it was not closed in {spec.timeout_s:g} s", "see the server's log"))
+        checks.append(warn("opens", f"not closed after {spec.timeout_s:g} s", "see the log of its server"))
     finally:
         arena.close()
     return checks
 
 
 async def _use(spec: TierSpec, tier: Tier, arena: Arena) -> list[Check]:
-    name = f"record ({spec.id})"
     key = ChunkKey(secrets.token_bytes(KEY_BYTES))
+    times = []
     try:
-        times = []
         for _ in range(LOOKUPS):
             begin = time.perf_counter()
-            if await _in_time(spec, tier.contains(key)):
-                return [fail(name, "it says that it has a record that nobody stored", "report it")]
+            async with _step(spec, "a lookup"):
+                found = await tier.contains(key)
+            if found:
+                return [fail("record", "it reports a record that was never stored", "report this as a bug")]
             times.append(time.perf_counter() - begin)
-    except (TimeoutError, LMCacheAsyncError) as error:
-        return [_failed(spec, "a lookup", error)]
-    checks = [_round_trip(spec, sorted(times)[LOOKUPS // 2])]
+    except ProbeError as error:
+        return [error.check]
+    checks = [_round_trip(sorted(times)[LOOKUPS // 2])]
     if not tier.capabilities.writes:
-        return [*checks, ok(name, "this tier only reads: nothing was written")]
+        return [*checks, ok("record", "the tier is read-only: nothing was written")]
     record = _record(arena, key)
     try:
-        check = await _there_and_back(spec, tier, key, arena, record)
+        check = await _store_and_read(spec, tier, key, arena, record)
+    except ProbeError as error:
+        check = error.check
     finally:
         record.release()
-        removed = await _remove(spec, tier, key)
-    return [*checks, _with_rest(spec, tier, check, removed)]
+    return [*checks, await _removed(spec, tier, key, check)]
 
 
-async def _there_and_back(spec: TierSpec, tier: Tier, key: ChunkKey, arena: Arena, record: Buffer) -> Check:
-    name, step = f"record ({spec.id})", "a put"
-    try:
-        begin = time.perf_counter()
-        await _in_time(spec, tier.put(key, record))
-        put = time.perf_counter() - begin
-        step = "a get"
-        begin = time.perf_counter()
-        same = await _same(spec, tier, key, arena, record)
-        get = time.perf_counter() - begin
-    except (TimeoutError, LMCacheAsyncError) as error:
-        return _failed(spec, step, error)
-    if not same:
-        return fail(name, "what was stored did not come back", "see whether its server has room")
-    return ok(name, f"put in {_ms(put)}, got back the same in {_ms(get)}")
-
-
-async def _remove(spec: TierSpec, tier: Tier, key: ChunkKey) -> bool | Exception:
-    """The probe, also where its put failed or was late: it may be there all the same."""
-    try:
-        return await _in_time(spec, tier.remove(key)) if tier.capabilities.removes else False
-    except (TimeoutError, LMCacheAsyncError) as error:
-        return error
-
-
-def _with_rest(spec: TierSpec, tier: Tier, check: Check, removed: bool | Exception) -> Check:
-    """What came of the record, and what is left of it there."""
-    went_well = check.outcome is Outcome.OK
-    if isinstance(removed, Exception) and went_well:
-        check = _failed(spec, "a removal", removed)
-    if not tier.capabilities.removes:
-        stays = "stays: this tier removes nothing" if went_well else "may stay: this tier removes nothing"
-    elif isinstance(removed, Exception) or (went_well and not removed):
-        stays = "may stay"
-    else:
-        return check
-    return replace(check, found=f"{check.found}; the probe, of 64 KiB, {stays}")
-
-
-def _failed(spec: TierSpec, step: str, error: Exception) -> Check:
-    name = f"record ({spec.id})"
-    if isinstance(error, LMCacheAsyncError):
-        return fail(name, f"{step} failed: {error}", _todo(error))
-    return fail(name, f"{step} took longer than timeout_s of {spec.timeout_s:g} s", "see its server")
-
-
-async def _same(spec: TierSpec, tier: Tier, key: ChunkKey, arena: Arena, record: Buffer) -> bool:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=spec.timeout_s)
-
-    found = await _in_time(spec, tier.get(key, allocate))
-    if found is None:
-        return False
-    try:
-        return bytes(found.view) == bytes(record.view)
-    finally:
+async def _store_and_read(spec: TierSpec, tier: Tier, key: ChunkKey, arena: Arena, record: Buffer) -> Check:
+    begin = time.perf_counter()
+    async with _step(spec, "a put"):
+        await tier.put(key, record)
+    stored = time.perf_counter()
+    async with _step(spec, "a get"):
+        found = await tier.get(key, lambda nbytes: arena.lease(nbytes, timeout_s=spec.timeout_s))
+    same = False
+    if found is not None:
+        same = bytes(found.view) == bytes(record.view)
         found.release()
+    read = time.perf_counter()
+    if not same:
+        return fail("record", "the stored record was not returned", "check that its server has room")
+    return ok("record", f"put in {_ms(stored - begin)}, read back in {_ms(read - stored)}")
+
+
+async def _removed(spec: TierSpec, tier: Tier, key: ChunkKey, check: Check) -> Check:
+    """Remove the record, also after a failed put, which may have stored it; add a remainder to the check."""
+    passed = check.outcome is Outcome.OK
+    if not tier.capabilities.removes:
+        rest = "stays" if passed else "may stay"
+        return replace(check, found=f"{check.found}; the record of 64 KiB {rest}: the tier cannot remove it")
+    try:
+        async with _step(spec, "a removal"):
+            uncertain = not await tier.remove(key) and passed
+    except ProbeError as error:
+        check, uncertain = (error.check if passed else check), True
+    return replace(check, found=f"{check.found}; the record of 64 KiB may stay") if uncertain else check
+
+
+@asynccontextmanager
+async def _step(spec: TierSpec, step: str) -> AsyncIterator[None]:
+    """Run a call within `timeout_s`.
+
+    Raises:
+        ProbeError: It failed or took longer.
+    """
+    try:
+        async with asyncio.timeout(spec.timeout_s):
+            yield
+    except LMCacheAsyncError as error:
+        raise ProbeError(fail("record", f"{step} failed: {error}", _todo(error))) from error
+    except TimeoutError as error:
+        found = f"{step} took longer than timeout_s of {spec.timeout_s:g} s"
+        raise ProbeError(fail("record", found, "check its server")) from error
 
 
 def _record(arena: Arena, key: ChunkKey) -> Buffer:
     record = arena.lease_nowait(FORMAT.record_bytes(PAYLOAD_BYTES))
-    assert record is not None, "an arena of four slabs has one"
+    assert record is not None, "the arena has four slabs"
     record.view[FORMAT.header_bytes :] = secrets.token_bytes(PAYLOAD_BYTES)
-    chunk = Chunk(key=key, start=0, tokens=np.arange(16, dtype=np.int32))
     seal(
         record.view,
         format=FORMAT,
-        chunk=chunk,
+        chunk=Chunk(key=key, start=0, tokens=np.arange(16, dtype=np.int32)),
         request_namespace="",
         shape=(PAYLOAD_BYTES,),
         payload_bytes=PAYLOAD_BYTES,
@@ -167,22 +159,17 @@ def _record(arena: Arena, key: ChunkKey) -> Buffer:
     return record
 
 
-def _round_trip(spec: TierSpec, seconds: float) -> Check:
-    name, found = f"round trip ({spec.id})", f"a lookup takes {_ms(seconds)}"
+def _round_trip(seconds: float) -> Check:
+    name, found = "round trip", f"a lookup takes {_ms(seconds)}"
     if seconds > SLOW_S:
-        return warn(name, found, "move it nearer: each request waits for lookups")
+        return warn(name, found, "use a nearer server: every request waits for lookups")
     return ok(name, found)
-
-
-async def _in_time(spec: TierSpec, call: Awaitable[T]) -> T:
-    async with asyncio.timeout(spec.timeout_s):
-        return await call
 
 
 def _todo(error: LMCacheAsyncError) -> str:
     if isinstance(error, TierUnavailableError):
-        return "see whether its server runs and can be reached from this machine"
-    return "see what its server allows this user, and its options: lmcache-async tiers"
+        return "check that its server runs and can be reached from this machine"
+    return "check the user's permissions on its server, and its options: lmcache-async tiers"
 
 
 def _ms(seconds: float) -> str:

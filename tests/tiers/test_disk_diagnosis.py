@@ -1,0 +1,108 @@
+"""Checks of the disk tier for `lmcache-async doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lmcache_async.plugins.disk import DiskConfig, DiskTier, diagnosis
+from lmcache_async.plugins.disk.diagnosis import file_system_of
+from lmcache_async.tiers.diagnosis import Check, Outcome
+
+MIB = 1 << 20
+
+
+class Mount(NamedTuple):
+    mountpoint: str
+    fstype: str
+
+
+def diagnosed(root: Path, *, sample_bytes: int | None = None, **options: object) -> dict[str, Check]:
+    tier = DiskTier(DiskConfig.model_validate({"path": root, "max_bytes": MIB, **options}))
+    return {check.name: check for check in tier.diagnose(sample_bytes=sample_bytes)}
+
+
+def contents(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def test_a_directory_is_checked_and_not_changed(tmp_path):
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / ("ab" * 16)).write_bytes(bytes(5_000_000))
+    before = contents(tmp_path)
+
+    checks = diagnosed(tmp_path, sample_bytes=8 * MIB)
+
+    assert contents(tmp_path) == before
+    assert {check.outcome for check in checks.values()} <= {Outcome.OK, Outcome.WARN}
+    assert set(checks) == {"file system", "room", "owner", "writable", "direct I/O", "speed"}
+    assert "0.0 GB are records" in checks["room"].found
+    assert "MB/s written" in checks["speed"].found
+
+
+def test_the_room_includes_that_of_the_records(tmp_path):
+    (tmp_path / "ab").mkdir()
+    with (tmp_path / "ab" / ("ab" * 16)).open("wb") as file:
+        file.truncate(3 * 10**9)
+
+    assert "3.0 GB are records" in diagnosed(tmp_path)["room"].found
+
+
+def test_a_missing_directory_is_not_created(tmp_path):
+    checks = diagnosed(tmp_path / "a" / "b")
+
+    assert contents(tmp_path) == []
+    assert checks["owner"].found == "the directory does not exist; it is created at the first start"
+    assert "speed" not in checks
+
+
+def test_a_directory_that_is_not_writable_fails(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(diagnosis.tempfile, "mkdtemp", refuse)
+
+    check = diagnosed(tmp_path, sample_bytes=MIB)["writable"]
+
+    assert (check.outcome, check.found) == (Outcome.FAIL, f"{tmp_path}: Permission denied")
+
+
+def test_the_process_that_uses_the_directory_is_named(tmp_path):
+    async def while_open() -> Check:
+        async with DiskTier(DiskConfig(path=tmp_path, max_bytes=MIB)):
+            return await asyncio.to_thread(lambda: diagnosed(tmp_path)["owner"])
+
+    held = asyncio.run(while_open())
+    free = diagnosed(tmp_path)["owner"]
+
+    assert (held.outcome, held.found) == (Outcome.WARN, f"in use by process {os.getpid()}")
+    assert (free.outcome, free.found) == (Outcome.OK, "not in use by another process")
+
+
+def test_more_than_the_free_space_is_a_warning(tmp_path):
+    check = diagnosed(tmp_path, max_bytes=1 << 60)["room"]
+
+    assert check.outcome is Outcome.WARN
+    assert "lower max_bytes" in check.todo
+
+
+@pytest.mark.parametrize(
+    ("odirect", "outcome"), [(True, Outcome.FAIL), ("auto", Outcome.WARN), (False, Outcome.OK)]
+)
+def test_a_file_system_without_direct_io(tmp_path, monkeypatch, odirect, outcome):
+    monkeypatch.setattr(diagnosis, "detect_direct", lambda directory, wanted: False)
+
+    assert diagnosed(tmp_path, odirect=odirect)["direct I/O"].outcome is outcome
+
+
+def test_the_file_system_is_that_of_the_longest_mount_and_of_several_the_last(monkeypatch):
+    mounts = [Mount("/", "ext4"), Mount("/mnt/a b", "tmpfs"), Mount("/mnt/a b", "nfs4"), Mount("/mnt", "xfs")]
+    monkeypatch.setattr(diagnosis.psutil, "disk_partitions", lambda all: mounts)
+
+    assert file_system_of(Path("/mnt/a b/kv")) == "nfs4"
+    assert file_system_of(Path("/mnt/other")) == "xfs"
+    assert file_system_of(Path("/mntx")) == "ext4"
