@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_async.device.stream import DeviceEvent
+from lmcache_async.memory.threads import wait_done
 from lmcache_async.types import BlockIds
 
 if TYPE_CHECKING:
@@ -132,26 +133,24 @@ async def wait_all(
 
     Args:
         futures: Futures of the running work.
-        on_cancel: Called on each cancellation; may withdraw work that has not begun.
+        on_cancel: Called on the first cancellation; may withdraw work that has not begun.
     """
-    cancelled: asyncio.CancelledError | None = None
-    while pending := [future for future in futures if not future.done()]:
-        try:
-            await asyncio.wait(pending)
-        except asyncio.CancelledError as cancellation:
-            cancelled = cancellation
-            if on_cancel is not None:
-                on_cancel()
-    failures = [failure for f in futures if not f.cancelled() and (failure := f.exception()) is not None]
     try:
-        if cancelled is not None:
-            raise cancelled
+        if futures:
+            await asyncio.wait(futures)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        await wait_done(*futures)
+        raise
+    finally:
+        failures = [failure for f in futures if not f.cancelled() and (failure := f.exception()) is not None]
+    try:
         if failures:
             raise failures[0]
     finally:
         # Break the reference cycle of exception and frame, which would keep the payloads alive until a
         # garbage collection.
-        cancelled = None
         failures.clear()
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from lmcache_async.memory.threads import see_through
+from lmcache_async.memory.threads import run_shielded
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -36,10 +36,10 @@ async def map_in_order(
             yield await _first(running)
     finally:
         if running:
-            await see_through(asyncio.sleep(0))  # each task has started, so that its `finally` runs
+            await run_shielded(asyncio.sleep(0))  # each task has started, so that its `finally` runs
             for task in running:
                 task.cancel()
-            await see_through(asyncio.gather(*running, return_exceptions=True))
+            await run_shielded(asyncio.gather(*running, return_exceptions=True))
 
 
 async def _first(running: deque[asyncio.Future[T]]) -> T:

@@ -51,26 +51,63 @@ async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
     If the call is cancelled, it waits until the function has ended, then raises CancelledError. The buffers
     of the function are in use until then.
     """
-    return await see_through(asyncio.get_running_loop().run_in_executor(executor, function))
+    return await run_shielded(asyncio.get_running_loop().run_in_executor(executor, function))
 
 
-async def see_through(work: Awaitable[T]) -> T:
+async def run_shielded(work: Awaitable[T]) -> T:
     """Return the result of `work`. If cancelled, wait until `work` has ended, then raise CancelledError."""
     future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await really_ended(future)
+        await wait_done(future)
         if not future.cancelled():
             future.exception()  # retrieved, so that asyncio does not log it
         raise
 
 
-async def really_ended(work: asyncio.Future[Any]) -> None:
-    """Wait until `work` has ended and suppress cancellation.
+async def wait_done(*work: asyncio.Future[Any]) -> None:
+    """Wait until all of `work` has ended and suppress cancellation.
 
     For a caller that was already cancelled and raises CancelledError afterwards.
     """
-    while not work.done():
+    while pending := [one for one in work if not one.done()]:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([work])
+            await asyncio.wait(pending)
+
+
+async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
+    """Wait until calls that were submitted to a pool have ended. Their outcomes are not raised.
+
+    If cancelled, calls that no thread has begun are withdrawn (`Future.cancelled()`). Calls that have begun are
+    awaited: their memory must not be reused before.
+
+    Args:
+        calls: The futures of the calls.
+        abandon: If cancelled, do not wait for calls that have begun. They must not use memory of the caller.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    running = len(calls)
+
+    def count_ended() -> None:
+        nonlocal running
+        running -= 1
+        if not running and not ended.done():
+            ended.set_result(None)
+
+    def notify_loop(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(count_ended)
+
+    if not calls:
+        return
+    for call in calls:
+        call.add_done_callback(notify_loop)
+    try:
+        await asyncio.wait([ended])
+    except asyncio.CancelledError:
+        withdrawn = [call.cancel() for call in calls]
+        if not (abandon or all(withdrawn)):
+            await wait_done(ended)
+        raise

@@ -25,7 +25,7 @@ from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.proof import prove
-from lmcache_async.memory.threads import WorkerPool, really_ended, see_through
+from lmcache_async.memory.threads import WorkerPool, run_shielded, wait_done
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -429,7 +429,7 @@ class DiskThreads:
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
         """Run a short call without buffers. If cancelled, it waits for the end of the call first."""
-        return await see_through(aiofiles.os.wrap(call)(*args, executor=self.executor))
+        return await run_shielded(aiofiles.os.wrap(call)(*args, executor=self.executor))
 
     def close(self) -> None:
         """Wait for running calls. There are none when every `wait_ended` has returned."""
@@ -484,7 +484,7 @@ async def wait_ended(future: Future[Any], *, abandon: bool = False) -> None:
         await asyncio.wait([ended])
     except asyncio.CancelledError:
         if not future.cancel() and not abandon:
-            await really_ended(ended)
+            await wait_done(ended)
         raise
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
 from lmcache_async.errors import TierClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.copies import FasterWay, copy_bytes
-from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.memory.threads import WorkerPool, wait_ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +47,7 @@ class Copier:
             raise TierClosedError(f"the host tier was closed: {error}") from error
         finally:
             try:
-                await _ended(futures)
+                await wait_ended(*futures)
             finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
                 for part in (pairs, *pieces):
                     part.clear()
@@ -84,34 +82,3 @@ def _copy(pairs: list[Pair], stream: bool) -> float:
     for target, source in pairs:
         copy_bytes(target, source, stream=stream)
     return time.thread_time() - start
-
-
-async def _ended(futures: Sequence[Future[float]]) -> None:
-    """Wait until all calls have ended. If cancelled, calls that no thread has begun are withdrawn."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    left = len(futures)
-
-    def one_ended() -> None:
-        nonlocal left
-        left -= 1
-        if not left and not ended.done():
-            ended.set_result(None)
-
-    def tell_loop(_: Future[float]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(one_ended)
-
-    if not futures:
-        return
-    for future in futures:
-        future.add_done_callback(tell_loop)
-    try:
-        await asyncio.wait([ended])
-    except asyncio.CancelledError:
-        for future in futures:
-            future.cancel()
-        while not ended.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([ended])
-        raise

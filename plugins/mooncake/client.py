@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.memory.threads import WorkerPool, wait_done, wait_ended
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.plugins.mooncake.calls import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,9 +42,9 @@ class Client:
     def __init__(self, pool: Pool, arena: Arena, threads: int) -> None:
         self.pool = pool
         self._arena = arena
-        self._reads = Calls(threads)
-        self._writes = Calls(threads)
-        self._questions = Calls(1)
+        self._reads = WorkerPool(threads, thread_name_prefix="lmcache-mooncake")
+        self._writes = WorkerPool(threads, thread_name_prefix="lmcache-mooncake")
+        self._questions = WorkerPool(1, thread_name_prefix="lmcache-mooncake")
         self._joining: asyncio.Task[None] | None = None
         self._moving: collections.Counter[ChunkKey] = collections.Counter()
         self._removing: set[ChunkKey] = set()
@@ -78,10 +77,9 @@ class Client:
         """Leave the pool. No call may be running; an attempt to join is awaited."""
         if self._joining is not None:
             await _ended(self._joining)
-        await self._questions.run(self.pool.close)
-        self._questions.close()
-        self._reads.close()
-        self._writes.close()
+        await _run(self._questions, self.pool.close)
+        for workers in (self._questions, self._reads, self._writes):
+            workers.shutdown()
 
     async def there(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return await self._call(self._questions, self.pool.there, keys)
@@ -98,7 +96,7 @@ class Client:
 
     async def _move(
         self,
-        calls: Calls,
+        workers: WorkerPool,
         call: Callable[[Sequence[ChunkKey], Sequence[int], Sequence[int]], list[int]],
         keys: Sequence[ChunkKey],
         addresses: Sequence[int],
@@ -108,7 +106,7 @@ class Client:
         await self._until(lambda: self._removing.isdisjoint(keys))
         self._moving.update(keys)
         try:
-            return await self._call(calls, call, keys, addresses, sizes)
+            return await self._call(workers, call, keys, addresses, sizes)
         finally:
             self._moving -= collections.Counter(keys)
             self._wake()
@@ -135,16 +133,18 @@ class Client:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _call(self, calls: Calls, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _call(
+        self, workers: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         if not self.pool.is_joined:
             raise TierUnavailableError(f"{self.pool.url} has not been joined yet: its master does not answer")
-        return await calls.run(call, *args, **kwargs)
+        return await _run(workers, call, *args, **kwargs)
 
     def _begins_without(self, cause: object) -> None:
         self._logger.report("open", "%s; the tier is opened all the same, until then all is a miss", cause)
 
     async def _join(self) -> None:
-        await self._questions.run(self.pool.join, self._arena.address, len(self._arena.region))
+        await _run(self._questions, self.pool.join, self._arena.address, len(self._arena.region))
 
     async def _keep_joining(self, attempt: asyncio.Future[None]) -> None:
         while True:
@@ -159,11 +159,26 @@ class Client:
             attempt = asyncio.ensure_future(self._join())
 
 
+async def _run(workers: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run the call in a thread.
+
+    If cancelled, a call that no thread has begun is withdrawn. A running call is awaited, because the memory
+    that it uses must not be reused before.
+
+    Raises:
+        TierClosedError: The tier was closed.
+    """
+    try:
+        future = workers.submit(call, *args, **kwargs)
+    except RuntimeError as error:
+        raise TierClosedError(f"the mooncake tier was closed: {error}") from error
+    await wait_ended(future)
+    return future.result()
+
+
 async def _ended(task: asyncio.Future[None]) -> None:
     """Cancel the task and wait for its end."""
     task.cancel()
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({task})
+    await wait_done(task)
     if not task.cancelled():
         task.exception()  # retrieved, so that asyncio does not log it

@@ -12,7 +12,7 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.memory.threads import see_through
+from lmcache_async.memory.threads import run_shielded
 from lmcache_async.plugins.s3.errors import translated
 from lmcache_async.plugins.s3.lending import Loan
 from lmcache_async.types import ChunkKey
@@ -111,19 +111,19 @@ class Bucket:
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Put the object in one request. It exists as a whole or not at all."""
         async with self._request("write", key):
-            await see_through(self._send(key, Loan(buffer.array)))
+            await run_shielded(self._send(key, Loan(buffer.array)))
 
     async def delete(self, key: ChunkKey) -> None:
         """Delete the object if it exists."""
         async with self._request("delete", key):
-            await see_through(self._delete([name_of(key)]))
+            await run_shielded(self._delete([name_of(key)]))
 
     async def delete_all(self) -> int:
         """Delete every record. Return the number of records."""
         count = 0
         async for keys in self.pages():
             async with self._request(f"delete records of {self._url}"):
-                await see_through(self._delete([name_of(key) for key in keys]))
+                await run_shielded(self._delete([name_of(key) for key in keys]))
             count += len(keys)
         return count
 

@@ -1,19 +1,21 @@
-"""Memory: what goes on in a thread is waited for until it has really ended, however often its caller is cancelled."""
+"""Waits for calls in threads that outlast every cancellation of the waiting task."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
-from lmcache_async.memory.threads import WorkerPool, in_thread, really_ended, see_through
+from lmcache_async.memory.threads import WorkerPool, in_thread, run_shielded, wait_done, wait_ended
 from lmcache_async.testing.steps import turns
 
 
 class Gated:
-    """A call in a thread that ends when it is told to."""
+    """A call that blocks its thread until `may_end` is set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.may_end = threading.Event()
@@ -34,20 +36,30 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+async def returning(wait: Coroutine[Any, Any, None]) -> str:
+    await wait
+    return "done"
+
+
+async def until_running(call: Future[str]) -> None:
+    while not call.running():
+        await turns(1)
+
+
 async def cancelled_often(task: asyncio.Task[str]) -> None:
     for _ in range(3):
         task.cancel()
         await turns(5)
 
 
-async def test_what_the_function_returns_or_raises_comes_back(pool: WorkerPool) -> None:
+async def test_in_thread_returns_the_result_or_raises_the_error(pool: WorkerPool) -> None:
     assert await in_thread(pool, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         await in_thread(pool, lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("error", [None, OSError("the disk is gone")], ids=["returns", "raises"])
-async def test_a_cancelled_call_ends_after_its_thread_and_not_before(
+async def test_a_cancelled_call_ends_only_after_its_function(
     pool: WorkerPool, error: Exception | None
 ) -> None:
     call = Gated(error)
@@ -63,7 +75,7 @@ async def test_a_cancelled_call_ends_after_its_thread_and_not_before(
     assert task.cancelled()
 
 
-async def test_a_deadline_that_passes_meanwhile_is_still_told(pool: WorkerPool) -> None:
+async def test_a_deadline_that_expires_during_the_wait_raises_afterwards(pool: WorkerPool) -> None:
     call = Gated()
 
     async def within_no_time() -> str:
@@ -80,34 +92,77 @@ async def test_a_deadline_that_passes_meanwhile_is_still_told(pool: WorkerPool) 
     assert call.ended
 
 
-async def test_a_coroutine_is_seen_through_to_its_end() -> None:
-    told = asyncio.Event()
+async def test_run_shielded_waits_for_the_end_of_a_coroutine() -> None:
+    proceed = asyncio.Event()
     steps = []
 
     async def work() -> str:
-        await told.wait()
+        await proceed.wait()
         await turns(3)
         steps.append("ended")
         return "done"
 
-    task = asyncio.ensure_future(see_through(work()))
+    task = asyncio.ensure_future(run_shielded(work()))
     await turns(2)
     await cancelled_often(task)
     assert not task.done()
-    told.set()
+    proceed.set()
     await asyncio.wait({task})
 
     assert task.cancelled()
     assert steps == ["ended"]
-    assert await see_through(work()) == "done"
+    assert await run_shielded(work()) == "done"
 
 
-async def test_work_that_is_itself_cancelled_is_no_wait() -> None:
+async def test_run_shielded_ends_when_its_work_is_cancelled() -> None:
     work = asyncio.get_running_loop().create_future()
-    task = asyncio.ensure_future(see_through(work))
+    task = asyncio.ensure_future(run_shielded(work))
     await turns(2)
     work.cancel()
     await asyncio.wait({task})
 
     assert task.cancelled()
-    await really_ended(work)
+    await wait_done(work)
+
+
+async def test_wait_ended_does_not_raise_the_errors_of_the_calls(pool: WorkerPool) -> None:
+    failed = pool.submit(lambda: 1 // 0)
+    passed = pool.submit(lambda: 7)
+
+    await wait_ended(failed, passed)
+    await wait_ended()
+
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    assert passed.result() == 7
+
+
+async def test_a_cancelled_wait_withdraws_queued_calls_and_waits_for_running_ones(pool: WorkerPool) -> None:
+    running, queued = Gated(), Gated()
+    calls = [pool.submit(running), pool.submit(queued)]
+    await until_running(calls[0])
+    task = asyncio.ensure_future(returning(wait_ended(*calls)))
+    await turns(2)
+    await cancelled_often(task)
+    assert not task.done()
+
+    running.may_end.set()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert running.ended
+    assert calls[1].cancelled()
+    assert not queued.ended
+
+
+async def test_an_abandoned_call_is_not_awaited(pool: WorkerPool) -> None:
+    call = Gated()
+    future = pool.submit(call)
+    await until_running(future)
+    task = asyncio.ensure_future(returning(wait_ended(future, abandon=True)))
+    await turns(2)
+    task.cancel()
+    await asyncio.wait({task})
+
+    assert task.cancelled()
+    assert not call.ended
+    call.may_end.set()
