@@ -1,0 +1,3 @@
+"""The frozen distribution's own tests are run with what it installs, not collected here."""
+
+collect_ignore = ["v01_distribution"]

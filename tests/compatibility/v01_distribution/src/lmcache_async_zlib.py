@@ -1,0 +1,164 @@
+"""Two stages of their own distribution: what leaves the process's memory is compressed, what comes back is not.
+
+A compressed record is a record like any other, sealed over its compressed payload, so tiers check it as they check all.
+Its shape has a third number: an engine without `unzlib` takes it for a record of another layout, which is a miss.
+"""
+
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import fields, replace
+
+import numpy as np
+
+from lmcache_async import Buffer, ChunkCorruptError, EngineConfig, KVLayout
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.header import read_header
+from lmcache_async.memory.record import RecordFormat, seal, verify
+from lmcache_async.memory.threads import in_thread
+from lmcache_async.pipeline.batch import EncryptedBatch, FetchedBatch, SealedBatch
+from lmcache_async.tiers.stack import TierStack
+
+LEVEL = 1
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class CompressStage:
+    """Between `seal` and `write`: a compressed copy of each record for the tiers outside of the arena."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        arena: Arena,
+        workers: Executor,
+        config: EngineConfig,
+        record_format: RecordFormat,
+    ) -> None:
+        self._stack, self._arena, self._workers, self._format = stack, arena, workers, record_format
+        self._timeout_s = config.store.allocate_timeout_s
+
+    async def __call__(self, batch: SealedBatch) -> EncryptedBatch:
+        sizes = [buffer.nbytes for buffer in batch.buffers] if self._stack.leaves_memory else []
+        copies = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
+        batch.scope.add(copies)
+        lengths = await in_thread(self._workers, lambda: self._compress(batch, copies)) if copies else []
+        for copy, length in zip(copies, lengths, strict=True):
+            copy.resize(length)
+        parts = {field.name: getattr(batch, field.name) for field in fields(SealedBatch)}
+        return EncryptedBatch(**parts, at_rest=tuple(copies))
+
+    def _compress(self, batch: SealedBatch, copies: Sequence[Buffer]) -> list[int]:
+        """Write the records that are to leave; their lengths. One that would grow stays as it is."""
+        lengths = []
+        for chunk, record, copy in zip(batch.chunks, batch.buffers, copies, strict=False):
+            start = self._format.header_bytes
+            packed = zlib.compress(shuffled(record.array[start:], self._format.dtype), LEVEL)
+            if start + len(packed) >= record.nbytes:
+                copy.view[:] = record.view
+                lengths.append(record.nbytes)
+                continue
+            copy.view[start : start + len(packed)] = packed
+            seal(
+                copy.view,
+                format=self._format,
+                chunk=chunk,
+                request_namespace=batch.request.request_namespace,
+                shape=(*read_header(record.view).shape, len(packed)),
+                payload_bytes=len(packed),
+            )
+            lengths.append(start + len(packed))
+        return lengths
+
+
+class DecompressStage:
+    """Between `fetch` and `verify`: compressed records become what they were; the first bad one ends the prefix."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        arena: Arena,
+        workers: Executor,
+        config: EngineConfig,
+        record_format: RecordFormat,
+        layout: KVLayout,
+    ) -> None:
+        self._stack, self._arena, self._workers, self._format = stack, arena, workers, record_format
+        self._layout = layout
+        self._timeout_s = config.retrieve.timeout_s
+
+    async def __call__(self, batch: FetchedBatch) -> FetchedBatch:
+        packed = [i for i, buffer in enumerate(batch.buffers) if self._is_compressed(buffer)]
+        sizes = [self._format.record_bytes(self._layout.payload_bytes(len(batch.rows[i]))) for i in packed]
+        plain = await self._arena.lease_many(sizes, timeout_s=self._timeout_s) if sizes else []
+        batch.scope.add(plain)
+        bad = (
+            await in_thread(self._workers, lambda: self._decompress(batch, packed, plain)) if plain else None
+        )
+        buffers = list(batch.buffers)
+        for index, buffer in zip(packed, plain, strict=False):
+            buffers[index] = buffer
+        count, cause = len(buffers), batch.cause
+        if bad is not None:
+            count, cause = bad, "corrupt"
+            await self._stack.discard(batch.tiers[count], batch.chunks[count].key, "compression")
+        elif len(plain) < len(packed):
+            count, cause = packed[len(plain)], "no_room"
+        return replace(
+            batch,
+            chunks=batch.chunks[:count],
+            rows=batch.rows[:count],
+            tiers=batch.tiers[:count],
+            buffers=tuple(buffers[:count]),
+            cause=cause,
+        )
+
+    def _is_compressed(self, record: Buffer) -> bool:
+        try:
+            return len(read_header(record.view).shape) == 3
+        except ChunkCorruptError:
+            return False  # `verify` says what is wrong, and rejects it
+
+    def _decompress(self, batch: FetchedBatch, packed: Sequence[int], plain: Sequence[Buffer]) -> int | None:
+        """Which is the first that does not prove to be what was asked for; None when all do."""
+        namespace = batch.request.request_namespace
+        for index, buffer in zip(packed, plain, strict=False):
+            record, chunk, start = batch.buffers[index].view, batch.chunks[index], self._format.header_bytes
+            try:
+                header = verify(record, format=self._format, chunk=chunk, request_namespace=namespace)
+                payload = inflated(record[start:], buffer.nbytes - start)
+            except (ChunkCorruptError, zlib.error):
+                return index
+            buffer.array[start:] = unshuffled(payload, self._format.dtype)
+            seal(
+                buffer.view,
+                format=self._format,
+                chunk=chunk,
+                request_namespace=namespace,
+                shape=header.shape[:2],
+                payload_bytes=buffer.nbytes - start,
+            )
+        return None
+
+
+def shuffled(payload: np.ndarray, dtype: str) -> bytes:
+    """First bytes of all numbers, then all second ones, and so on: exponents are alike, so they compress."""
+    return np.ascontiguousarray(payload.reshape(-1, item_bytes(payload, dtype)).T).tobytes()
+
+
+def unshuffled(payload: bytes, dtype: str) -> np.ndarray:
+    flat = np.frombuffer(payload, np.uint8)
+    return flat.reshape(item_bytes(flat, dtype), -1).T.reshape(-1)
+
+
+def item_bytes(payload: np.ndarray, dtype: str) -> int:
+    size = ITEM_BYTES.get(dtype.removeprefix("torch."), 1)
+    return size if payload.nbytes % size == 0 else 1
+
+
+def inflated(packed: memoryview, nbytes: int) -> bytes:
+    """The payload, of exactly so many bytes; never more memory than that, whatever `packed` is."""
+    inflater = zlib.decompressobj()
+    payload = inflater.decompress(packed, nbytes)
+    if len(payload) != nbytes or not inflater.eof:
+        raise zlib.error(f"{len(payload)} bytes or more where {nbytes} are expected")
+    return payload
