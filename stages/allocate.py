@@ -23,7 +23,11 @@ class AllocateStage:
         self._timeout_s = config.store.allocate_timeout_s
 
     async def __call__(self, batch: MissingBatch) -> LeasedBatch:
-        sizes = [self._format.record_bytes(self._layout.payload_bytes(len(rows))) for rows in batch.rows]
+        by_rows: dict[int, int] = {}
+        sizes = [
+            by_rows.get(count) or by_rows.setdefault(count, self._record_bytes(count))
+            for count in map(len, batch.rows)
+        ]
         buffers = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
         batch.scope.add(buffers)
         count = len(buffers)
@@ -37,3 +41,6 @@ class AllocateStage:
             present=batch.present,
             buffers=tuple(buffers),
         )
+
+    def _record_bytes(self, num_rows: int) -> int:
+        return self._format.record_bytes(self._layout.payload_bytes(num_rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import pairwise
 
 from lmcache_async.config import EngineConfig
@@ -26,14 +25,21 @@ class DeviceToHostStage:
         self._digest = ("device_to_host", "seal") in pairwise(config.store.stages)
 
     async def __call__(self, batch: LeasedBatch) -> FilledBatch:
+        start = self._header_bytes
         jobs = [
-            CopyJob(rows, buffer.array[self._header_bytes :])
+            CopyJob(rows, buffer.array_from(start))
             for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
         ]
         digests = None
         if jobs:
             digests = await self._copier.gather(jobs, batch.request.fence, digest=self._digest)
         return FilledBatch(
-            **{field.name: getattr(batch, field.name) for field in fields(LeasedBatch)},
+            request=batch.request,
+            chunks=batch.chunks,
+            rows=batch.rows,
+            drops=batch.drops,
+            scope=batch.scope,
+            present=batch.present,
+            buffers=batch.buffers,
             checksums=tuple(digests or ()),
         )

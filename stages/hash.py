@@ -54,5 +54,12 @@ class HashStage:
         return tuple(chunks)
 
     def _rows(self, request: Request, chunks: tuple[Chunk, ...]) -> tuple[BlockIds, ...]:
-        unit = self._layout.tokens_per_row
-        return tuple(request.row_ids[chunk.start // unit : chunk.stop // unit] for chunk in chunks)
+        """Return the rows of each chunk. All chunks but the last have the same length."""
+        if not chunks:
+            return ()
+        count = len(chunks[0].tokens) // self._layout.tokens_per_row
+        first = chunks[0].start // self._layout.tokens_per_row
+        last = first + count * (len(chunks) - 1)
+        end = last + len(chunks[-1].tokens) // self._layout.tokens_per_row
+        whole = request.row_ids[first:last].reshape(-1, count)
+        return (*whole, request.row_ids[last:end])

@@ -11,6 +11,7 @@ from lmcache_async.device.copier import Copier, CopyJob
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.pipeline.batch import RetrieveRequest, VerifiedBatch
+from lmcache_async.tiers.plan import runs
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import BlockIds, RetrieveReport
 
@@ -38,18 +39,20 @@ class HostToDeviceStage:
         if progress is not None and not progress.begin():
             return RetrieveReport(hit_chunks=0, hit_tokens=0, bytes=0, by_tier=Counter(), cause="given_up")
         whole = len(batch.chunks) == len(batch.request.chunks)
+        start = self._header_bytes
         jobs = [
-            CopyJob(rows, buffer.array[self._header_bytes :])
+            CopyJob(rows, buffer.array_from(start))
             for rows, buffer in zip(batch.rows, batch.buffers, strict=True)
         ]
         if jobs:
             await self._copier.scatter(jobs, batch.request.fence, progress if whole else None)
+        tokens = [len(chunk.tokens) for chunk in batch.chunks]
         by_tier: Counter[str] = Counter()
-        for chunk, tier in zip(batch.chunks, batch.tiers, strict=True):
-            by_tier[self._stack.tiers[tier].id] += len(chunk.tokens)
+        for tier, first, last in runs(batch.tiers):
+            by_tier[self._stack.tiers[tier].id] += sum(tokens[first:last])
         return RetrieveReport(
-            hit_chunks=len(batch.chunks),
-            hit_tokens=sum(len(chunk.tokens) for chunk in batch.chunks),
+            hit_chunks=len(tokens),
+            hit_tokens=sum(tokens),
             bytes=self._layout.payload_bytes(_count_wanted(batch.rows)),
             by_tier=by_tier,
             cause=batch.cause,

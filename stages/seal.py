@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import fields
 
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat, seal
@@ -28,10 +27,20 @@ class SealStage:
             self._seal(batch)
         elif batch.chunks:
             await in_thread(self._workers, lambda: self._seal(batch))
-        return SealedBatch(**{field.name: getattr(batch, field.name) for field in fields(SealedBatch)})
+        return SealedBatch(
+            request=batch.request,
+            chunks=batch.chunks,
+            rows=batch.rows,
+            drops=batch.drops,
+            scope=batch.scope,
+            present=batch.present,
+            buffers=batch.buffers,
+        )
 
     def _seal(self, batch: FilledBatch) -> None:
         checksums = batch.checksums or (None,) * len(batch.chunks)
+        header_bytes, row_bytes = self._format.header_bytes, self._layout.bytes_per_row
+        request_namespace = batch.request.request_namespace
         for chunk, rows, buffer, checksum in zip(
             batch.chunks, batch.rows, batch.buffers, checksums, strict=True
         ):
@@ -39,8 +48,8 @@ class SealStage:
                 buffer.view,
                 format=self._format,
                 chunk=chunk,
-                request_namespace=batch.request.request_namespace,
-                shape=(len(rows), self._layout.bytes_per_row),
-                payload_bytes=buffer.nbytes - self._format.header_bytes,
+                request_namespace=request_namespace,
+                shape=(len(rows), row_bytes),
+                payload_bytes=buffer.nbytes - header_bytes,
                 checksum=checksum,
             )

@@ -168,11 +168,18 @@ class Arena:
             sizes: Bytes of each buffer.
             timeout_s: Longest wait in seconds.
         """
-        wanted = 0
-        while wanted < min(len(sizes), self.num_slabs) and self._fits(sizes[wanted]):
-            wanted += 1
-        slabs = await self._wait(wanted, timeout_s) if wanted else []
-        return [self._lease(slab, nbytes) for slab, nbytes in zip(slabs, sizes, strict=False)]
+        wanted = min(len(sizes), self.num_slabs)
+        if wanted and not (min(sizes) >= 0 and max(sizes) <= self.slab_bytes):
+            wanted = next((i for i in range(wanted) if not self._fits(sizes[i])), wanted)
+        if not wanted:
+            return []
+        self._collect()
+        if self._waiters or len(self._free) < wanted:
+            slabs = await self._wait(wanted, timeout_s)
+        else:
+            slabs = self._take(wanted)
+        self._active += len(slabs)
+        return [Buffer(slab, nbytes) for slab, nbytes in zip(slabs, sizes, strict=False)]
 
     def add_reclaimer(self, reclaim: Callable[[int], int]) -> None:
         """Add a function that frees slabs on demand.
@@ -226,14 +233,14 @@ class Arena:
     def lease_ended(self, slab: Slab) -> None:
         if slab.leases == 0:
             self._active -= 1
-        # Even if the slab is not free: a reclaimer may now be able to release its other lease.
-        self._serve_soon()
+        if self._waiters:  # even if the slab is not free: a reclaimer may be able to release its other lease
+            self._serve_soon()
 
     def slab_idle(self, slab: Slab) -> None:
         self._idle.append(slab)
         if self._closed:
             self._unmap_if_unused()
-        else:
+        elif self._waiters:
             self._serve_soon()
 
     def _fits(self, nbytes: int) -> bool:
@@ -294,7 +301,8 @@ class Arena:
         if len(self._free) < wanted:
             self._reclaim(wanted - len(self._free))
         count = min(wanted, len(self._free))
-        slabs = [self._free.pop() for _ in range(count)]
+        slabs = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
         self._peak = max(self._peak, self.num_slabs - len(self._free))
         return slabs
 
@@ -325,4 +333,6 @@ class Arena:
 
     def _unmap_if_unused(self) -> None:
         if self._closed and len(self._free) + len(self._idle) == self.num_slabs:
+            for slab in self._slabs:
+                slab.forget_bytes()
             self._region.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import sys
+import sysconfig
 import weakref
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
@@ -78,14 +79,13 @@ class Slab:
     def bytes(self) -> Bytes:
         """All bytes of the slab; uint8 of shape (nbytes,). Every derived view keeps this array alive.
 
-        The end of the last view is detected by a weak reference to it. `memoryview.release()` does not detect
-        slices of the view, and torch does not lock the buffer.
+        The end of the last view is detected by the references to the array. `memoryview.release()` does not
+        detect slices of the view, and torch does not lock the buffer.
         """
         if self._bytes is None:
             self._bytes = np.frombuffer(
                 self._region.view, dtype=np.uint8, count=self.nbytes, offset=self.offset
             )
-            self._guard = weakref.ref(self._bytes, self._views_gone)
         return self._bytes
 
     def drop(self) -> None:
@@ -94,13 +94,43 @@ class Slab:
         if self.leases == 0:
             if self._bytes is None:
                 self._owner.slab_idle(self)
+            elif not self.common and sys.getrefcount(self._bytes) == _NO_VIEWS:
+                self._owner.slab_idle(self)  # the array is used again by the next lease
             else:
+                self._guard = weakref.ref(self._bytes, self._views_gone)
                 self._bytes = None  # calls `_views_gone` now, or when the last view is gone
         self._owner.lease_ended(self)
+
+    def forget_bytes(self) -> None:
+        """Drop the array of an idle slab, which keeps the region mapped."""
+        self._bytes = None
 
     def _views_gone(self, guard: weakref.ref[Bytes]) -> None:
         del guard
         self._owner.slab_idle(self)
+
+
+def _count_own_references() -> int:
+    """Return `sys.getrefcount` of the array of a slab without views, counted as in `Slab.drop`.
+
+    Without the GIL the count is not exact, and the result is one that never occurs.
+    """
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return -1
+
+    class Holder:
+        __slots__ = ("_bytes",)
+
+        def __init__(self) -> None:
+            self._bytes = np.empty(0, np.uint8)
+
+        def count(self) -> int:
+            return sys.getrefcount(self._bytes)
+
+    return Holder().count()
+
+
+_NO_VIEWS = _count_own_references()
 
 
 class LeaseOwner(Protocol):
@@ -128,7 +158,8 @@ class Buffer:
     __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views", "owner", "readonly")
 
     def __init__(self, slab: Slab, nbytes: int) -> None:
-        _check_size(nbytes, slab)
+        if not 0 <= nbytes <= slab.nbytes:
+            raise _wrong_size(nbytes, slab)
         slab.leases += 1
         self._slab = slab
         self._nbytes = nbytes
@@ -174,6 +205,10 @@ class Buffer:
         The array of a read-only lease cannot be made writable.
         """
         return self._bytes()[: self._nbytes]
+
+    def array_from(self, offset: int) -> Bytes:
+        """Return `array[offset:]`."""
+        return self._bytes()[offset : self._nbytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """Return the bytes from `offset` on as a tensor, without a copy.
@@ -241,7 +276,8 @@ class Buffer:
             ValueError: The slab is smaller.
         """
         self._check_leased()
-        _check_size(nbytes, self._slab)
+        if not 0 <= nbytes <= self._slab.nbytes:
+            raise _wrong_size(nbytes, self._slab)
         self._nbytes = nbytes
 
     def release(self) -> None:
@@ -289,9 +325,12 @@ class Buffer:
 
     def _end_views(self, views: dict[int, memoryview]) -> None:
         for view in views.values():
-            # BufferError: an array or a pending read uses the view. The slab stays in use until it ends.
-            with contextlib.suppress(BufferError):
+            try:  # noqa: SIM105  # `suppress` takes as long as the rest of a release
                 view.release()
+            except (
+                BufferError
+            ):  # an array or a pending read uses the view; the slab stays in use until it ends
+                pass
         self._views = None
 
     def _check_leased(self) -> None:
@@ -299,6 +338,5 @@ class Buffer:
             raise ValueError(f"the lease of slab {self._slab.index} was released")
 
 
-def _check_size(nbytes: int, slab: Slab) -> None:
-    if not 0 <= nbytes <= slab.nbytes:
-        raise ValueError(f"a slab has {slab.nbytes} bytes, not {nbytes}")
+def _wrong_size(nbytes: int, slab: Slab) -> ValueError:
+    return ValueError(f"a slab has {slab.nbytes} bytes, not {nbytes}")

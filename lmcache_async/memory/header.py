@@ -31,6 +31,9 @@ PREFIX = struct.Struct("<8sHIIQ8s")  # magic, version, header bytes, msgpack byt
 CHECKSUM = slice(PREFIX.size - 8, PREFIX.size)
 MAX_DIMENSIONS = 8
 
+header_digest = xxhash.xxh3_64_digest
+"""`header_digest(header)` is the checksum of a header whose own checksum is zeros."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
@@ -25,7 +26,7 @@ from lmcache_async.memory.header import (
     VERSION,
     RecordHeader,
     corrupt,
-    header_checksum,
+    header_digest,
     read_header,
 )
 from lmcache_async.types import KEY_BYTES, Chunk, Tokens
@@ -33,6 +34,7 @@ from lmcache_async.types import KEY_BYTES, Chunk, Tokens
 _MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
 _TOKEN_TYPE = np.dtype("<i4")
+_MAX_TEMPLATES = 16
 _MAP_BYTES = 256  # field names, key, checksum, shape and msgpack overhead; 214 at most
 
 
@@ -58,6 +60,9 @@ class RecordFormat:
     chunk_size: int
     reserved_bytes: int = 0
     header_bytes: int = field(init=False, repr=False)
+    _templates: dict[Any, HeaderTemplate] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )  # cache of `template`
 
     def __post_init__(self) -> None:
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))
@@ -73,6 +78,102 @@ class RecordFormat:
 
     def record_bytes(self, payload_bytes: int) -> int:
         return self.header_bytes + payload_bytes
+
+    def template(
+        self, chunk: Chunk, request_namespace: str, shape: tuple[int, ...], payload_bytes: int
+    ) -> HeaderTemplate:
+        """Return the header template for records like that of `chunk`.
+
+        Raises:
+            ValueError: The chunk or the payload does not fit the format.
+        """
+        arguments = (len(chunk.tokens), chunk.extra, request_namespace, shape, payload_bytes)
+        template = self._templates.get(arguments)
+        if template is None:
+            template = HeaderTemplate(self, *arguments)
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[arguments] = template
+        return template
+
+
+class HeaderTemplate:
+    """Header of records that differ only in key, tokens and checksum. Immutable; any thread.
+
+    Args:
+        format: Record format of the engine.
+        num_tokens: Number of tokens of the chunk.
+        extra: Extra text of the chunk.
+        request_namespace: Text of the request's namespace.
+        shape: Shape of the payload.
+        payload_bytes: Bytes of the payload.
+
+    Attributes:
+        checksum_at: Position of the payload checksum in the header.
+
+    Raises:
+        ValueError: The chunk or the payload does not fit the format.
+    """
+
+    __slots__ = ("_before_key", "_before_tokens", "_rest", "_tail", "checksum_at")
+
+    def __init__(
+        self,
+        format: RecordFormat,
+        num_tokens: int,
+        extra: str,
+        request_namespace: str,
+        shape: tuple[int, ...],
+        payload_bytes: int,
+    ) -> None:
+        if not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {payload_bytes} bytes; the maximum is {MAX_PAYLOAD_BYTES}")
+        if num_tokens > format.chunk_size or len(shape) > MAX_DIMENSIONS:
+            raise ValueError(
+                f"a chunk of {num_tokens} tokens, shape {shape}; maximum {format.chunk_size} tokens"
+            )
+        token_bytes = num_tokens * _TOKEN_TYPE.itemsize
+        head = {
+            "key": bytes(KEY_BYTES),
+            "namespace": format.namespace,
+            "request_namespace": _bounded(request_namespace),
+            "tokens": bytes(token_bytes),
+        }
+        tail = {
+            "extra": _bounded(extra),
+            "layout": format.layout,
+            "dtype": format.dtype,
+            "shape": shape,
+            "checksum": bytes(_CHECKSUM_BYTES),
+        }
+        fields = _pack(head | tail)
+        # msgpack writes the fields one after the other, and the mark of a map of up to 15 fields has one byte.
+        key_at = len(_pack({"key": head["key"]})) - KEY_BYTES
+        tokens_at = len(_pack(head)) - token_bytes
+        prefix = PREFIX.pack(MAGIC, VERSION, format.header_bytes, len(fields), payload_bytes, bytes(8))
+        self.checksum_at = len(prefix) + len(fields) - _CHECKSUM_BYTES
+        self._before_key = prefix + fields[:key_at]
+        self._before_tokens = fields[key_at + KEY_BYTES : tokens_at]
+        self._rest = fields[tokens_at + token_bytes : -_CHECKSUM_BYTES]
+        self._tail = bytes(format.header_bytes - len(prefix) - len(fields))
+
+    def header(self, chunk: Chunk, checksum: bytes) -> bytes:
+        """Return the header of a record, with zeros as the header checksum.
+
+        Args:
+            chunk: Chunk of the record, with the number of tokens and the extra text of the template.
+            checksum: Payload checksum, 16 bytes.
+
+        Raises:
+            ValueError: The key or the checksum has the wrong length.
+        """
+        key = chunk.key
+        if len(key) != KEY_BYTES or len(checksum) != _CHECKSUM_BYTES:
+            raise ValueError(f"key {key.hex()} or checksum {checksum.hex()} does not have 16 bytes")
+        tokens = _token_bytes(chunk.tokens)
+        return b"".join(
+            (self._before_key, key, self._before_tokens, tokens, self._rest, checksum, self._tail)
+        )
 
 
 def seal(
@@ -101,18 +202,12 @@ def seal(
     """
     header_bytes = format.header_bytes
     stop = header_bytes + payload_bytes
-    if not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES or stop > len(view):
+    if stop > len(view):
         raise ValueError(f"a record of {stop} bytes does not fit {len(view)}")
-    if len(chunk.tokens) > format.chunk_size or len(shape) > MAX_DIMENSIONS or len(chunk.key) != KEY_BYTES:
-        raise ValueError(f"a chunk of {len(chunk.tokens)} tokens, shape {shape}, key {chunk.key.hex()}")
     checksum = checksum or xxhash.xxh3_128_digest(view[header_bytes:stop])
-    packed = _pack_fields(format, chunk, request_namespace, shape, checksum)
-    start = PREFIX.size + len(packed)
-    header = view[:header_bytes]
-    PREFIX.pack_into(header, 0, MAGIC, VERSION, header_bytes, len(packed), payload_bytes, bytes(8))
-    header[PREFIX.size : start] = packed
-    header[start:] = bytes(header_bytes - start)
-    header[CHECKSUM] = header_checksum(header)
+    header = format.template(chunk, request_namespace, shape, payload_bytes).header(chunk, checksum)
+    view[:header_bytes] = header
+    view[CHECKSUM] = header_digest(header)
 
 
 def is_sealed(
@@ -139,17 +234,14 @@ def is_sealed(
     header_bytes = format.header_bytes
     if len(view) < header_bytes:
         return False
-    header = view[:header_bytes]
-    packed = _pack_fields(format, chunk, request_namespace, shape, bytes(_CHECKSUM_BYTES))
-    stop = PREFIX.size + len(packed)
-    own = bytes(header[CHECKSUM])
-    start = PREFIX.pack(MAGIC, VERSION, header_bytes, len(packed), len(view) - header_bytes, own)
-    # The payload checksum is the last field and the only one that is not known in advance.
-    if bytes(header[: stop - _CHECKSUM_BYTES]) != start + packed[:-_CHECKSUM_BYTES]:
+    template = format.template(chunk, request_namespace, shape, len(view) - header_bytes)
+    found = bytes(view[:header_bytes])
+    # The payload checksum is the only field that is not known in advance.
+    checksum = found[template.checksum_at : template.checksum_at + _CHECKSUM_BYTES]
+    expected = template.header(chunk, checksum)
+    own = header_digest(expected)
+    if found != b"".join((expected[: CHECKSUM.start], own, expected[CHECKSUM.stop :])):
         return False
-    if header_checksum(header) != own:
-        return False
-    checksum = bytes(header[stop - _CHECKSUM_BYTES : stop])
     return not payload or xxhash.xxh3_128_digest(view[header_bytes:]) == checksum
 
 
@@ -186,20 +278,7 @@ def verify(
     return header
 
 
-def _pack_fields(
-    format: RecordFormat, chunk: Chunk, request_namespace: str, shape: tuple[int, ...], checksum: bytes
-) -> bytes:
-    fields = {
-        "key": chunk.key,
-        "namespace": format.namespace,
-        "request_namespace": _bounded(request_namespace),
-        "tokens": _token_bytes(chunk.tokens),
-        "extra": _bounded(chunk.extra),
-        "layout": format.layout,
-        "dtype": format.dtype,
-        "shape": shape,
-        "checksum": checksum,
-    }
+def _pack(fields: dict[str, Any]) -> bytes:
     packed: bytes = msgpack.packb(fields, unicode_errors="surrogatepass")
     return packed
 

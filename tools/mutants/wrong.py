@@ -145,8 +145,8 @@ RECORDS = (
     Mutation(
         "a record is taken for what was sealed without a look at its fields",
         RECORD,
-        "!= start + packed[:-_CHECKSUM_BYTES]:",
-        '== b"":',
+        'if found != b"".join(',
+        'if b"" == b"".join(',
         TEST_RECORD,
     ),
     Mutation(
