@@ -1,4 +1,4 @@
-"""All commands by name. The module of a command is imported when the command runs."""
+"""The commands by name. The module of a command is imported when the command is parsed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CommandSpec:
 
     Attributes:
         target: A function or a `typer.Typer`, as `module:name`.
-        summary: First line of its help, for the list of commands.
+        summary: First paragraph of its help, for the list of commands.
     """
 
     target: str
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, CommandSpec] = {
     ),
     "serve": CommandSpec(
         "lmcache_async.cli.serve:serve_command",
-        "Keep one pool of records for all engines of this host, whose tier is `host`, until SIGTERM or SIGINT.",
+        "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
     ),
     "doctor": CommandSpec(
         "lmcache_async.cli.doctor:doctor_command",
@@ -39,16 +39,16 @@ COMMANDS: Mapping[str, CommandSpec] = {
     ),
     "tiers": CommandSpec(
         "lmcache_async.cli.tiers:tiers_command",
-        "List the tiers, layers and stages that are installed, and what is wrong with those that cannot be used.",
+        "List the installed tiers, layers and stages, and why one cannot be used.",
     ),
-    "config": CommandSpec("lmcache_async.cli.config:config_app", "Show, check and describe configs."),
+    "config": CommandSpec("lmcache_async.cli.config:config_app", "Show, check and describe configurations."),
     "top": CommandSpec(
         "lmcache_async.cli.top:top_command",
         "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
     ),
     "inspect": CommandSpec(
         "lmcache_async.cli.inspect:inspect_command",
-        "Show the records by namespace, or the header of one record. Nothing is changed.",
+        "Show the records by namespace, or the header of one record. Read-only.",
     ),
     "verify": CommandSpec(
         "lmcache_async.cli.verify:verify_command",
@@ -70,14 +70,14 @@ COMMANDS: Mapping[str, CommandSpec] = {
 
 
 class LazyCommand(TyperCommand):
-    """A command whose module is imported when it is parsed; its name and summary are known before."""
+    """A command whose module is imported when it is parsed. Name and summary are known before."""
 
     def __init__(self, name: str, spec: CommandSpec) -> None:
         super().__init__(name, help=spec.summary)
         self._spec = spec
 
     def load(self) -> Any:
-        """The click command itself."""
+        """Import and return the click command."""
         target = pkgutil.resolve_name(self._spec.target)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
@@ -85,12 +85,12 @@ class LazyCommand(TyperCommand):
         return typer.main.get_command(target)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """The context of the loaded command, which click runs and completes from then on."""
+        """Return the context of the loaded command, which click then runs and completes."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
 def load_commands() -> dict[str, Any]:
-    """Every click command by its full name, such as `config show`; imports the modules of all."""
+    """Return all click commands by their full names, such as `config show`. Imports all modules."""
     loaded: dict[str, Any] = {}
     for name, spec in COMMANDS.items():
         command = LazyCommand(name, spec).load()
@@ -118,7 +118,7 @@ app = typer.Typer(
     name="lmcache-async",
     cls=LazyGroup,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a traceback as Python writes it can be searched for
+    pretty_exceptions_enable=False,  # plain tracebacks are easier to search for
     help="Tools for lmcache-async, the KV cache layer under LLM serving.",
 )
 
@@ -131,4 +131,4 @@ def root_command(
     ] = False,
 ) -> None:
     """Options before the command."""
-    del version  # its callback has printed it
+    del version  # printed by its callback

@@ -16,14 +16,14 @@ from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.errors import LMCacheAsyncError
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures to this file.", dir_okay=False)
+    Path | None, typer.Option("--json", help="Write the results to this file, as JSON.", dir_okay=False)
 ]
 Rounds = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Number of rounds that each figure is measured; {DEFAULT_ROUNDS} by default."),
+    typer.Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small sizes. Shows that it runs; the figures have no meaning.")
+    bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results mean nothing.")
 ]
 
 bench_app = typer.Typer(
@@ -43,7 +43,7 @@ def memory_command(
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Store and retrieve in host memory, beside memcpy of the same bytes."""
+    """Measure stores and retrieves in host memory, beside memcpy of the same bytes."""
     from lmcache_async.bench import memory  # imports torch, which --help does not need
 
     settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
@@ -54,21 +54,21 @@ def memory_command(
 def disk_command(
     path: Annotated[
         Path | None,
-        typer.Option(help="Directory to write in; the one for temporary files by default.", file_okay=False),
+        typer.Option(help="Directory to write in; by default the one for temporary files.", file_okay=False),
     ] = None,
     mib: Annotated[
         int | None,
-        typer.Option(min=1, help="MiB that each store and each retrieve moves; 512 by default."),
+        typer.Option(min=1, help="MiB of each store and retrieve; 512 by default."),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Records that are read or written at the same time; 4 by default."),
+        typer.Option(min=1, help="Number of concurrent records; 4 by default."),
     ] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Store and retrieve on disk, beside pwrite and pread with O_DIRECT."""
+    """Measure stores and retrieves on disk, beside pwrite and pread with O_DIRECT."""
     from lmcache_async.bench import disk  # imports torch, which --help does not need
 
     given = _settings(
@@ -93,20 +93,18 @@ def tier_command(
     config: Annotated[
         Path | None, typer.Option(help="Config file of the engine.", exists=True, dir_okay=False)
     ] = None,
-    mib: Annotated[
-        int | None, typer.Option(min=1, help="MiB that each put and each get moves; 256 by default.")
-    ] = None,
+    mib: Annotated[int | None, typer.Option(min=1, help="MiB of each put and get; 256 by default.")] = None,
     connections: Annotated[
         int | None,
-        typer.Option(min=1, help="Sockets or files at the same time of the raw limit; 4 by default."),
+        typer.Option(min=1, help="Number of concurrent sockets or files of the raw limit; 4 by default."),
     ] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Put and get of records through one tier, beside memcpy and raw I/O where the medium has it.
+    """Measure puts and gets of one tier, beside memcpy and, if the medium has it, raw I/O.
 
-    Records have random keys and are removed again. A tier with a limit of bytes may evict others for them.
+    Records have random keys and are removed again. A full tier may evict other records for them.
     """
     from lmcache_async.bench import tier  # imports torch, which --help does not need
 

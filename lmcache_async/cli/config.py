@@ -1,33 +1,62 @@
-"""`lmcache-async config`: what holds and why, what is wrong, and what there is to set."""
+"""`lmcache-async config`: values and their sources, errors, and the JSON schema of a configuration."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
-from lmcache_async.cli.effective import Value, daemon_values, engine_values
+from lmcache_async.cli.options import KINDS, helps_of, options_type, shown
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
-from lmcache_async.cli.schema import daemon_schema, engine_schema
-from lmcache_async.config import read_config, survey_config
-from lmcache_async.config.validation import placed_lines
-from lmcache_async.daemon.config import survey_daemon_config
+from lmcache_async.config import (
+    EngineConfig,
+    LayerSpec,
+    LoadedConfig,
+    TierSpec,
+    read_config,
+    survey_config,
+    validate_options,
+)
+from lmcache_async.config.model import PluginSpec
+from lmcache_async.config.secrets import SECRET_PATHS
+from lmcache_async.config.sources import read_file
+from lmcache_async.config.validation import (
+    KeyPath,
+    Origin,
+    is_secret,
+    placed_lines,
+    spell_path,
+    without_secrets,
+    without_user,
+)
+from lmcache_async.daemon.config import DaemonConfig, load_daemon_config, survey_daemon_config
 from lmcache_async.engine.check import all_problems
+from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, load_layer, load_tier
 from lmcache_async.errors import LMCacheAsyncError
-from lmcache_async.registry import Registry
+from lmcache_async.registry import STAGES, Registry
 from lmcache_async.web.opening import check_endpoint
 
-config_app = typer.Typer(no_args_is_help=True, add_completion=False, help="Show, check and describe configs.")
+DEFAULT = "default"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+config_app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Show, check and describe configurations."
+)
 
 DaemonFlag = Annotated[
-    bool, typer.Option("--daemon", help="The file is that of lmcache-async serve, not an engine's.")
+    bool, typer.Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
 ]
 ExtraOption = Annotated[
     str | None,
-    typer.Option("--extra", metavar="JSON", help="vLLM's kv_connector_extra_config, which comes first."),
+    typer.Option("--extra", metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file."),
 ]
 
 
@@ -41,27 +70,28 @@ def show_command(
     ] = None,
     extra: ExtraOption = None,
     daemon: DaemonFlag = False,
-    changed: Annotated[bool, typer.Option("--changed", help="Leave out defaults.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Omit defaults.")] = False,
     as_json: JSONFlag = False,
 ) -> None:
-    """Print every key with its value and where that came from. Secrets are not shown."""
+    """Print every key with its value and source. Secrets are not shown."""
     notes: tuple[str, ...] = ()
     try:
         if daemon:
             values = daemon_values(file, {} if file is not None else {"max_bytes": "1GiB"})
         else:
-            loaded = read_config(file, extra=_extra(extra))
+            loaded = read_config(file, extra=_parse_extra(extra))
             values, notes = engine_values(loaded, Registry()), loaded.notes
     except LMCacheAsyncError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(PROBLEM) from None
-    values = [value for value in values if not changed or value.source != "default"]
+        refuse(error, PROBLEM)
+    values = [value for value in values if not changed or value.source != DEFAULT]
     if as_json:
         print_json({"values": [asdict(value) for value in values], "notes": notes})
         return
-    _print(values)
-    for note in notes:
-        typer.echo(f"no effect: {note}", err=True)
+    keys = max((len(value.key) for value in values), default=0)
+    texts = min(48, max((len(value.value) for value in values), default=0))
+    for value in values:
+        typer.echo(f"{value.key:<{keys}}  {value.value or repr(''):<{texts}}  {value.source}")
+    _print_notes(notes)
 
 
 @config_app.command("check")
@@ -71,21 +101,19 @@ def check_command(
     daemon: DaemonFlag = False,
     as_json: JSONFlag = False,
 ) -> None:
-    """Tell everything that is wrong with a config, a line for each; ends with 1 if anything is.
+    """Print every error of a configuration, one per line. Exits with 1 if there is one.
 
-    Plug-ins are imported and files of secrets are read, as an engine would; nothing is connected to.
+    Plug-ins are imported and secret files are read, as by an engine. No connection is opened.
     """
-    notes: tuple[str, ...] = ()
-    found, notes = (check_daemon_file(file), ()) if daemon else check_file(file, _extra(extra))
+    found, notes = (check_daemon_file(file), ()) if daemon else check_file(file, _parse_extra(extra))
     if as_json:
         print_json({"file": str(file), "problems": found, "notes": notes})
     else:
         for line in found:
             typer.echo(line)
-        for note in notes:
-            typer.echo(f"no effect: {note}", err=True)
+        _print_notes(notes)
         if not found:
-            typer.echo(f"{file}: nothing is wrong")
+            typer.echo(f"{file}: valid")
     if found:
         raise typer.Exit(PROBLEM)
 
@@ -94,7 +122,7 @@ def check_command(
 def schema_command(daemon: DaemonFlag = False) -> None:
     """Print the JSON schema of a config file, with the options of all installed tiers, layers and stages.
 
-    An editor that knows it completes keys and marks mistakes; docs/config.md says how to name it there.
+    Editors use it to complete keys and mark errors; docs/config.md describes how.
     """
     print_json(daemon_schema() if daemon else engine_schema(Registry()))
 
@@ -102,20 +130,20 @@ def schema_command(daemon: DaemonFlag = False) -> None:
 def check_file(
     file: Path | None, extra: dict[str, Any] | None = None, registry: Registry | None = None
 ) -> tuple[list[str], tuple[str, ...]]:
-    """What is wrong with an engine's config, and what has no effect; `registry` has the installed plug-ins."""
+    """Return the errors of an engine's configuration, and the settings without effect."""
     loaded = survey_config(file, extra=extra)
     return all_problems(loaded, registry or Registry()), loaded.notes
 
 
 def check_daemon_file(file: Path) -> list[str]:
-    """What is wrong with a daemon's config, and with the files that it names."""
+    """Return the errors of a daemon's configuration and of the files that it names."""
     config, found, origin = survey_daemon_config(file, {})
     if config is None:
         return found
     return [*found, *placed_lines(check_endpoint(config.http), origin.at)]
 
 
-def _extra(text: str | None) -> dict[str, Any] | None:
+def _parse_extra(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
@@ -127,8 +155,257 @@ def _extra(text: str | None) -> dict[str, Any] | None:
     return extra
 
 
-def _print(values: list[Value]) -> None:
-    keys = max((len(value.key) for value in values), default=0)
-    texts = min(48, max((len(value.value) for value in values), default=0))
-    for value in values:
-        typer.echo(f"{value.key:<{keys}}  {value.value or repr(''):<{texts}}  {value.source}")
+def _print_notes(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        typer.echo(f"no effect: {note}", err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The value of one key.
+
+    Attributes:
+        key: The key, dotted.
+        value: The value as it is written in a file; `***` for a secret.
+        source: A file with the line, a variable, kv_connector_extra_config, or `default`.
+    """
+
+    key: str
+    value: str
+    source: str
+
+
+def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
+    """Return all keys of an engine's configuration, including the options of its tiers and layers."""
+    values: list[Value] = []
+    for path, value in flatten(loaded.config):
+        if path == ("tiers",):
+            for index, tier in enumerate(loaded.config.tiers):
+                values += _tier_values(tier, (*path, index), loaded, registry)
+        else:
+            values.append(format_value(path, value, loaded.source_of(path)))
+    return values
+
+
+def daemon_values(file: Path | None, given: Mapping[str, Any]) -> list[Value]:
+    """Return all keys of the daemon's configuration.
+
+    Raises:
+        ConfigError: The configuration is invalid.
+    """
+    config = load_daemon_config(file, given)
+    content, origin = read_file(file, []) if file is not None else ({}, Origin(""))
+    values: list[Value] = []
+    for path, value in flatten(config):
+        if given.get(str(path[0])) is not None:
+            source: str | None = f"--{str(path[0]).replace('_', '-')}"
+        else:
+            source = origin.at(path) if _has_key(content, path) else None
+        values.append(format_value(path, value, source))
+    return values
+
+
+def flatten(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value with its path, including those of nested models and mappings."""
+    if isinstance(value, BaseModel):
+        for name, inner in value:
+            yield from flatten(inner, (*path, name))
+    elif isinstance(value, Mapping) and value and not is_secret(spell_path(path)):
+        for key, inner in value.items():
+            yield from flatten(inner, (*path, str(key)))
+    else:
+        yield path, value
+
+
+def format_value(path: KeyPath, value: Any, source: str | None) -> Value:
+    key = spell_path(path)
+    own = next((part for part in reversed(path) if isinstance(part, str)), "")
+    text = shown(without_secrets(value, own), key) or ""
+    if is_secret(key) and isinstance(value, str | list | tuple) and value:
+        text = "***"
+    return Value(key, without_user(text), source or DEFAULT)
+
+
+def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: Registry) -> Iterator[Value]:
+    """The keys of a tier, its options, and its layers."""
+    third_party = loaded.config.plugins.third_party
+    source: str | None = tier.origin.place(())
+    for name, value in (
+        ("name", tier.name),
+        ("id", tier.id),
+        ("timeout_s", tier.timeout_s),
+        ("open_timeout_s", tier.open_timeout_s),
+    ):
+        given = name == "name" or (name in tier.model_fields_set and (name != "id" or tier.id != tier.name))
+        yield format_value((*path, name), value, loaded.source_of((*path, name)) if given else None)
+    in_arena = False
+    try:
+        tier_class = load_tier(registry, tier, third_party=third_party)
+        options = validate_options(tier_class.config_type, tier.options, tier.origin)
+        in_arena = tier_class(options).capabilities.in_arena
+        pairs = list(flatten(options, path))
+    except Exception:  # noqa: BLE001 - `config check` reports errors; this shows the options as they are given
+        pairs = [((*path, key), value) for key, value in tier.options.items()]
+    for key, value in pairs:
+        given = key[len(path)] in tier.options
+        yield format_value(key, value, tier.origin.place(key[len(path) :]) if given else None)
+    layers = tier.layers
+    if layers is None:
+        layers, source = (USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS), None
+    for index, layer in enumerate(layers):
+        at = (*path, "layers", index)
+        where = source and loaded.source_of(at)
+        yield from _layer_values(layer, at, where, registry, third_party=third_party)
+
+
+def _layer_values(
+    layer: LayerSpec, path: KeyPath, source: str | None, registry: Registry, *, third_party: bool
+) -> Iterator[Value]:
+    yield format_value((*path, "name"), layer.name, source)
+    try:
+        layer_class = load_layer(registry, layer, "", third_party=third_party)
+        pairs = list(flatten(validate_options(layer_class.options_type, layer.options, ""), path))
+    except Exception:  # noqa: BLE001 - as above
+        pairs = [((*path, key), value) for key, value in layer.options.items()]
+    for key, value in pairs:
+        yield format_value(key, value, source if key[len(path)] in layer.options else None)
+
+
+def _has_key(content: Mapping[str, Any], path: KeyPath) -> bool:
+    inner: Any = content
+    for part in path:
+        if not isinstance(inner, Mapping) or part not in inner:
+            return False
+        inner = inner[part]
+    return True
+
+
+def engine_schema(registry: Registry) -> dict[str, Any]:
+    """Return the schema of an engine's file. It accepts the usual spellings only."""
+    schema = _schema_of(EngineConfig)
+    definitions: dict[str, Any] = schema.setdefault("$defs", {})
+    for name in ("TierSpec", "LayerSpec"):
+        definitions.pop(name, None)
+    definitions["layer"] = _plugins("layer", LayerSpec, registry, definitions)
+    definitions["tier"] = _plugins("tier", TierSpec, registry, definitions)
+    properties = schema["properties"]
+    properties["tiers"] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"$ref": "#/$defs/tier"},
+        "description": EngineConfig.model_fields["tiers"].description,
+    }
+    _loosen_sections(properties, definitions, registry)
+    return {"$schema": DIALECT, "title": "lmcache-async", **schema}
+
+
+def daemon_schema() -> dict[str, Any]:
+    """Return the schema of the file of `lmcache-async serve`. `max_bytes` may also be a command-line option."""
+    schema = _schema_of(DaemonConfig)
+    schema.pop("required", None)
+    return {"$schema": DIALECT, "title": "lmcache-async serve", **schema}
+
+
+def _loosen_sections(properties: dict[str, Any], definitions: dict[str, Any], registry: Registry) -> None:
+    """Accept empty sections and dotted keys, and refuse secrets."""
+    stages = list(registry.available(STAGES))
+    for name, info in EngineConfig.model_fields.items():
+        if (name,) in SECRET_PATHS:
+            del properties[name]
+        section = info.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            continue
+        inner = definitions[section.__name__]["properties"]
+        for key in [key for key in inner if (name, key) in SECRET_PATHS]:
+            del inner[key]
+        if "stages" in inner:
+            names = {"type": "array", "minItems": 1, "items": {"enum": stages}}
+            inner["stages"] |= {"anyOf": [names, {"type": "string"}]}
+        properties[name] = {
+            "anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}],
+            "description": info.description,
+        }
+        properties |= {f"{name}.{key}": part for key, part in inner.items()}
+
+
+def _plugins(
+    kind: str, spec: type[PluginSpec], registry: Registry, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """A plug-in: its name, or a mapping with its name and its own options."""
+    names = list(registry.available(KINDS[kind]))
+    choices = []
+    for name in names:
+        definitions[f"{kind}-{name}"] = _plugin(kind, name, spec, registry, definitions)
+        condition = {"properties": {"name": {"const": name}}}
+        choices.append({"if": condition, "then": {"$ref": f"#/$defs/{kind}-{name}"}})
+    mapping = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"enum": names}},
+        "allOf": choices,
+    }
+    return {"if": {"type": "string"}, "then": {"enum": names}, "else": mapping}
+
+
+def _plugin(
+    kind: str, name: str, spec: type[PluginSpec], registry: Registry, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """The mapping of one plug-in, with its options beside `name` or under `options`."""
+    own = _options_schema(kind, name, registry, definitions)
+    beside = _schema_of(spec)["properties"]
+    beside["name"] = {"const": name}
+    if kind == "tier":
+        beside["layers"] = {
+            "anyOf": [{"type": "array", "items": {"$ref": "#/$defs/layer"}}, {"type": "null"}],
+            "description": spec.model_fields["layers"].description,
+        }
+    if own is None:  # it cannot be imported here
+        return {"type": "object", "properties": beside}
+    required = own.pop("required", [])
+    beside["options"] = {**own, "description": f"Options of the {kind}."}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": own["properties"] | beside,
+        "additionalProperties": False,
+    }
+    if required:
+        schema |= {"if": {"not": {"required": ["options"]}}, "then": {"required": required}}
+    return schema
+
+
+def _options_schema(
+    kind: str, name: str, registry: Registry, definitions: dict[str, Any]
+) -> dict[str, Any] | None:
+    try:
+        model = options_type(kind, registry.load(KINDS[kind], name))
+        schema = _schema_of(model) if model is not None else None
+    except (Exception, SystemExit):  # noqa: BLE001 - a third-party module may raise anything
+        return None
+    if schema is not None:
+        definitions.update(schema.pop("$defs", {}))
+    return schema
+
+
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    try:
+        return model.model_json_schema(schema_generator=_DescribedSchema)
+    except PydanticInvalidForJsonSchema:
+        return {"type": "object", "properties": {name: {} for name in model.model_fields}}
+
+
+class _DescribedSchema(GenerateJsonSchema):
+    """A schema without titles, in which every field has its description."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        del schema
+        return False
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        result = super().model_schema(schema)
+        result.pop("title", None)
+        if "description" in result:
+            result["description"] = result["description"].partition("\n")[0]
+        for name, text in helps_of(schema["cls"]).items():
+            if name in result.get("properties", {}):
+                result["properties"][name]["description"] = text
+        return result

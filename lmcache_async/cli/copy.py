@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import CopyOptions, CopyReport, copy, plan_copy
 from lmcache_async.maintenance.stores import open_store
@@ -23,24 +23,24 @@ def copy_command(
         ),
     ],
     destination: Annotated[
-        str, typer.Argument(metavar="DST", help="The same. A directory is created if it does not exist.")
+        str, typer.Argument(metavar="DST", help="As SRC. A directory is created if it does not exist.")
     ],
     config: shared.Config = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Copy at most so many bytes.")
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Maximum bytes to copy.")
     ] = None,
     limit_rate: shared.RateOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be copied.")] = False,
     in_flight: shared.Concurrency = 4,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
-    as_json: shared.AsJson = False,
+    as_json: JSONFlag = False,
 ) -> None:
     """Copy records from one directory or tier to another, each verified on the way.
 
     Records that DST has are skipped. The most recently used records are copied first. After an interruption the
-    same command copies the rest. Ends with 1 if a record was refused, because it is damaged or DST has no room.
+    same command copies the rest. Exits with 1 if a record was refused, because it is damaged or DST has no room.
     """
     options = CopyOptions(
         selection=shared.selection_of(namespace),
@@ -62,14 +62,14 @@ def copy_command(
             return await copy(opened, into, options, meter)
 
     done = shared.run(work)
-    shared.say_json(done.as_dict()) if as_json else _print(done)
-    raise typer.Exit(shared.WRONG if done.counts.refused else shared.RIGHT)
+    print_json(done.as_dict()) if as_json else _print(done)
+    raise typer.Exit(PROBLEM if done.counts.refused else PASSED)
 
 
 def _print(done: CopyReport) -> None:
     verb = "to copy" if done.dry_run else "copied"
     say(
-        f"{done.source} to {done.destination}: {verb}: {shared.number(done.records, 'record')},"
-        f" {shared.human(done.counts.bytes)}; already there: {done.there}"
+        f"{done.source} to {done.destination}: {verb}: {number(done.records, 'record')},"
+        f" {human(done.counts.bytes)}; already there: {done.there}"
     )
     shared.say_not_copied(done.counts)

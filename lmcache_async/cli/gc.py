@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.gc import Collection, GcOptions, collect, plan
 from lmcache_async.maintenance.stores import open_store
@@ -26,36 +25,36 @@ WHY = {
 
 
 def gc_command(
-    target: Annotated[
-        Path | None, typer.Argument(help="A directory of the disk tier; or none, with --tier.")
-    ] = None,
+    target: shared.Directory = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", metavar="TIME", help="Records not used for so long, such as 12h or 7d."),
+        typer.Option(
+            "--older-than", metavar="TIME", help="Delete records unused for this time, such as 12h or 7d."
+        ),
     ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            "--max-bytes", metavar="SIZE", help="Least recently used records, until so many bytes remain."
+            "--max-bytes", metavar="SIZE", help="Delete least recently used records until this size remains."
         ),
     ] = None,
     unreadable: Annotated[
-        bool, typer.Option(help="Records of other versions, and files that are not records.")
+        bool, typer.Option(help="Delete records of other versions, and files that are not records.")
     ] = True,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Quarantined files, too.")] = False,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Delete quarantined files.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
-    as_json: shared.AsJson = False,
+    as_json: JSONFlag = False,
 ) -> None:
     """Delete records by namespace, age or size, and unreadable ones.
 
-    Conditions are combined: --namespace with --older-than deletes the old records of that namespace. The ends of
-    prompts are deleted before their beginnings.
+    Conditions are combined: --namespace with --older-than deletes the old records of that namespace. Suffixes of
+    prompts are deleted before their prefixes.
     """
     age_s = shared.seconds_of(older_than, "--older-than")
     options = GcOptions(
@@ -76,8 +75,8 @@ def gc_command(
             return collection
 
     found = shared.run(work)
-    shared.say_json(found.as_dict()) if as_json else _print(found)
-    raise typer.Exit(shared.WRONG if found.errors else shared.RIGHT)
+    print_json(found.as_dict()) if as_json else _print(found)
+    raise typer.Exit(PROBLEM if found.errors else PASSED)
 
 
 def _print(found: Collection) -> None:
@@ -86,13 +85,13 @@ def _print(found: Collection) -> None:
     for noun, parts in (("record", told["records"]), ("file", told["files"])):
         for why, sums in parts.items():
             if sums["count"]:
-                what = f"{shared.number(sums['count'], noun)}, {shared.human(sums['bytes'])}"
+                what = f"{number(sums['count'], noun)}, {human(sums['bytes'])}"
                 say(f"{verb} {what}: {WHY[why]}")
     if found.dry_run:
-        say(f"{found.store}: {shared.human(found.bytes)} would be freed", to_stderr=False)
+        say(f"{found.store}: {human(found.bytes)} would be freed")
     else:
-        removed = shared.number(found.freed_records, "record")
-        say(f"{found.store}: {removed} removed, {shared.human(found.freed_bytes)} freed")
-    say(f"kept: {shared.number(found.kept_records, 'record')}, {shared.human(found.kept_bytes)}")
+        removed = number(found.freed_records, "record")
+        say(f"{found.store}: {removed} removed, {human(found.freed_bytes)} freed")
+    say(f"kept: {number(found.kept_records, 'record')}, {human(found.kept_bytes)}")
     if found.errors:
-        say(f"kept because not readable: {shared.number(found.errors, 'record')}")
+        say(f"kept because not readable: {number(found.errors, 'record')}")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import plain, say
+from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, counted, human, number, plain, print_json, say
 from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.inspection import Inspection, describe, inspect
@@ -27,20 +27,20 @@ _WIDTH = 160  # where the output is not a terminal
 
 def inspect_command(
     target: Annotated[
-        str | None, typer.Argument(help="A directory of the disk tier; or none, with --tier.")
+        str | None, typer.Argument(help="A directory of the disk tier; omit it with --tier.")
     ] = None,
-    key: Annotated[str | None, typer.Argument(help="One record, by its key in hex.")] = None,
+    key: Annotated[str | None, typer.Argument(help="Key of one record, in hex.")] = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
-    as_json: shared.AsJson = False,
+    as_json: JSONFlag = False,
 ) -> None:
-    """Show the records by namespace, or the header of one record. Nothing is changed.
+    """Show the records by namespace, or the header of one record. Read-only.
 
-    A directory can be inspected beside a running engine, and only headers are read. Other tiers return whole records.
+    A directory can be inspected while an engine uses it; only headers are read. From other tiers, whole records are read.
     """
     if tier is not None and key is None:
         target, key = None, target
@@ -50,16 +50,16 @@ def inspect_command(
     if key is not None:
         wanted = _key_of(key)
         told = shared.run(lambda _: _one(spec, wanted))
-        shared.say_json(told) if as_json else _print_record(told)
-        raise typer.Exit(shared.WRONG if told["unreadable"] else shared.RIGHT)
+        print_json(told) if as_json else _print_record(told)
+        raise typer.Exit(PROBLEM if told["unreadable"] else PASSED)
 
     async def work(meter: Meter) -> Inspection:
         async with open_store(spec, change=False) as opened:
             return await inspect(opened, selection, meter)
 
     found = shared.run(work)
-    shared.say_json(found.as_dict()) if as_json else _print(found)
-    raise typer.Exit(shared.WRONG if found.unreadable or found.errors else shared.RIGHT)
+    print_json(found.as_dict()) if as_json else _print(found)
+    raise typer.Exit(PROBLEM if found.unreadable or found.errors else PASSED)
 
 
 def _key_of(text: str) -> ChunkKey:
@@ -91,8 +91,8 @@ async def _entry(store: OfflineStore, key: ChunkKey) -> StoredRecord:
 def _print(found: Inspection) -> None:
     told = found.as_dict()
     say(
-        f"{told['target']}: {shared.number(told['records'], 'record')}, {shared.human(told['bytes'])},"
-        f" {shared.number(told['tokens'], 'token')}"
+        f"{told['target']}: {number(told['records'], 'record')}, {human(told['bytes'])},"
+        f" {number(told['tokens'], 'token')}"
         + (f"; in use by process {found.holder}" if found.holder else "")
     )
     if told["namespaces"]:
@@ -100,10 +100,10 @@ def _print(found: Inspection) -> None:
         Console(highlight=False, width=width).print(_table(told["namespaces"]))
     for group in told["namespaces"]:
         for shape in group["shapes"]:
-            records = shared.number(shape["records"], "record")
+            records = number(shape["records"], "record")
             say(f"{group['id']}: {records} of {shape['dtype']}, {shape['layout']}")
     if found.unreadable:
-        say(f"unreadable: {shared.counted(told['unreadable'])}, {shared.human(found.unreadable_bytes)}")
+        say(f"unreadable: {counted(told['unreadable'])}, {human(found.unreadable_bytes)}")
     if found.errors or found.gone:
         say(f"not readable: {found.errors}; evicted meanwhile: {found.gone}")
 
@@ -119,7 +119,7 @@ def _table(groups: list[dict[str, Any]]) -> Table:
             group["id"],
             Text(plain(group["title"])),
             str(group["records"]),
-            shared.human(group["bytes"]),
+            human(group["bytes"]),
             str(group["tokens"] or "-"),
             _tokens(group["chunk_tokens"]),
             str(group["request_labels"] or "-"),

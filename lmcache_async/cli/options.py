@@ -1,4 +1,4 @@
-"""The options of a config type as a person reads them: their kinds, defaults and meanings."""
+"""Options of a tier or layer, from its pydantic model: type, default and description of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import PydanticUndefined
 
 from lmcache_async.config import format_size
+from lmcache_async.registry import LAYERS, STAGES, TIERS
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import ConfiguredLayer
 
-_ENTRY = re.compile(r"^    (\w+): (.*(?:\n      +.*)*)", re.MULTILINE)
-_SIZES = re.compile(r"bytes")
+KINDS = {"tier": TIERS, "layer": LAYERS, "stage": STAGES}
+"""Entry-point group of each kind of plug-in."""
+
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n      +.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +27,10 @@ class Option:
     """One option.
 
     Attributes:
-        name: Its key; with a dot where it is of a section.
-        kind: What may be written, such as `size` or `auto | true`.
-        default: As it would be written; None where the option has to be given.
-        help: What it means.
+        name: Its key, dotted for keys of a section.
+        kind: Its type, such as `size` or `auto | true or false`.
+        default: The default as it is written in a file; None if the option is required.
+        help: Its description.
     """
 
     name: str
@@ -34,8 +39,29 @@ class Option:
     help: str
 
 
+def options_type(kind: str, target: Any) -> type[BaseModel] | None:
+    """Return the model of the options of a tier or a layer; None for a stage.
+
+    Raises:
+        TypeError: The plug-in is not a tier or layer, or its options are not a pydantic model.
+    """
+    if kind == "stage":
+        return None
+    found: object = None
+    if isinstance(target, type):
+        if kind == "tier" and issubclass(target, Tier):
+            found = target.config_type
+        elif kind == "layer" and issubclass(target, ConfiguredLayer):
+            found = target.options_type
+    if found is None:
+        raise TypeError(f"{target!r} is not a subclass of {'Tier' if kind == 'tier' else 'ConfiguredLayer'}")
+    if not (isinstance(found, type) and issubclass(found, BaseModel)):
+        raise TypeError(f"its options are {found!r}, not a pydantic model")
+    return found
+
+
 def options_of(model: type[BaseModel]) -> tuple[Option, ...]:
-    """Every option, those of sections among them."""
+    """Return all options, including those of sections."""
     helps, kinds = helps_of(model), _kinds(model)
     found: list[Option] = []
     for name, info in model.model_fields.items():
@@ -49,17 +75,17 @@ def options_of(model: type[BaseModel]) -> tuple[Option, ...]:
 
 
 def helps_of(model: type[BaseModel]) -> dict[str, str]:
-    """What each field means: its own description, or what the docstring of its class says."""
+    """Return the description of each field: its own, or the one in the docstring of its class."""
     helps: dict[str, str] = {}
     for base in reversed(model.__mro__):
         _, _, attributes = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
-        helps |= {name: " ".join(text.split()) for name, text in _ENTRY.findall(attributes)}
+        helps |= {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(attributes)}
     described = {name: info.description for name, info in model.model_fields.items() if info.description}
     return {name: text for name, text in (helps | described).items() if name in model.model_fields}
 
 
 def shown(value: Any, name: str = "") -> str | None:
-    """A value as it would be written; no secret is."""
+    """Format a value as it is written in a file; a secret as `***`, no default as None."""
     if value is PydanticUndefined:
         return None
     if isinstance(value, SecretStr):
@@ -68,7 +94,7 @@ def shown(value: Any, name: str = "") -> str | None:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and _SIZES.search(name) and value:
+    if isinstance(value, int) and "bytes" in name and value:
         return format_size(value).replace(" ", "")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(str(shown(item)) for item in value) + "]"
@@ -78,7 +104,7 @@ def shown(value: Any, name: str = "") -> str | None:
 def _kinds(model: type[BaseModel]) -> dict[str, str]:
     try:
         schema = model.model_json_schema()
-    except PydanticInvalidForJsonSchema:  # of somebody else's types
+    except PydanticInvalidForJsonSchema:  # types of a third-party plug-in
         return {}
     return {name: _kind(part, schema.get("$defs", {}), name) for name, part in schema["properties"].items()}
 
@@ -90,7 +116,7 @@ def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str
         return " | ".join(str(one) for one in schema.get("enum", [schema.get("const")]))
     if choices := schema.get("anyOf"):
         kinds = [_kind(choice, definitions, name) for choice in choices]
-        if "true or false" in kinds:  # and its further spellings
+        if "true or false" in kinds:  # without its further spellings
             words = [kind for kind in kinds if kind not in {"text", "true or false"} and "yes" not in kind]
             return " | ".join([*words, "true or false"])
         numbers = [kind for kind in kinds if kind in {"whole number", "number", "size"}]
@@ -100,6 +126,6 @@ def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str
         return {"path": "path", "password": "secret"}[schema["format"]]
     kind = schema.get("type")
     if kind == "integer":
-        return "size" if _SIZES.search(name) else "whole number"
+        return "size" if "bytes" in name else "whole number"
     names = {"number": "number", "boolean": "true or false", "string": "text", "null": "none"}
     return {**names, "array": "list", "object": "mapping"}.get(str(kind), "any")

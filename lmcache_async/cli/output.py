@@ -1,4 +1,4 @@
-"""What commands say: results to the one stream, errors to the other, and the codes that they end with."""
+"""Output of the commands: results on stdout, errors on stderr, and exit codes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,51 @@ import json
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-PROBLEM = 1
-"""The command ran, and what it looked at is wrong."""
-USAGE = 2
-"""The command could not run: an option, a file or a package is not as it needs it."""
+PASSED, PROBLEM, USAGE, IN_USE, STOPPED = 0, 1, 2, 3, 130
+"""Exit codes: success; the command found a problem; it could not run; in use by another process; Ctrl-C."""
 
-JSONFlag = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+JSONFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def plain(text: object) -> str:
-    """Without what a terminal would obey and what cannot be encoded: names are other people's."""
+    """Replace unprintable characters. Names come from others and may contain terminal escape sequences."""
     return "".join(letter if letter.isprintable() else "�" for letter in str(text))
 
 
 def plain_lines(text: object) -> str:
-    """The same, with the ends of its lines."""
+    """`plain` for each line."""
     return "\n".join(plain(line) for line in str(text).split("\n"))
 
 
 def say(text: object, *, to_stderr: bool = False) -> None:
-    """Lines as they are: never folded, and nothing in them is a markup, an emoji or an order to the terminal."""
-    Console(stderr=to_stderr).print(Text(plain_lines(text)), soft_wrap=True)
+    typer.echo(plain_lines(text), err=to_stderr)
 
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def refuse(error: Exception | str) -> NoReturn:
-    """Say why the command could not run, and end."""
-    typer.echo(plain_lines(error), err=True)
-    raise typer.Exit(USAGE) from None
+def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
+    """Print why the command could not run, and exit."""
+    say(error, to_stderr=True)
+    raise typer.Exit(code) from None
+
+
+def human(nbytes: int) -> str:
+    """Format a size with one decimal. --json has all digits."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def number(count: int, noun: str) -> str:
+    """`1 record`, `2 records`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -1,14 +1,13 @@
-"""Shared options, progress bar and exit codes of the commands on records."""
+"""Shared options, progress bar and output of the commands on records."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import typer
 import uvloop
@@ -24,7 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import IN_USE, STOPPED, counted, number, refuse, say
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.maintenance.concurrency import Meter
@@ -34,35 +33,34 @@ from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
 
 T = TypeVar("T")
 
-RIGHT, WRONG, REFUSED, IN_USE, STOPPED = 0, 1, 2, 3, 130
-"""Exit codes: success; damaged or refused records; the command could not run; in use by another process; ctrl-C."""
-
 LISTED = 20
 """Records that are listed with their cause, without `--json`."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
+Directory = Annotated[
+    Path | None, typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
+]
 Config = Annotated[
-    Path | None, typer.Option("--config", help="The engine's config file.", dir_okay=False, exists=True)
+    Path | None, typer.Option("--config", help="Config file of the engine.", dir_okay=False, exists=True)
 ]
-Tier = Annotated[
-    str | None, typer.Option("--tier", help="The id of one of its tiers, or a tier of its own as JSON.")
+Tier = Annotated[str | None, typer.Option("--tier", help="The id of a tier in --config, or a tier as JSON.")]
+Rank = Annotated[
+    int | None, typer.Option("--rank", min=0, help="Rank whose directory is used, if there are several.")
 ]
-Rank = Annotated[int | None, typer.Option("--rank", min=0, help="Which rank's directory, of several.")]
 Namespaces = Annotated[
     list[str] | None,
     typer.Option(
         "--namespace",
-        help="Only this one: the start of its id, FIELD=VALUE, or `encrypted`. May be repeated.",
+        help="Only records of this namespace: the start of its id, FIELD=VALUE, or `encrypted`. May be repeated.",
     ),
 ]
-Concurrency = Annotated[int, typer.Option("--in-flight", min=1, max=64, help="Records at the same time.")]
+Concurrency = Annotated[int, typer.Option("--in-flight", min=1, max=64, help="Number of concurrent records.")]
 RecordSize = Annotated[
-    str, typer.Option("--max-record-bytes", help="Memory for one record, where it is held as a whole.")
+    str, typer.Option("--max-record-bytes", help="Memory for a record that is read as a whole.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Write the result to stdout as JSON.")]
 RateOption = Annotated[
-    str | None, typer.Option("--limit-rate", metavar="SIZE", help="Most bytes a second, such as 100MB.")
+    str | None, typer.Option("--limit-rate", metavar="SIZE", help="Maximum bytes per second, such as 100MB.")
 ]
 DEFAULT_RECORD_SIZE = format_size(MAX_RECORD_BYTES)
 
@@ -85,6 +83,18 @@ def spec_of(
     )
 
 
+def place_spec(
+    text: str, config: Path | None, rank: int | None, in_flight: int, max_record_bytes: str
+) -> StoreSpec:
+    """Parse an argument that is a directory or a tier.
+
+    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
+    """
+    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
+    path, tier = (None, text) if is_tier else (Path(text), None)
+    return spec_of(path, config, tier, rank, in_flight, max_record_bytes)
+
+
 def selection_of(patterns: list[str] | None) -> Selection:
     try:
         return Selection(tuple(patterns or ()))
@@ -93,10 +103,8 @@ def selection_of(patterns: list[str] | None) -> Selection:
 
 
 def size_of(text: str | None, option: str) -> int | None:
-    if text is None:
-        return None
     try:
-        return parse_size(text)
+        return None if text is None else parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {text}: {error}") from None
 
@@ -108,7 +116,7 @@ def seconds_of(text: str | None, option: str) -> float | None:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
     if match is None:
         raise typer.BadParameter(
-            f"{option} {text}: expected a number with s, m, h, d or w behind it, such as 7d"
+            f"{option} {text}: expected a number with the unit s, m, h, d or w, such as 7d"
         )
     return float(match[1]) * _UNITS[match[2]]
 
@@ -117,13 +125,7 @@ class Bar(Meter):
     """Progress bar on stderr, cleared at the end."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._progress = Progress(console=Console(stderr=True), transient=True)
         self._task: TaskID | None = None
         self._in_bytes = False
 
@@ -140,11 +142,16 @@ class Bar(Meter):
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._in_bytes = nbytes is not None or records is None
-        bar = (TextColumn("{task.description}"), BarColumn())
-        self._progress.columns = (
-            (*bar, DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        counters = (
+            (DownloadColumn(binary_units=True), TransferSpeedColumn())
             if self._in_bytes
-            else (*bar, MofNCompleteColumn(), TimeRemainingColumn())
+            else (MofNCompleteColumn(),)
+        )
+        self._progress.columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *counters,
+            TimeRemainingColumn(),
         )
         self._task = self._progress.add_task(what, total=nbytes if self._in_bytes else records)
 
@@ -154,30 +161,16 @@ class Bar(Meter):
 
 
 def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
-    """Run the work and return its result. An error of ours ends the command with its message."""
+    """Run the work and return its result. An expected error ends the command with its message."""
     try:
         with Bar() as meter, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(work(meter))
     except KeyboardInterrupt:
-        end(STOPPED, "stopped; what was done stays, and the same command does the rest or starts again")
+        refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
     except TierInUseError as error:
-        end(IN_USE, f"{error}; it can be read while that process runs, but not changed")
-    except LMCacheAsyncError as error:
-        end(REFUSED, str(error))
-    except OSError as error:
-        end(REFUSED, str(error))
-
-
-def place_spec(
-    text: str, config: Path | None, rank: int | None, in_flight: int, max_record_bytes: str
-) -> StoreSpec:
-    """A directory or a tier, in one argument.
-
-    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
-    """
-    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
-    path, tier = (None, text) if is_tier else (Path(text), None)
-    return spec_of(path, config, tier, rank, in_flight, max_record_bytes)
+        refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
+    except (LMCacheAsyncError, OSError) as error:
+        refuse(error)
 
 
 def say_not_copied(counts: CopyCounts) -> None:
@@ -200,31 +193,3 @@ def say_listed(records: Sequence[Mapping[str, str]]) -> None:
         say(f"{one['key']}: {one['cause']}: {one['message']}")
     if len(records) > LISTED:
         say(f"... --json lists {len(records)} of them")
-
-
-def end(code: int, message: str) -> NoReturn:
-    say(message, to_stderr=True)
-    raise typer.Exit(code)
-
-
-def say_json(value: Any, *, to_stderr: bool = False) -> None:
-    typer.echo(json.dumps(value, indent=2), err=to_stderr)
-
-
-def human(nbytes: int) -> str:
-    """Format a size; --json has all digits."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def number(count: int, noun: str) -> str:
-    """`1 record`, `2 records`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

@@ -1,4 +1,4 @@
-"""`lmcache-async serve`: the daemon that keeps one pool of records for all engines of a host."""
+"""`lmcache-async serve`: run the daemon of the host tier."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from lmcache_async.errors import LMCacheAsyncError
 
 def serve_command(
     socket: Annotated[
-        Path | None, typer.Option(help="Where engines connect; a place of this user's by default.")
+        Path | None, typer.Option(help="Path of the socket; by default one of this user.")
     ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option(help="Shared memory of the pool, such as 20GiB; needed here or in the file.")
+        str | None,
+        typer.Option(help="Size of the pool in shared memory, such as 20GiB; required here or in the file."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file of these and further options.", dir_okay=False)
+        Path | None, typer.Option(help="YAML file with these and further options.", dir_okay=False)
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the line that says that it is ready as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
-    """Keep one pool of records for all engines of this host, whose tier is `host`, until SIGTERM or SIGINT.
+    """Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.
 
-    docs/tiers/host.md names the options of the file.
+    Engines use the pool with the tier `host`. docs/tiers/host.md lists the options of the file.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:

@@ -1,20 +1,69 @@
-"""`lmcache-async tiers`: what is installed, from where, with which options, and what each can do."""
+"""`lmcache-async tiers`: installed tiers, layers and stages, with their options and capabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, get_origin
 
 import typer
+from pydantic import BaseModel
 
-from lmcache_async.cli.catalog import KINDS, Entry, catalog
+from lmcache_async.cli.options import KINDS, Option, options_of, options_type
 from lmcache_async.cli.output import JSONFlag, print_json, refuse
 from lmcache_async.config.validation import hint, nearest
-from lmcache_async.registry import Registry
+from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.pipeline.stage import describe
+from lmcache_async.registry import Plugin, Registry
+from lmcache_async.tiers.base import Tier
+
+OVERRIDABLE = (
+    "bind",
+    "contains_many",
+    "count_prefix",
+    "diagnose",
+    "get_many",
+    "put_many",
+    "remove",
+    "reject",
+    "scrub",
+    "keys",
+    "clear",
+    "statistics",
+)
+"""Methods of a tier with default implementations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One plug-in.
+
+    Attributes:
+        kind: `tier`, `layer` or `stage`.
+        name: Name of the entry point.
+        distribution: Distribution with the entry point.
+        version: Version of the distribution.
+        value: Module and name of the object.
+        problem: Why it cannot be used here, and what to do; "" if it can.
+        summary: First line of its docstring.
+        options: Its options.
+        details: Its capabilities, by name.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    value: str
+    problem: str = ""
+    summary: str = ""
+    options: tuple[Option, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def complete_tiers(incomplete: str) -> list[str]:
-    """The names of installed plug-ins that begin so; nothing is imported."""
+    """Return the installed plug-ins whose names begin with the text. Imports none."""
     registry = Registry()
     names = {name for group in KINDS.values() for name in registry.available(group)}
     return sorted(name for name in names if name.startswith(incomplete))
@@ -25,14 +74,19 @@ def tiers_command(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="One tier, layer or stage, with all that is known of it.",
+            help="A tier, layer or stage to describe in detail.",
             autocompletion=complete_tiers,
         ),
     ] = None,
     as_json: JSONFlag = False,
 ) -> None:
-    """List the tiers, layers and stages that are installed, and what is wrong with those that cannot be used."""
-    entries = catalog(Registry())
+    """List the installed tiers, layers and stages, and why one cannot be used."""
+    registry = Registry()
+    entries = [
+        examine(kind, plugin, registry)
+        for kind, group in KINDS.items()
+        for plugin in registry.available(group).values()
+    ]
     if name is not None:
         names = {entry.name for entry in entries}
         entries = [entry for entry in entries if entry.name == name]
@@ -42,10 +96,71 @@ def tiers_command(
                 " (lmcache-async tiers lists all)"
             )
     if as_json:
-        print_json([entry.as_dict() for entry in entries])
+        print_json([asdict(entry) for entry in entries])
         return
     for line in _list(entries) if name is None else _details(entries):
         typer.echo(line)
+
+
+def examine(kind: str, plugin: Plugin, registry: Registry) -> Entry:
+    """Import a plug-in and describe it."""
+    known = (kind, plugin.name, plugin.distribution, plugin.version, plugin.value)
+    try:
+        target: Any = registry.load(KINDS[kind], plugin.name)
+    except LMCacheAsyncError as error:
+        return Entry(*known, problem=str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a third-party module may raise anything
+        return Entry(*known, problem=f"it cannot be imported from {plugin.value}: {_short(error)}")
+    summary = (inspect.getdoc(target) or "").partition("\n")[0]
+    try:
+        model = options_type(kind, target)
+        if model is None:
+            return Entry(*known, summary=summary, details=_stage_details(plugin.name, target))
+        details = _tier_details(target, model) if kind == "tier" else {"fits_arena": target.fits_arena}
+        return Entry(*known, summary=summary, options=options_of(model), details=details)
+    except Exception as error:  # noqa: BLE001 - as above
+        return Entry(*known, problem=_short(error), summary=summary)
+
+
+def _stage_details(name: str, target: Any) -> dict[str, Any]:
+    info = describe(name, target)
+    return {
+        "takes": _type_name(info.takes),
+        "gives": _type_name(info.gives),
+        "uses": list(inspect.signature(target).parameters) if inspect.isclass(target) else [],
+        "per_request": info.per_request,
+        "ordered": info.ordered,
+    }
+
+
+def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
+    overrides = [method for method in OVERRIDABLE if getattr(target, method) is not getattr(Tier, method)]
+    return {"capabilities": _capabilities(target, model), "overrides": overrides}
+
+
+def _capabilities(target: type[Tier], model: type[BaseModel]) -> dict[str, Any] | None:
+    """The capabilities with default options; None if they depend on required options."""
+    needed = {
+        name: _sample(info.annotation) for name, info in model.model_fields.items() if info.is_required()
+    }
+    config = model.model_construct(**needed)
+    bare = object.__new__(target)  # for a constructor that refuses the samples
+    bare.config = config
+    vars(bare)["_config"] = config
+    return _asked(lambda: target(config)) or _asked(lambda: bare)
+
+
+def _asked(make: Callable[[], Tier]) -> dict[str, Any] | None:
+    try:
+        return asdict(make().capabilities)
+    except Exception:  # noqa: BLE001 - the tier needs real options
+        return None
+
+
+def _sample(annotation: Any) -> Any:
+    """A value of the type, for a required option."""
+    kind = get_origin(annotation) or annotation
+    return {int: 1, float: 1.0, str: "", tuple: (None,), list: [None], dict: {}}.get(kind)
 
 
 def _list(entries: list[Entry]) -> Iterator[str]:
@@ -67,22 +182,28 @@ def _details(entries: list[Entry]) -> Iterator[str]:
             yield f"  cannot be used: {entry.problem}"
         if entry.summary:
             yield f"  {entry.summary}"
-        yield from _facts(entry)
+        for name, value in entry.details.items():
+            yield f"  {name}: {_detail(value)}"
         if entry.options:
             yield "  options:"
         for option in entry.options:
-            default = "needed" if option.default is None else f"default {option.default or repr('')}"
+            default = "required" if option.default is None else f"default {option.default or repr('')}"
             yield f"    {option.name}: {option.kind}; {default}"
             if option.help:
                 yield f"      {option.help}"
 
 
-def _facts(entry: Entry) -> Iterator[str]:
-    for name, value in entry.details.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {shown}" for key, shown in value.items())
-        elif isinstance(value, list):
-            value = ", ".join(value) or "nothing"
-        elif value is None:
-            value = "by its options"
-        yield f"  {name}: {value}"
+def _detail(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shown}" for key, shown in value.items())
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return "depends on the options" if value is None else value
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error!s:.300}".replace("\n", " ")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.stores import open_keys, open_store
 from lmcache_async.maintenance.verification import Remedy, Verification, VerifyOptions, verify
 
 
 def verify_command(
-    target: Annotated[
-        Path | None, typer.Argument(help="A directory of the disk tier; or none, with --tier.")
-    ] = None,
+    target: shared.Directory = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
     rank: shared.Rank = None,
@@ -29,11 +26,11 @@ def verify_command(
     limit_rate: shared.RateOption = None,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
-    as_json: shared.AsJson = False,
+    as_json: JSONFlag = False,
 ) -> None:
     """Read every record and verify its checksums, lengths and key.
 
-    Ends with 1 if a record is damaged or unreadable. With --config, its keys decrypt encrypted records.
+    Exits with 1 if a record is damaged or unreadable. With --config, its keys decrypt encrypted records.
     """
     if remove and quarantine:
         raise typer.BadParameter("--remove and --quarantine exclude each other")
@@ -49,20 +46,20 @@ def verify_command(
             return await verify(store, options, meter)
 
     found = shared.run(work)
-    shared.say_json(found.as_dict()) if as_json else _print(found, remedy)
-    raise typer.Exit(shared.RIGHT if found.passed else shared.WRONG)
+    print_json(found.as_dict()) if as_json else _print(found, remedy)
+    raise typer.Exit(PASSED if found.passed else PROBLEM)
 
 
 def _print(found: Verification, remedy: Remedy) -> None:
     say(
-        f"{found.store}: correct: {shared.number(found.records, 'record')}, corrupt: {found.damaged.total()},"
-        f" not readable: {found.errors}; {shared.human(found.bytes)} read"
+        f"{found.store}: correct: {number(found.records, 'record')}, corrupt: {found.damaged.total()},"
+        f" not readable: {found.errors}; {human(found.bytes)} read"
     )
     if found.encrypted:
-        say(f"encrypted, verified by their outer checksum only: {shared.number(found.encrypted, 'record')}")
+        say(f"encrypted, verified by their outer checksum only: {number(found.encrypted, 'record')}")
     if found.gone or found.passed_over:
         say(f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
     shared.say_listed(found.listed)
     if found.remedied:
         done = "deleted" if remedy is Remedy.REMOVE else "moved to quarantine"
-        say(f"{done}: {shared.number(found.remedied, 'record')}")
+        say(f"{done}: {number(found.remedied, 'record')}")

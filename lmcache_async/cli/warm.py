@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, counted, human, number, print_json, say
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
 from lmcache_async.maintenance.concurrency import Meter
@@ -25,65 +25,72 @@ def warm_command(
     config: shared.Config = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help="Lines of JSON: token ids or text.", dir_okay=False, exists=True),
+        typer.Option(
+            "--prompts", help="JSON lines of prompts: token ids or text.", dir_okay=False, exists=True
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
-            help="A log of requests with prompts in it; most used first.",
+            help="Log of requests with their prompts; the most frequent ones are copied first.",
             dir_okay=False,
             exists=True,
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option("--tokenizer", help="tokenizer.json, its folder, or a model's name; for text."),
+        typer.Option(
+            "--tokenizer", help="tokenizer.json, its directory, or a model's name; required for text."
+        ),
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="The id of the tier to copy from; the slowest by default.")
+        str | None, typer.Option("--from", help="The id of the tier to copy from; by default the slowest.")
     ] = None,
     to: Annotated[
         list[str] | None,
         typer.Option(
-            "--to", help="The id of a tier to copy to; all faster ones by default. May be repeated."
+            "--to", help="The id of a tier to copy to; by default all faster ones. May be repeated."
         ),
     ] = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Copy no more than that.")
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Maximum bytes to copy.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="Ask this vLLM server for one token of each prompt instead.")
+        str | None,
+        typer.Option("--url", help="Instead request one token for each prompt from this vLLM server."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Which model of the server; its first one.")
+        str | None, typer.Option("--model", help="Model of the server; by default its first one.")
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one answer of it.")] = 600,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Maximum time of one request to the server, in seconds.")
+    ] = 600,
     in_flight: shared.Concurrency = 4,
     max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
-    as_json: shared.AsJson = False,
+    as_json: JSONFlag = False,
 ) -> None:
     """Copy the prefixes of prompts from a slower tier of a config to the faster ones.
 
-    The engine's own memory (tier cpu) is filled with --url: the server loads the prompts and computes what no tier
-    has. Ends with 1 if a record was refused or a request failed.
+    --url fills the memory of a running engine: the server loads the prompts and computes missing parts.
+    Exits with 1 if a record was refused or a request failed.
     """
     file = _one_of(prompts, trace)
     if url is not None:
         if config is not None or source is not None or to:
-            raise typer.BadParameter("--url asks a server, and knows nothing of --config, --from and --to")
+            raise typer.BadParameter("--url excludes --config, --from and --to")
         asked = shared.run(lambda meter: _ask(url, file, trace is not None, meter, model, in_flight, timeout))
-        shared.say_json(asked.as_dict()) if as_json else _print_asked(asked)
-        raise typer.Exit(shared.WRONG if asked.refused else shared.RIGHT)
+        print_json(asked.as_dict()) if as_json else _print_asked(asked)
+        raise typer.Exit(PROBLEM if asked.refused else PASSED)
     spec = shared.spec_of(None, config, None, rank, in_flight, max_record_bytes)
     selection, most = shared.selection_of(namespace), shared.size_of(max_bytes, "--max-bytes")
 
     async def work(meter: Meter) -> Warmup:
         loaded = spec.read_config()
         if loaded is None:
-            raise ConfigError("name the engine's config file with --config, or a server with --url")
+            raise ConfigError("give the engine's config file with --config, or a server with --url")
         cipher, hash_key = open_keys(loaded)
         options = WarmOptions(
             selection=selection,
@@ -97,14 +104,14 @@ def warm_command(
         return await _warm(spec, loaded, source, to or [], read, options, meter)
 
     done = shared.run(work)
-    shared.say_json(done.as_dict()) if as_json else _print(done)
-    raise typer.Exit(shared.WRONG if done.counts.refused else shared.RIGHT)
+    print_json(done.as_dict()) if as_json else _print(done)
+    raise typer.Exit(PROBLEM if done.counts.refused else PASSED)
 
 
 def _one_of(prompts: Path | None, trace: Path | None) -> Path:
     file = prompts or trace
     if file is None or (prompts is not None and trace is not None):
-        raise typer.BadParameter("name one of --prompts and --trace")
+        raise typer.BadParameter("give one of --prompts and --trace")
     return file
 
 
@@ -136,22 +143,22 @@ async def _warm(
 
 
 def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, list[str]]:
-    """Where to copy from and to, of the tiers that can be reached from outside, fastest first.
+    """Return the source and the destinations among the reachable tiers, given fastest first.
 
     Raises:
-        ConfigError: There are no two.
+        ConfigError: There is no source or no destination.
     """
     for name in (*([source] if source is not None else []), *to):
         if name not in tiers:
             raise ConfigError(
-                f"tier {name} cannot be reached from outside of the engine; of the config can: {tiers}"
+                f"tier {name} cannot be reached outside of the engine; reachable tiers of the config: {tiers}"
             )
     slow = source or (tiers[-1] if tiers else "")
     fast = to or (tiers[: tiers.index(slow)] if slow in tiers else [])
     if not fast or slow in fast:
         raise ConfigError(
-            f"there is nothing to copy between: of the config's tiers {tiers or 'none'} can be reached from outside of"
-            " the engine, and the memory of a running vLLM is warmed with --url"
+            f"there are no two tiers to copy between; reachable outside of the engine: {tiers or 'none'}. To warm the"
+            " memory of a running vLLM, use --url"
         )
     return slow, fast
 
@@ -159,12 +166,12 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
 def _print(done: Warmup) -> None:
     told = done.as_dict()
     say(
-        f"{shared.number(done.prompts, 'prompt')}, {shared.number(done.tokens, 'token')};"
-        f" {done.source} has prefixes of {shared.number(done.found_tokens, 'token')}"
+        f"{number(done.prompts, 'prompt')}, {number(done.tokens, 'token')};"
+        f" {done.source} has prefixes of {number(done.found_tokens, 'token')}"
     )
     say(
-        f"copied: {shared.counted(told['copied'])} ({shared.human(done.counts.bytes)});"
-        f" there already: {shared.counted(told['there'])}"
+        f"copied: {counted(told['copied'])} ({human(done.counts.bytes)});"
+        f" there already: {counted(told['there'])}"
     )
     shared.say_not_copied(done.counts)
 
@@ -175,7 +182,7 @@ def _print_asked(asked: Requests) -> None:
         if asked.cached_tokens is None
         else f"cached tokens: {asked.cached_tokens}"
     )
-    prompts, tokens = shared.number(asked.prompts, "prompt"), shared.number(asked.tokens, "token")
+    prompts, tokens = number(asked.prompts, "prompt"), number(asked.tokens, "token")
     say(f"{asked.url} ({asked.model}): {prompts}, {tokens}; {cached}")
     if asked.refused:
-        say(f"{shared.number(asked.refused, 'request')} failed, the first with {asked.first_refusal}")
+        say(f"{number(asked.refused, 'request')} failed, the first with {asked.first_refusal}")

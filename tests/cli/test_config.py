@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lmcache_async.cli.config import check_file
-from lmcache_async.cli.effective import _plain, _value
+from lmcache_async.cli.config import check_file, flatten, format_value
 from lmcache_async.config import EngineConfig
 from lmcache_async.registry import Registry
 
@@ -137,7 +136,7 @@ def test_of_what_holds_only_secrets_are_hidden():
         use_token=True,
     )
 
-    shown = {value.key: value.value for value in (_value(*one, None) for one in _plain(nested, ()))}
+    shown = {value.key: value.value for value in (format_value(*one, None) for one in flatten(nested))}
 
     assert "hunter1" not in shown["servers"]
     assert "'host': 'a'" in shown["servers"]
@@ -198,7 +197,7 @@ def test_a_right_file_is_said_to_be(invoke, file, monkeypatch):
 
     result = invoke("config", "check", file)
 
-    assert (result.exit_code, result.stdout) == (0, f"{file}: nothing is wrong\n")
+    assert (result.exit_code, result.stdout) == (0, f"{file}: valid\n")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.cli.schema import daemon_schema, engine_schema
+from lmcache_async.cli.config import daemon_schema, engine_schema
 from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
@@ -80,7 +80,7 @@ NOT_IN_A_SCHEMA = re.compile(
     "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
     "|reserved|with a name|nobody would|without a token|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
     "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|requires tls_cert_file|a size between"
-    "|no home for its ~|null characters"
+    "|no home for its ~|null characters|without TLS"
 )
 """What no schema of a file tells: how values go together, what is in files, the inside of a URL, a few bounds."""
 

@@ -17,7 +17,7 @@ BROKEN = {
     "raises": ("raise RuntimeError('two\\nlines')\n", "RuntimeError: two lines"),
     "exits": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
     "is not there": ("", "cannot be loaded from"),
-    "is no tier": ("Shelf = 3\n", "TypeError: 3 is no subclass of Tier"),
+    "is no tier": ("Shelf = 3\n", "TypeError: 3 is not a subclass of Tier"),
     "has no options": (f"{GOOD}\nShelf.config_type = 3\n", "TypeError: its options are 3"),
 }
 
@@ -84,7 +84,7 @@ def test_a_tier_of_somebody_else_is_told_like_ours(invoke, others):
     assert entry["summary"] == "Boards on a wall."
     assert entry["details"]["overrides"] == ["remove"]
     assert entry["details"]["capabilities"]["max_concurrency"] == 3
-    assert "    colour: text; needed\n      Of its boards." in text
+    assert "    colour: text; required\n      Of its boards." in text
     assert "    boards: whole number; default 3\n      How many there are." in text
 
 

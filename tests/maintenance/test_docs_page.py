@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from lmcache_async.cli import records as shared
+from lmcache_async.cli import output
 from lmcache_async.cli.app import load_commands
 from tests.maintenance.filled import TOKENS, filled, invoke, rig_of
 from tests.support.valkey_servers import running
@@ -68,4 +68,4 @@ def test_every_option_is_one_that_the_commands_have():
 def test_the_exit_codes_are_those_of_the_page():
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
 
-    assert listed == {shared.RIGHT, shared.WRONG, shared.REFUSED, shared.IN_USE, shared.STOPPED}
+    assert listed == {output.PASSED, output.PROBLEM, output.USAGE, output.IN_USE, output.STOPPED}

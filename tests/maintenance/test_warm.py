@@ -186,9 +186,9 @@ def test_text_is_made_tokens_of_by_the_models_tokenizer(config, tmp_path):
 @pytest.mark.parametrize(
     ("tiers", "options", "message"),
     [
-        (["cpu"], [], "the memory of a running vLLM is warmed with --url"),
-        (["cpu", {"name": "disk", "path": "/x", "max_bytes": 1}], [], "nothing to copy between"),
-        (["cpu"], ["--to", "cpu"], "tier cpu cannot be reached from outside"),
+        (["cpu"], [], "there are no two tiers to copy between; reachable outside of the engine: none"),
+        (["cpu", {"name": "disk", "path": "/x", "max_bytes": 1}], [], "no two tiers to copy between"),
+        (["cpu"], ["--to", "cpu"], "tier cpu cannot be reached outside"),
     ],
 )
 def test_where_nothing_can_be_warmed_it_says_so(tmp_path, tiers, options, message):
@@ -363,7 +363,7 @@ def test_one_file_is_named(config, tmp_path):
     assert invoke("warm", "--config", config).exit_code == 2
     assert invoke("warm", "--config", config, "--prompts", file, "--trace", file).exit_code == 2
     assert invoke("warm", "--url", "http://x", "--config", config, "--prompts", file).exit_code == 2
-    assert "name the engine's config file" in invoke("warm", "--prompts", file).stderr
+    assert "give the engine's config file" in invoke("warm", "--prompts", file).stderr
 
 
 @pytest.mark.parametrize("chunk_size", ["true", "0", "16777217", "8.0", '"8"'])

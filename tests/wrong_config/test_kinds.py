@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lmcache_async.cli.catalog import KINDS, options_type
+from lmcache_async.cli.options import KINDS, options_type
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.config.validation import EXPECTED
 from lmcache_async.daemon.config import DaemonConfig, TenantOptions
