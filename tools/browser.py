@@ -1,7 +1,7 @@
-"""Brings a headless Chromium into a directory, for tests of the status page; no root, nothing installed.
+"""Find headless Chromium, or unpack it into a directory, for tests and screenshots of the status page.
 
-Where the system has one nothing is done; else, where there is apt, Debian's package is fetched with what it
-needs that the system lacks, with lists of our own, and unpacked into the directory.
+`python -m tools.browser DIRECTORY` does nothing if the system has a Chromium. Otherwise it downloads Debian's package
+and the missing dependencies with apt and unpacks them into the directory. It needs no root and installs nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ from tools.native import CONFIG, run_quietly
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("chromium-headless-shell", "fonts-dejavu-core", "fonts-inter")
-STATUS = 'Dir::State::status "/var/lib/dpkg/status";\n'  # what is there is not fetched again
+STATUS = 'Dir::State::status "/var/lib/dpkg/status";\n'  # installed packages are not downloaded again
 PLACE = Path(sys.prefix) / "browser"
-"""Of the environment that is in use."""
+"""Directory in the virtual environment in use."""
+FLAGS = (
+    "--no-sandbox",  # the sandbox does not work as root; the pages are our own
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+"""Flags of Chromium in addition to Playwright's own."""
 
 ADVICE = (
-    "tests of the status page will fail; install it and call this again. On Debian and Ubuntu: apt install chromium;"
+    "tests of the status page will fail. Install it and run this again: on Debian and Ubuntu: apt install chromium;"
     " on Fedora: dnf install chromium-headless"
 )
 
@@ -48,7 +57,7 @@ exec '{0}'/usr/lib/chromium/chromium-headless-shell "$@"
 
 
 def find(place: Path = PLACE) -> Path | None:
-    """The browser: the one in that directory, or the system's."""
+    """Return the browser in the directory, or else the one of the system; None if there is none."""
     ours = place / "chromium"
     if ours.exists():
         return ours
@@ -56,12 +65,25 @@ def find(place: Path = PLACE) -> Path | None:
     return next((Path(path) for path in found if path), None)
 
 
-def fetch(target: Path) -> None:
-    """Leave a browser in the directory.
+def require() -> Path:
+    """Return the path of the browser.
 
     Raises:
-        OSError: There is no apt here.
-        subprocess.SubprocessError: apt or dpkg failed, or was not done in time.
+        FileNotFoundError: There is none.
+    """
+    if (path := find()) is None:
+        raise FileNotFoundError(
+            "Chromium is not installed: run `make install` or `python -m tools.browser DIRECTORY`"
+        )
+    return path
+
+
+def fetch(target: Path) -> None:
+    """Unpack a browser into the directory.
+
+    Raises:
+        OSError: There is no apt.
+        subprocess.SubprocessError: apt or dpkg failed or timed out.
     """
     with tempfile.TemporaryDirectory(prefix="browser-") as name:
         place = Path(name)
@@ -73,9 +95,7 @@ def fetch(target: Path) -> None:
         ]
         config.write_text("\n".join(own) + CONFIG.format(place) + STATUS, encoding="utf-8")
         environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
-        with contextlib.suppress(
-            subprocess.CalledProcessError
-        ):  # of one source of many; we see what it takes
+        with contextlib.suppress(subprocess.CalledProcessError):  # one of several sources may be unreachable
             run_quietly(["apt-get", "-q", "update"], place, environment)
         command = ["apt-get", "-q", "-y", "install", "--download-only", "--no-install-recommends", *PACKAGES]
         run_quietly(command, place, environment)
@@ -92,17 +112,17 @@ def fetch(target: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools.browser", description=__doc__)
-    parser.add_argument("directory", type=Path, help="where to leave it if the system has none")
+    parser.add_argument("directory", type=Path, help="where to unpack it if the system has none")
     target = parser.parse_args(arguments).directory.resolve()
     if find(target) is not None:
         return 0
     try:
         fetch(target)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "output", None) or ""
-        sys.stderr.write(f"{told}== {error}\n== Chromium cannot be fetched here: {ADVICE}\n")
+        output = error.output if isinstance(error, subprocess.CalledProcessError) else ""
+        sys.stderr.write(f"{output or ''}== {error}\n== Chromium cannot be downloaded: {ADVICE}\n")
         return 1
-    sys.stdout.write(f"== in {target}, for tests alone: {PACKAGES[0]}\n")
+    sys.stdout.write(f"== {PACKAGES[0]} is in {target}, for tests only\n")
     return 0
 
 

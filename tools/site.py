@@ -1,7 +1,7 @@
-"""What MkDocs does not do by itself: links that lead out of `docs/`, and the news of the next release.
+"""MkDocs hooks: links from pages to files outside `docs/`, and the changelog of the next release.
 
-The pages are written to be read in the tree, so they link to `../README.md` or to an example. On the site each such
-file is a page below `source/`. MkDocs calls the functions whose names begin with `on_`, see `hooks` in mkdocs.yml.
+Pages are written to be read in the repository, so they link to `../README.md` or to an example. On the site each
+such file is a page below `source/`. MkDocs calls the functions `on_*`, see `hooks` in mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import importlib
 import posixpath
 import pydoc
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # MkDocs loads this file by its path
-
-from tools.changelog import read_fragments, section
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # MkDocs loads this file by its path; `tools.config_page` is imported later
 SOURCE = "source"
 NEWS = "changes/README.md"
 WHOLE = {"reference/config.md": "lmcache_async.config", "reference/keys.md": "lmcache_async.hashing"}
-"""Pages of all that a module has in its `__all__`; what a page does not name comes at its end."""
+"""Pages that document all of a module's `__all__`. Names that the page does not mention are added at its end."""
 
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _DIRECTIVE = re.compile(r"^::: (?P<name>lmcache_async\.[\w.]*Config)\n(?: +.*\n)*", re.MULTILINE)
@@ -37,7 +35,7 @@ _FENCE = re.compile(r"^(`{3,}).*?^\1\s*?$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Pages that `nav` does not name come at its end: none is out of reach."""
+    """Add the pages that `nav` does not name at its end."""
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
     named = str(config.nav)
@@ -48,7 +46,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside `docs/` that a page links to, and for those that they link to."""
+    """Add a page for each file outside `docs/` that is linked, directly or through another such file."""
     from mkdocs.structure.files import File, InclusionLevel
 
     waiting = [posixpath.join("docs", file.src_uri) for file in files.documentation_pages()]
@@ -69,28 +67,39 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the tree into links between pages of the site."""
+    """Rewrite links between files of the repository to links between pages of the site."""
     uri = page.file.src_uri
-    path = _path_of(uri)
-    here = posixpath.dirname(uri)
+    written = _rewrite_links(markdown, _path_of(uri), uri)
+    if uri in WHOLE:
+        written += _further_names(WHOLE[uri], written)
+    written = _DIRECTIVE.sub(_with_options, written)
+    if uri == NEWS:
+        written += "\n" + _rewrite_links(_next_release(), "CHANGELOG.md", uri)
+    return written
+
+
+def _rewrite_links(markdown: str, path: str, uri: str) -> str:
+    """Rewrite the links of a text from the file `path` of the repository for the page `uri`."""
 
     def link(match: re.Match[str]) -> str:
         target = _resolved(path, match["path"])
         if target is None:
             return match[0]
-        return posixpath.relpath(_page_of(target), here or ".") + (match["anchor"] or "")
+        return posixpath.relpath(_page_of(target), posixpath.dirname(uri) or ".") + (match["anchor"] or "")
 
-    written = _outside_fences(markdown, lambda text: _LINK.sub(link, text))
-    if uri in WHOLE:
-        written += _further_names(WHOLE[uri], written)
-    written = _DIRECTIVE.sub(_with_options, written)
-    if uri == NEWS:
-        written += "\n" + section("The next release", read_fragments(ROOT / "docs" / "changes"))
-    return written
+    return _outside_fences(markdown, lambda text: _LINK.sub(link, text))
+
+
+def _next_release() -> str:
+    command = ["towncrier", "build", "--draft", "--version", "Next release"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return result.stdout
 
 
 def _further_names(module: str, markdown: str) -> str:
-    """References of what the page does not name; the config's sections are among it, which need not be in `__all__`."""
+    """Return references of the names that the page does not mention, for the config with all its sections."""
     from lmcache_async.config import EngineConfig
 
     names = [f"{module}.{name}" for name in importlib.import_module(module).__all__]
@@ -103,7 +112,7 @@ def _further_names(module: str, markdown: str) -> str:
 
 
 def _with_options(match: re.Match[str]) -> str:
-    """The reference of a part of the config, with a table of its keys where it has some."""
+    """Add a table of the keys to the reference of a section of the configuration."""
     from tools.config_page import format_default
 
     model = pydoc.locate(match["name"])
@@ -123,7 +132,7 @@ def _is_fragment(page: str) -> bool:
 
 
 def _targets(path: str) -> Iterator[str]:
-    """What a Markdown file of the tree links to, from the root."""
+    """Yield the targets of the links of a Markdown file, relative to the root."""
     text = _FENCE.sub("", (ROOT / path).read_text(encoding="utf-8"))
     for match in _LINK.finditer(text):
         target = _resolved(path, match["path"])
@@ -132,7 +141,7 @@ def _targets(path: str) -> Iterator[str]:
 
 
 def _resolved(path: str, link: str) -> str | None:
-    """The file that a link leads to, from the root; a folder's is its README. None: there is none."""
+    """Return the target of a link, relative to the root; None if it does not exist. A folder's target is its README."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
     if (ROOT / target).is_dir() and (ROOT / target / "README.md").is_file():
         return posixpath.join(target, "README.md")
@@ -140,7 +149,7 @@ def _resolved(path: str, link: str) -> str | None:
 
 
 def _page_of(target: str) -> str:
-    """The page's place on the site."""
+    """Return the path of the page on the site."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     return posixpath.join(SOURCE, target if target.endswith(".md") else f"{target}.md")

@@ -1,4 +1,4 @@
-"""The browser that tests of the status page need: nothing is done where there is one, and what is done where not."""
+"""Find or unpack headless Chromium."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.browser import PROGRAMS, find, main
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where programs are found; there are none yet."""
+    """The only directory on PATH; empty."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"
@@ -27,7 +27,7 @@ def write(programs: Path, name: str, script: str) -> Path:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_is_done_where_the_system_has_one(tmp_path, programs, name):
+def test_nothing_is_done_if_the_system_has_one(tmp_path, programs, name):
     path = write(programs, name, "true")
 
     assert main([str(tmp_path / "browser")]) == 0
@@ -35,15 +35,15 @@ def test_nothing_is_done_where_the_system_has_one(tmp_path, programs, name):
     assert find(tmp_path / "browser") == path
 
 
-def test_without_apt_it_says_what_to_install(tmp_path, programs, capsys):
+def test_without_apt_the_error_says_what_to_install(tmp_path, programs, capsys):
     assert main([str(tmp_path / "browser")]) == 1
-    told = capsys.readouterr().err
-    assert "apt install chromium" in told
-    assert "dnf install" in told
+    printed = capsys.readouterr().err
+    assert "apt install chromium" in printed
+    assert "dnf install" in printed
     assert find(tmp_path / "browser") is None
 
 
-def test_with_apt_its_packages_are_unpacked_with_a_script_that_finds_them(tmp_path, programs, capsys):
+def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, programs, capsys):
     write(programs, "apt-config", """echo 'X::Post-Invoke:: "rm -rf /";'""")
     write(
         programs,
@@ -75,10 +75,10 @@ def test_with_apt_its_packages_are_unpacked_with_a_script_that_finds_them(tmp_pa
     )
     assert said.stdout.startswith(f"{target}/usr/lib/x86_64-linux-gnu:")
     assert said.stdout.endswith(f"{target}/fonts.conf --one two three\n")
-    assert "for tests alone: chromium-headless-shell" in capsys.readouterr().out
+    assert "chromium-headless-shell is in" in capsys.readouterr().out
 
 
-def test_what_apt_says_when_it_fails_is_told(tmp_path, programs, capsys):
+def test_an_error_of_apt_is_printed(tmp_path, programs, capsys):
     write(programs, "apt-config", "true")
     write(programs, "apt-get", "echo E: unable to locate; exit 100")
 

@@ -97,7 +97,7 @@ def test_no_page_asks_a_server_for_anything(site: Path) -> None:
 def test_the_news_of_the_next_release_are_on_the_site(site: Path) -> None:
     news = (site / "changes" / "index.html").read_text(encoding="utf-8")
 
-    assert "The next release" in news
+    assert "Next release" in news
 
 
 def test_files_of_the_tree_that_pages_link_to_are_pages(site: Path) -> None:

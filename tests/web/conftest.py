@@ -1,24 +1,32 @@
-"""One browser for all tests of the page: it takes a second to start."""
+"""Headless Chromium for tests of the status page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.web.browser import Browser
+from tools.browser import FLAGS, require
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=require(), args=FLAGS, timeout=120_000)
 
 
 @pytest.fixture
-def browser(started: Browser) -> Iterator[Browser]:
-    """An empty page, as nobody left it."""
-    yield started
-    started.run(started.page.call("Network.setExtraHTTPHeaders", headers={}))
-    started.run(started.page.call("Emulation.setScriptExecutionDisabled", value=False))
-    started.goto("about:blank")
+def page(chromium: Browser) -> Iterator[Page]:
+    with chromium.new_context(viewport={"width": 1280, "height": 900}) as context:
+        context.set_default_timeout(60_000)
+        yield context.new_page()
+
+
+@pytest.fixture
+def console(page: Page) -> list[str]:
+    """Messages and exceptions that the page has written to its console."""
+    lines: list[str] = []
+    page.on("console", lambda message: lines.append(message.text))
+    page.on("pageerror", lambda error: lines.append(str(error)))
+    return lines

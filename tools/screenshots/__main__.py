@@ -1,7 +1,4 @@
-"""Takes the pictures of the docs: the status page, light and dark, and `top`, of a real engine with traffic.
-
-The engine, its tiers and all that is moved are real; who asks is made up (`traffic.py`).
-"""
+"""Screenshots for the docs: the status page, light and dark, and `top`, of a real engine with synthetic traffic."""
 
 from __future__ import annotations
 
@@ -13,78 +10,88 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import uvloop
 from PIL import Image
+from playwright.async_api import Page, async_playwright
 from rich.console import Console
 
 from lmcache_async.cli.top_client import StatusClient
 from lmcache_async.cli.top_view import render
-from tools.devtools import open_page
+from tools.browser import FLAGS, require
 from tools.screenshots.traffic import Traffic, open_engine
 
 WIDTH, MARGIN = 1280, 1
 END = "document.querySelectorAll('[aria-label=\"Recent requests\"] tr')[6].getBoundingClientRect().bottom"
-"""A page of all requests is long: six are enough."""
+"""Bottom of the sixth request in the table; the screenshot ends there."""
 COLUMNS = 124
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 async def take(directory: Path, seconds: float) -> None:
-    """Leave the pictures in the directory after so many seconds of traffic."""
+    """Write the screenshots to the directory after `seconds` of traffic."""
     with tempfile.TemporaryDirectory(prefix="screenshots-") as disk:
         async with open_engine(Path(disk)) as (engine, rig):
             assert engine.status_url is not None  # the config asks for it
             traffic = asyncio.create_task(Traffic(engine, rig).run())
             try:
-                async with open_page() as page:
-                    await page.resize(WIDTH, 900, scale=1.5)
+                async with async_playwright() as playwright:
+                    browser = await playwright.chromium.launch(executable_path=require(), args=FLAGS)
+                    page = await browser.new_page(
+                        viewport={"width": WIDTH, "height": 900}, device_scale_factor=1.5
+                    )
                     await page.goto(engine.status_url)
                     await asyncio.wait({traffic}, timeout=seconds)
-                    for scheme in ("light", "dark"):
-                        await page.colours(scheme)
-                        await page.until("document.querySelectorAll('tbody tr').length > 4")
+                    for scheme in SCHEMES:
+                        await page.emulate_media(color_scheme=scheme)
+                        await page.locator("tbody tr").nth(4).wait_for()
                         height = int(await page.evaluate(END)) + MARGIN
-                        save(directory / f"status-{scheme}.png", await page.picture(WIDTH, height))
-                    told = await asyncio.to_thread(StatusClient(engine.status_url).read)
-                    drawn = terminal(told)
-                    (Path(disk) / "top.svg").write_text(drawn, encoding="utf-8")
-                    _, _, width, height = re.findall(r"[\d.]+", drawn.partition("viewBox=")[2])[:4]
-                    await page.resize(int(float(width)), int(float(height)), scale=1.5)
+                        save(directory / f"status-{scheme}.png", await screenshot(page, WIDTH, height))
+                    status = await asyncio.to_thread(StatusClient(engine.status_url).read)
+                    drawing = terminal(status)
+                    (Path(disk) / "top.svg").write_text(drawing, encoding="utf-8")
+                    _, _, *size = re.findall(r"[\d.]+", drawing.partition("viewBox=")[2])[:4]
                     await page.goto((Path(disk) / "top.svg").as_uri())
-                    save(directory / "top.png", await page.picture())
+                    save(directory / "top.png", await screenshot(page, *(int(float(one)) for one in size)))
             finally:
                 traffic.cancel()
                 await asyncio.wait({traffic})
             if not traffic.cancelled():
-                await traffic  # it ends by a mistake alone
+                await traffic  # it ended with an error
 
 
-def terminal(told: dict[str, Any]) -> str:
-    """A picture of `top` as SVG: rich's own, with a font that is there."""
+async def screenshot(page: Page, width: int, height: int) -> bytes:
+    """Return the top of the page as PNG."""
+    await page.set_viewport_size({"width": width, "height": height})
+    return await page.screenshot()
+
+
+def terminal(status: dict[str, Any]) -> str:
+    """Return a drawing of `top` as SVG, with an installed font."""
     console = Console(
         width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    console.print(render(told, width=COLUMNS))
-    drawn = console.export_svg(title="lmcache-async top")
-    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
-    return drawn.replace("Fira Code", "DejaVu Sans Mono")
+    console.print(render(status, width=COLUMNS))
+    drawing = console.export_svg(title="lmcache-async top")
+    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL)
+    return drawing.replace("Fira Code", "DejaVu Sans Mono")
 
 
 def save(file: Path, picture: bytes) -> None:
-    """With 256 colours, which is all that there are, a tenth as long."""
+    """Save with a palette of 256 colours, which makes the file a tenth as large."""
     with Image.open(io.BytesIO(picture)) as image:
         image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools.screenshots", description=__doc__)
-    parser.add_argument("--directory", type=Path, default=Path("docs/images"), help="where they go")
-    parser.add_argument("--seconds", type=float, default=115.0, help="of traffic before they are taken")
+    parser.add_argument("--directory", type=Path, default=Path("docs/images"), help="where to write them")
+    parser.add_argument("--seconds", type=float, default=115.0, help="duration of the traffic before")
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
-    with mock.patch("socket.gethostname", return_value="gpu-node-7"):  # nobody's own machine is in the docs
+    with mock.patch("socket.gethostname", return_value="gpu-node-7"):  # not the name of this machine
         uvloop.run(take(options.directory, options.seconds))
     return 0
 

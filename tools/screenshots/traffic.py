@@ -1,6 +1,6 @@
-"""Conversations with an engine as a vLLM would lead them: look up, decide, load, compute, store.
+"""Synthetic conversations that use an engine as vLLM does: look up, decide, load, compute, store.
 
-No model runs. Computing is waiting, and the KV is noise; whatever the engine does with it is real.
+No model runs: computing is a sleep, and the KV is noise. The engine and its tiers are real.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CHUNK = 256
 MAX_TOKENS = 4096
 WORKERS = 3
 TOKENS_PER_S = 8000.0
-"""How fast the model would compute prompts."""
+"""Assumed prefill speed of the model."""
 SYSTEM = 1024
-"""Tokens that all conversations begin with."""
+"""Tokens of the common system prompt."""
 SESSIONS = 8
 
 
 @contextlib.asynccontextmanager
 async def open_engine(directory: Path) -> AsyncIterator[tuple[CacheEngine, Rig]]:
-    """An engine with memory, a disk and a disk that is ill, and its status page."""
+    """Open an engine with host memory, a disk, a failing disk, and a status page."""
     rig = Rig(
         layers=8,
         blocks=WORKERS * MAX_TOKENS // 16,
@@ -46,7 +46,7 @@ async def open_engine(directory: Path) -> AsyncIterator[tuple[CacheEngine, Rig]]
     for keys, values in rig.tensors:
         torch.nn.init.normal_(keys)
         torch.nn.init.normal_(values)
-    ill = [
+    failing = [
         "metrics",
         {"name": "breaker", "min_calls": 2, "pause_s": 20},
         "deadline",
@@ -60,7 +60,7 @@ async def open_engine(directory: Path) -> AsyncIterator[tuple[CacheEngine, Rig]]
             "id": "archive",
             "path": str(directory / "archive"),
             "max_bytes": "8GiB",
-            "layers": ill,
+            "layers": failing,
         },
     ]
     async with rig.open(**{"tiers": tiers, "http.listen": "127.0.0.1:0"}) as engine:
@@ -68,7 +68,7 @@ async def open_engine(directory: Path) -> AsyncIterator[tuple[CacheEngine, Rig]]
 
 
 class Traffic:
-    """Asks until it is cancelled."""
+    """Sends requests until it is cancelled."""
 
     def __init__(self, engine: CacheEngine, rig: Rig) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ class Traffic:
         chunks = hasher.extend(as_tokens(tokens[: len(tokens) - 1]))
         found = await self._engine.lookup_keys([chunk.key for chunk in chunks])
         hit = Hit(found.costs, found.count * CHUNK, local, len(tokens))
-        verdict = self._decider.verdict(name, hit)
+        verdict = self._decider.decide(name, hit)
         return RequestPlan(
             request_id=name,
             prompt_tokens=len(tokens),
