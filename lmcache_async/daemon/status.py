@@ -1,4 +1,4 @@
-"""Source of the daemon's status page."""
+"""Source of the daemon's status page and metrics."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.daemon.metrics import daemon_families
-from lmcache_async.observability.families import exposition
+from lmcache_async.metrics.samples import Samples, exposition
 from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from lmcache_async.daemon.pool import Pool
+    from lmcache_async.daemon.pool import Pool, PoolStatistics
 
 MAX_TENANTS = 8
 """Tenants in samples and charts, the largest ones. The table lists all of them."""
@@ -99,4 +98,21 @@ class DaemonSource:
         }
 
     def metrics(self) -> bytes:
-        return exposition(daemon_families(self._pool.statistics()))
+        return exposition(pool_samples(self._pool.statistics()).families())
+
+
+def pool_samples(pool: PoolStatistics) -> Samples:
+    """Return the values of the daemon's series."""
+    out = Samples()
+    out.add("pool_max_bytes", pool.max_bytes)
+    out.add("pool_unused_bytes", pool.unused_bytes)
+    out.add("pool_segments", pool.segments)
+    for name, tenant in pool.tenants.items():
+        out.add("pool_tenant_chunks", tenant.chunks, name)
+        out.add("pool_tenant_record_bytes", tenant.record_bytes, name)
+        out.add("pool_tenant_bytes", tenant.bytes, name)
+        out.add("pool_tenant_max_bytes", tenant.max_bytes, name)
+        out.add("pool_tenant_readers", tenant.readers, name)
+        out.add("pool_tenant_writers", tenant.writers, name)
+        out.add("pool_tenant_evictions_total", tenant.evictions, name)
+    return out

@@ -22,6 +22,7 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.observability.instrument import Instrument, LogInstrument, Several
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.tracing import TracingInstrument
@@ -114,10 +115,23 @@ def build(
     record_bytes = record_format.record_bytes(
         layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
     )
+    metrics = EngineMetrics()
     tiers = stacked_tiers(
-        registry, config, namespace, logger, watcher, chunk_bytes=record_bytes, replica=replica
+        registry,
+        config,
+        namespace,
+        logger,
+        watcher,
+        metrics=metrics,
+        chunk_bytes=record_bytes,
+        replica=replica,
     )
-    stack = TierStack(tiers, write_timeout_s=config.store.allocate_timeout_s, encrypted=cipher is not None)
+    stack = TierStack(
+        tiers,
+        write_timeout_s=config.store.allocate_timeout_s,
+        encrypted=cipher is not None,
+        metrics=metrics,
+    )
     with contextlib.ExitStack() as undo:
         arena = Arena(
             config.arena.max_bytes,

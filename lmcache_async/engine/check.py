@@ -11,6 +11,7 @@ from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import layer_context, layered, load_layer, load_tier, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
+from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
@@ -123,7 +124,7 @@ def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: S
         if layer.name == LEFT_OUT:
             continue
         layer = placed_layer(spec, index, layer)
-        context = layer_context(spec, layer, default_logger(), shared)
+        context = layer_context(spec, layer, default_logger(), shared, EngineMetrics().tier(spec.id))
         try:
             if tier is not None:
                 tier = layered(registry, layer, tier, context, third_party=third_party)

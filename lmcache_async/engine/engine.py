@@ -24,16 +24,15 @@ from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
+from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.observability.instrument import Instrument, Several
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.observability.totals import Totals
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.layers.notice import Watcher
 from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
-from lmcache_async.web.recent import RecentRequests
 
 T = TypeVar("T")
 AnyRequest = TypeVar("AnyRequest", bound=Request)
@@ -52,7 +51,7 @@ class CacheEngine:
     named `..._keys` and `..._chunks` take chunks that the caller has hashed.
 
     Attributes:
-        totals: Sums over all stores and retrieves. Metrics are made from it and from `statistics`.
+        metrics: Counts of stores, retrieves and tiers. `metrics.read()` returns the values of all series.
         status_url: URL of the status page; None if it is not configured.
     """
 
@@ -69,12 +68,13 @@ class CacheEngine:
         self.config = config
         self.namespace = namespace
         self.layout = layout
-        self.totals = Totals()
+        self.metrics = parts.stack.metrics
+        self.metrics.sources.append(lambda out: self.statistics().add_to(out))
+        if config.http.listen is not None:
+            self.metrics.recent = RecentRequests()
         self._parts = parts
         self._runners = parts.runners
-        self._recent = RecentRequests()
-        listening = (self._recent,) if config.http.listen is not None else ()
-        self._instrument = Several(self.totals, instrument, *listening)
+        self._instrument = Several(self.metrics, instrument)
         self._closed = False
         self._running: set[asyncio.Task[Any]] = set()
         self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
@@ -130,7 +130,7 @@ class CacheEngine:
             parts.free()
             raise
         try:
-            source = EngineSource(config, namespace, engine.totals, engine._recent, engine.statistics)
+            source = EngineSource(config, namespace, engine.metrics, engine.statistics)
             async with status_page(source, config.http, namespace, replica=replica) as engine.status_url:
                 yield engine
         finally:

@@ -10,15 +10,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from lmcache_async.config import EngineConfig, HTTPConfig
-from lmcache_async.engine.metrics import EngineStatistics, engine_families
+from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.hashing import Namespace
-from lmcache_async.observability.families import exposition
-from lmcache_async.observability.totals import Totals
+from lmcache_async.metrics.metrics import EngineMetrics
+from lmcache_async.metrics.samples import exposition
 from lmcache_async.tiers.layers.base import LayerStatistics
 from lmcache_async.tiers.layers.breaker import BreakerStatistics
-from lmcache_async.tiers.layers.metrics import MetricsStatistics
 from lmcache_async.web.opening import status_server
-from lmcache_async.web.recent import RecentRequests
 from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version, rates, shares
 
 _WINDOW = 10
@@ -50,8 +48,7 @@ class EngineSource:
     Args:
         config: Configuration of the engine.
         namespace: Namespace of the engine.
-        totals: The totals of the engine.
-        recent: The recent requests of the engine.
+        metrics: Metrics of the engine.
         statistics: Takes a snapshot of the engine.
     """
 
@@ -59,27 +56,25 @@ class EngineSource:
         self,
         config: EngineConfig,
         namespace: Namespace,
-        totals: Totals,
-        recent: RecentRequests,
+        metrics: EngineMetrics,
         statistics: Callable[[], EngineStatistics],
     ) -> None:
         self._chunk_size = config.chunk_size
         self._tiers = [tier.id for tier in config.tiers]
         self._namespace = namespace
-        self._totals = totals
-        self._recent = recent
+        self._metrics = metrics
         self._statistics = statistics
         self._opened = time.time()
 
     def sample(self) -> Sample:
-        told, totals = self._statistics(), self._totals
+        told, metrics = self._statistics(), self._metrics
         counts: dict[str, float] = {
-            "prompt": self._recent.prompt_tokens,
-            "local": self._recent.local_tokens,
-            "loaded": totals.retrieved_bytes,
-            "stored": totals.stored_bytes,
+            "prompt": metrics.prompt_tokens,
+            "local": metrics.local_tokens,
+            "loaded": metrics.retrieved_bytes.value,
+            "stored": metrics.stored_bytes.value,
         }
-        counts |= {f"hit.{tier}": totals.hit_tokens[tier] for tier in self._tiers}
+        counts |= {f"hit.{tier}": metrics.tier(tier).hit_tokens.value for tier in self._tiers}
         gauges: dict[str, float] = {"leased": told.arena.leased_slabs * told.arena.slab_bytes}
         gauges |= {f"queue.{tier}": writer.queued_bytes for tier, writer in told.writers.items()}
         return Sample(time.monotonic(), counts, gauges)
@@ -119,7 +114,7 @@ class EngineSource:
         return charts
 
     def status(self) -> dict[str, Any]:
-        told, namespace, totals = self._statistics(), self._namespace, self._totals
+        told, namespace, metrics = self._statistics(), self._namespace, self._metrics
         return {
             "kind": "engine",
             "title": namespace.model,
@@ -133,18 +128,18 @@ class EngineSource:
             "time": round(time.time(), 3),
             "uptime_s": round(time.time() - self._opened, 3),
             "totals": {
-                "prompt_tokens": self._recent.prompt_tokens,
-                "local_tokens": self._recent.local_tokens,
-                "hit_tokens": sum(totals.hit_tokens.values()),
-                "stored_tokens": totals.stored_tokens,
-                "loaded_bytes": totals.retrieved_bytes,
-                "load_seconds": round(totals.retrieve_seconds.seconds, 6),
-                "stored_bytes": totals.stored_bytes,
-                "store_copy_seconds": round(totals.copy_seconds.seconds, 6),
-                "retrieves": dict(totals.retrieves),
-                "stores": totals.stores,
-                "dropped_chunks": dict(totals.dropped_chunks),
-                "decided": dict(self._recent.decided),
+                "prompt_tokens": metrics.prompt_tokens,
+                "local_tokens": metrics.local_tokens,
+                "hit_tokens": sum(metrics.values("retrieve_hit_tokens_total").values()),
+                "stored_tokens": metrics.stored_tokens.value,
+                "loaded_bytes": metrics.retrieved_bytes.value,
+                "load_seconds": round(metrics.retrieve_seconds.sum, 6),
+                "stored_bytes": metrics.stored_bytes.value,
+                "store_copy_seconds": round(metrics.copy_seconds.sum, 6),
+                "retrieves": _by_cause(metrics, "retrieves_total"),
+                "stores": metrics.stores.value,
+                "dropped_chunks": _by_cause(metrics, "dropped_chunks_total"),
+                "decided": dict(metrics.decided),
             },
             "memory": {
                 "bytes": told.arena.num_slabs * told.arena.slab_bytes,
@@ -158,36 +153,31 @@ class EngineSource:
                 "pinned_chunks": told.pinned_chunks,
                 "late_calls": told.late_calls,
             },
-            "tiers": [
-                {
-                    **_tier(tier, told),
-                    "hit_tokens": totals.hit_tokens[tier],
-                    "in_place": tier in told.in_arena,
-                }
-                for tier in told.tiers
-            ],
-            "recent": self._recent.as_list(),
+            "tiers": [_tier(tier, told, metrics) for tier in told.tiers],
+            "recent": [] if metrics.recent is None else metrics.recent.as_list(),
         }
 
     def metrics(self) -> bytes:
-        return exposition(engine_families(self._statistics(), self._totals))
+        return exposition(self._metrics.read().families())
 
 
-def _tier(name: str, told: EngineStatistics) -> dict[str, Any]:
+def _tier(name: str, told: EngineStatistics, metrics: EngineMetrics) -> dict[str, Any]:
     tier, writer, layers = told.tiers[name], told.writers.get(name), told.layers[name]
-    counts = told.counts
+    counts = metrics.tier(name)
     return {
         "id": name,
         "chunks": tier.chunks,
         "bytes": tier.bytes,
         "max_bytes": tier.max_bytes,
         "evictions": tier.evictions,
-        "hit_chunks": counts.get(f"{name}.hits", 0),
-        "stored_chunks": counts.get(f"{name}.stored", 0),
-        "promoted_chunks": counts.get(f"{name}.promoted", 0),
-        "dropped": _by_cause(counts, f"{name}.dropped."),
-        "errors": _by_cause(counts, f"{name}.errors."),
-        "corrupt": tier.corrupt + sum(_by_cause(counts, f"{name}.corrupt.").values()),
+        "hit_tokens": counts.hit_tokens.value,
+        "hit_chunks": counts.hit_chunks.value,
+        "stored_chunks": counts.stored_chunks.value,
+        "promoted_chunks": counts.promoted_chunks.value,
+        "dropped": _by_cause(metrics, "tier_dropped_chunks_total", name),
+        "errors": _by_cause(metrics, "tier_errors_total", name),
+        "corrupt": tier.corrupt + sum(_by_cause(metrics, "corrupt_records_total", name).values()),
+        "in_place": name in told.in_arena,
         "queue": writer
         and {
             "chunks": writer.queued_chunks,
@@ -196,12 +186,23 @@ def _tier(name: str, told: EngineStatistics) -> dict[str, Any]:
             "refused": writer.refused,
         },
         "breaker": _breaker(layers),
-        "calls": _calls(layers),
+        "calls": {
+            verb: {
+                "calls": call.calls,
+                "in_flight": call.in_flight,
+                "bytes": call.bytes,
+                "seconds": round(call.seconds, 6),
+                "errors": sum(call.errors.values()),
+            }
+            for verb, call in counts.by_verb.items()
+        },
     }
 
 
-def _by_cause(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
-    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
+def _by_cause(metrics: EngineMetrics, name: str, *tier: str) -> dict[str, float]:
+    """Counts other than 0 by the last label, of one tier if it is given."""
+    counts = metrics.values(name).items()
+    return {labels[len(tier)]: n for labels, n in counts if n and labels[: len(tier)] == tier}
 
 
 def _breaker(layers: Mapping[str, LayerStatistics]) -> dict[str, str] | None:
@@ -211,20 +212,3 @@ def _breaker(layers: Mapping[str, LayerStatistics]) -> dict[str, str] | None:
             circuits = {"lookup": layer.lookup, "read": layer.read, "write": layer.write}
             return {name: str(circuit.state) for name, circuit in circuits.items()}
     return None
-
-
-def _calls(layers: Mapping[str, LayerStatistics]) -> dict[str, dict[str, Any]]:
-    """Calls by verb, from the outermost `metrics` layer."""
-    for layer in layers.values():
-        if isinstance(layer, MetricsStatistics):
-            return {
-                verb: {
-                    "calls": told.calls,
-                    "in_flight": told.in_flight,
-                    "bytes": told.bytes,
-                    "seconds": round(told.seconds, 6),
-                    "errors": sum(told.errors.values()),
-                }
-                for verb, told in layer.verbs.items()
-            }
-    return {}

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack
 
 import torch
+from prometheus_client import Metric
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout, Layers
@@ -31,11 +32,10 @@ from lmcache_async.engine.arguments import (
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.metrics import EngineStatistics, engine_families
+from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.tiers import TIER_CLOSE_S
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import Namespace, TokenIds
-from lmcache_async.observability.families import Family
 
 T = TypeVar("T")
 _Memory: TypeAlias = list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
@@ -233,12 +233,12 @@ class LMCacheEngine:
         engine = self._ready(None)
         return None if engine is None else self._wait(_call(engine.statistics))
 
-    def metrics(self) -> list[Family]:
-        """All metric series; empty before the engine has opened. `exposition` formats them for Prometheus."""
+    def metrics(self) -> list[Metric]:
+        """Return the metric families of prometheus_client; empty before the engine has opened."""
         engine = self._ready(None)
         if engine is None:
             return []
-        return self._wait(_call(lambda: engine_families(engine.statistics(), engine.totals)))
+        return self._wait(_call(lambda: engine.metrics.read().families()))
 
     def close(self) -> None:
         """Write the queues, within the configured deadline, and free everything. Disk content stays.

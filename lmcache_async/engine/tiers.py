@@ -8,6 +8,7 @@ from typing import Any
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
+from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
@@ -34,6 +35,7 @@ def stacked_tiers(
     logger: LimitedLogger,
     watcher: Watcher | None = None,
     *,
+    metrics: EngineMetrics | None = None,
     chunk_bytes: int = 0,
     replica: int = 0,
 ) -> list[StackedTier]:
@@ -45,6 +47,7 @@ def stacked_tiers(
         namespace: Namespace of the keys; contains the rank.
         logger: Logger of the tiers.
         watcher: Receives the chunk events of all tiers.
+        metrics: Metrics of the engine; new ones if not given.
         chunk_bytes: Bytes of the largest record. The write queue of a slow tier has room for at least one.
         replica: Number of the data-parallel replica; each has its own directories.
 
@@ -52,8 +55,9 @@ def stacked_tiers(
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
     shared = Shared()
+    metrics = metrics or EngineMetrics()
     return [
-        _stacked(registry, spec, config, namespace, logger, shared, watcher, chunk_bytes, replica)
+        _stacked(registry, spec, config, namespace, logger, shared, watcher, metrics, chunk_bytes, replica)
         for spec in config.tiers
     ]
 
@@ -66,6 +70,7 @@ def _stacked(
     logger: LimitedLogger,
     shared: Shared,
     watcher: Watcher | None,
+    metrics: EngineMetrics,
     chunk_bytes: int,
     replica: int,
 ) -> StackedTier:
@@ -80,7 +85,7 @@ def _stacked(
         layers = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
     for index, layer in reversed(list(enumerate(layers))):
         layer = placed_layer(spec, index, layer)
-        context = layer_context(spec, layer, logger, shared)
+        context = layer_context(spec, layer, logger, shared, metrics.tier(spec.id))
         tier = layered(registry, layer, tier, context, third_party=config.plugins.third_party)
     if in_arena:  # never waits for I/O: no deadline, no queue; the border is outside of the layers
         return StackedTier(spec.id, BorderLayer(tier, name=spec.id, logger=logger))
@@ -146,7 +151,9 @@ def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
     return layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
 
 
-def layer_context(spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, shared: Shared) -> LayerContext:
+def layer_context(
+    spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, shared: Shared, metrics: TierMetrics
+) -> LayerContext:
     """Return the context for the constructor of a layer."""
     return LayerContext(
         tier=spec.id,
@@ -155,6 +162,7 @@ def layer_context(spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, share
         logger=logger,
         shared=shared,
         where=layer.where,
+        metrics=metrics,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
@@ -11,6 +10,7 @@ from typing import Self
 from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.outcome import leaving, no_room, release_all, when_all
@@ -29,18 +29,24 @@ class TierStack:
         tiers: Entries, fastest first.
         write_timeout_s: Seconds that a chunk waits for room in the queue of a slow tier before it is dropped.
         encrypted: Only encrypted records may leave the memory of the process.
+        metrics: Counts hits, writes and failures.
 
     Attributes:
         tiers: The entries.
-        counts: Counters by "<tier id>.<event>", with the class name of the error or the cause where there is
-            one.
+        metrics: Counts hits, writes and failures.
     """
 
     def __init__(
-        self, tiers: Sequence[StackedTier], *, write_timeout_s: float, encrypted: bool = False
+        self,
+        tiers: Sequence[StackedTier],
+        *,
+        write_timeout_s: float,
+        encrypted: bool = False,
+        metrics: EngineMetrics | None = None,
     ) -> None:
         self.tiers = tuple(tiers)
-        self.counts: Counter[str] = Counter()
+        self.metrics = metrics or EngineMetrics()
+        self._counts = {stacked.id: self.metrics.tier(stacked.id) for stacked in tiers}
         self._write_timeout_s = write_timeout_s
         self._encrypted = encrypted
         self._exit = AsyncExitStack()
@@ -124,7 +130,7 @@ class TierStack:
                     cover.mark(index, await stacked.holds(keys, positions))
                 except TierError as error:
                     failed = True
-                    self._count(stacked, "errors", error)
+                    self._counts[stacked.id].failed(error)
         found = cover.tiers[: cover.prefix]
         cause = "" if cover.prefix == len(keys) else "tier_error" if failed else "miss"
         return tuple(tier for tier in found if tier is not None), cause
@@ -146,7 +152,7 @@ class TierStack:
             try:
                 held = await stacked.holds(keys, everything)
             except TierError as error:
-                self._count(stacked, "errors", error)
+                self._counts[stacked.id].failed(error)
                 continue  # a tier that fails would not accept a write now either
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
@@ -191,7 +197,8 @@ class TierStack:
             raise
         count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))
         release_all(got[count:])
-        self.counts.update(f"{self.tiers[tier].id}.hits" for tier in sources[:count])
+        for tier, start, stop in runs(sources[:count]):
+            self._counts[self.tiers[tier].id].hit_chunks.add(stop - start)
         buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
         return Fetched(buffers, tuple(sources[:count]), cause)
 
@@ -207,11 +214,11 @@ class TierStack:
         try:
             results = await stacked.tier.get_many(keys[start:stop], allocate)
         except (TierError, BudgetExceededError) as error:
-            self._count(stacked, "errors", error)
+            self._counts[stacked.id].failed(error)
             return
         for position, result in enumerate(results, start):
             if isinstance(result, TierError):
-                self._count(stacked, "errors", result)
+                self._counts[stacked.id].failed(result)
             else:
                 got[position] = result
 
@@ -227,7 +234,7 @@ class TierStack:
             try:
                 got[position] = await self.tiers[index].tier.get(key, allocate)
             except (TierError, BudgetExceededError) as error:
-                self._count(self.tiers[index], "errors", error)
+                self._counts[self.tiers[index].id].failed(error)
             if got[position] is not None:
                 return index
         return tiers[position]
@@ -250,7 +257,7 @@ class TierStack:
                 try:
                     got = await stacked.tier.get_many(keys[start:stop], no_room)
                 except (TierError, BudgetExceededError) as error:
-                    self._count(stacked, "errors", error)
+                    self._counts[stacked.id].failed(error)
                     continue
                 leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
         except BaseException:
@@ -316,30 +323,23 @@ class TierStack:
             given = outside if stacked.leaves_memory else items
             for position in range(len(given), len(items)):
                 errors[position] = TierFullError("no arena memory to encrypt it in")
-                self._written(stacked, errors[position])
+                self._counts[stacked.id].written([errors[position]])
             if stacked.writer is not None:
                 futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
                 for position, future in enumerate(futures):
                     queued[position].append(future)
                     if stacked.tier.capabilities.shared:
                         shared[position].append(future)
-                    future.add_done_callback(lambda f, s=stacked: self._written(s, f.result()))  # type: ignore[misc]
+                    future.add_done_callback(lambda f, s=stacked: self._counts[s.id].written([f.result()]))  # type: ignore[misc]
                 continue
             outcomes = await stacked.put_now(given)
-            self._written(stacked, *outcomes)
+            self._counts[stacked.id].written(outcomes)
             for position, outcome in enumerate(outcomes):
                 errors[position] = outcome
                 kept[position] |= outcome is None
         for position, futures in enumerate(queued):
             when_all(futures, kept[position], errors[position], position, on_outcome)
         return shared
-
-    def _written(self, stacked: StackedTier, *outcomes: TierError | None) -> None:
-        if stored := outcomes.count(None):
-            self.counts[f"{stacked.id}.stored"] += stored
-        for error in outcomes:
-            if error is not None:
-                self._count(stacked, "dropped", error)
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -358,7 +358,7 @@ class TierStack:
                 await stacked.writer.submit(wanted, timeout_s=0.0)
             else:
                 outcomes = await stacked.put_now(wanted)
-                self.counts[f"{stacked.id}.promoted"] += outcomes.count(None)
+                self._counts[stacked.id].promoted_chunks.add(outcomes.count(None))
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
         """Count a record that failed verification and reject it in its tier.
@@ -369,11 +369,8 @@ class TierStack:
             cause: Cause of the failure; see `ChunkCorruptError`.
         """
         stacked = self.tiers[tier]
-        self.counts[f"{stacked.id}.corrupt.{cause}"] += 1
+        self._counts[stacked.id].corrupt(cause)
         try:
             await stacked.tier.reject(key, cause)
         except TierError as error:
-            self._count(stacked, "errors", error)
-
-    def _count(self, stacked: StackedTier, what: str, error: Exception) -> None:
-        self.counts[f"{stacked.id}.{what}.{type(error).__name__}"] += 1
+            self._counts[stacked.id].failed(error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.observability.families import CONTENT_TYPE
+from lmcache_async.metrics.samples import CONTENT_TYPE
 from lmcache_async.web.access import Tokens, is_loopback_name
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_async.engine.metrics import engine_families
 from lmcache_async.engine.status import EngineSource
 from lmcache_async.testing.rig import Rig
-from lmcache_async.web.recent import RecentRequests
 from tests.daemon.client_child import TOKENS
 from tests.support.daemons import ThreadedDaemon, socket_path
 
@@ -85,13 +83,11 @@ async def test_what_a_pool_holds_is_told_by_each_rank_and_counted_by_none(daemon
     async with rig.open(tiers=["cpu", host(daemon)]) as engine:
         await engine.store(TOKENS, torch.arange(len(TOKENS)))
         assert await engine.flush(timeout_s=30)
-        families = engine_families(engine.statistics(), engine.totals)
-        page = EngineSource(
-            engine.config, engine.namespace, engine.totals, RecentRequests(), engine.statistics
-        ).status()
-    tiers = {
-        family.name.removeprefix("lmcache_async_"): {s.labels for s in family.samples} for family in families
-    }
+        samples = list(engine.metrics.read())
+        page = EngineSource(engine.config, engine.namespace, engine.metrics, engine.statistics).status()
+    tiers: dict[str, set[tuple[str, ...]]] = {}
+    for series, labels, _ in samples:
+        tiers.setdefault(series.name, set()).add(labels)
     for name in ("tier_chunks", "tier_bytes", "tier_max_bytes", "tier_evictions_total"):
         assert tiers[name] == {("cpu",)}, "ranks are added up, and the pool is one"
     assert ("host",) in tiers["tier_stored_chunks_total"]

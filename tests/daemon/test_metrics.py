@@ -2,14 +2,14 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_async.daemon.metrics import SERIES, daemon_families
 from lmcache_async.daemon.pool import Pool
-from lmcache_async.observability.families import exposition
+from lmcache_async.daemon.status import pool_samples
+from lmcache_async.metrics.samples import exposition
 from lmcache_async.testing.records import key_of
 
 
 def values(pool):
-    text = exposition(daemon_families(pool.statistics())).decode()
+    text = exposition(pool_samples(pool.statistics()).families()).decode()
     return {
         (sample.name.removeprefix("lmcache_async_"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -36,10 +36,3 @@ def test_a_pool_is_told_by_tenant():
     assert told["pool_tenant_evictions_total", "team"] == 20 + 1 - 16
     assert told["pool_tenant_readers", "team"] == told["pool_tenant_writers", "other"] == 1
     assert told["pool_tenant_bytes", "other"] == 4096
-
-
-def test_every_series_of_the_daemon_is_a_series_of_its_own():
-    names = [family.name for family in SERIES]
-
-    assert len(set(names)) == len(names)
-    assert all(family.name.endswith("_total") == (family.kind == "counter") for family in SERIES)

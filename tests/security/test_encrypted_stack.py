@@ -63,7 +63,7 @@ async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outs
 
     assert outcomes == {0: "", 1: "", 2: ""}
     assert outside.tier.records == dict.fromkeys(KEYS[:2], SECRET)
-    assert stack.counts["far.dropped.TierFullError"] == 1
+    assert stack.metrics.tier_counts()["far.dropped.TierFullError"] == 1
     release(plain + secret)
     fetched = await stack.fetch(KEYS, (0, 0, 0), arena.lease_nowait)
     assert [bytes(buffer.view) for buffer in fetched.buffers] == [PLAIN] * 3

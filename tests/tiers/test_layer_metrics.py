@@ -7,10 +7,12 @@ import asyncio
 import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.metrics.metrics import CallMetrics
+from lmcache_async.metrics.series import CALL_BUCKETS_S
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.layers.base import LayerConfig
-from lmcache_async.tiers.layers.metrics import BUCKETS_S, MetricsLayer, VerbMetrics
+from lmcache_async.tiers.layers.metrics import MetricsLayer
 from tests.tiers.layered import (
     HANG,
     ToldTier,
@@ -42,12 +44,12 @@ def measured(inner) -> MetricsLayer:
     return MetricsLayer(inner, LayerConfig(), context(), clock=now)
 
 
-def verb(tier: MetricsLayer, name: str) -> VerbMetrics:
+def verb(tier: MetricsLayer, name: str) -> CallMetrics:
     return tier.layer_statistics().verbs[name]
 
 
-def buckets(metrics: VerbMetrics) -> dict[float, int]:
-    bounds = [*BUCKETS_S, float("inf")]
+def buckets(metrics: CallMetrics) -> dict[float, int]:
+    bounds = [*CALL_BUCKETS_S, float("inf")]
     return {bound: count for bound, count in zip(bounds, metrics.latency, strict=True) if count}
 
 

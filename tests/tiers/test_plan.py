@@ -134,7 +134,7 @@ def test_a_failing_tier_is_counted_and_changes_nothing_for_the_others(case):
 
     assert [tiers[index] for index in planned] == [without[index] for index in expected]
     for index, tier in enumerate(tiers):
-        assert (stack.counts[f"t{index}.errors.TierUnavailableError"] > 0) == (
+        assert (stack.metrics.tier_counts()[f"t{index}.errors.TierUnavailableError"] > 0) == (
             tier.fails and bool(tier.asked)
         )
 

@@ -153,7 +153,7 @@ async def test_each_chunk_comes_from_its_planned_tier(arena):
         fetched = await stack.fetch([key_of(n) for n in range(4)], [0, 0, 1, 1], allocate_from(arena))
 
         assert (fetched.tiers, fetched.cause) == ((0, 0, 1, 1), "")
-        assert (stack.counts["t0.hits"], stack.counts["t1.hits"]) == (2, 2)
+        assert (stack.metrics.tier_counts()["t0.hits"], stack.metrics.tier_counts()["t1.hits"]) == (2, 2)
         check_and_release(fetched, [0, 1, 2, 3])
 
 
@@ -188,7 +188,7 @@ async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
         fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
 
         assert fetched.tiers == (0, 1, 0)
-        assert stack.counts["t0.errors.TierError"] == 1
+        assert stack.metrics.tier_counts()["t0.errors.TierError"] == 1
         check_and_release(fetched, [0, 1, 2])
 
 
@@ -298,8 +298,12 @@ def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_told_once(fails
                 assert (cause == "") == kept, (number, cause)
                 assert cause in {"", "TierUnavailableError", "TierFullError"}
             for index, tier in enumerate(slow, len(fast)):
-                assert stack.counts[f"t{index}.stored"] == len(tier.records)
-                dropped = sum(n for name, n in stack.counts.items() if name.startswith(f"t{index}.dropped."))
+                assert stack.metrics.tier_counts()[f"t{index}.stored"] == len(tier.records)
+                dropped = sum(
+                    n
+                    for name, n in stack.metrics.tier_counts().items()
+                    if name.startswith(f"t{index}.dropped.")
+                )
                 assert dropped == 4 - len(tier.records)
         assert arena.statistics().leased_slabs == 0
         arena.close()
@@ -331,7 +335,7 @@ async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
 
     async with Opened(arena, Away(CPUConfig())) as stack:
         assert await write(stack, arena, [0, 1]) == ["TierUnavailableError"] * 2
-        assert stack.counts["t0.dropped.TierUnavailableError"] == 2
+        assert stack.metrics.tier_counts()["t0.dropped.TierUnavailableError"] == 2
 
 
 async def test_a_full_queue_drops_the_end_of_a_prompt(arena):
@@ -370,7 +374,7 @@ async def test_chunks_are_promoted_to_every_faster_tier_and_to_no_other(arena):
         assert await cpu.contains_many([key_of(n) for n in range(3)]) == [False, True, True]
         assert set(middle.records) == {key_of(2)}
         assert slow.records == {}
-        assert stack.counts["t0.promoted"] == 2
+        assert stack.metrics.tier_counts()["t0.promoted"] == 2
 
 
 async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
@@ -411,7 +415,7 @@ async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_
         await stack.discard(1, key_of(0), "checksum")
 
         assert (key_of(0) in fast.records, key_of(0) in slow.records) == (True, False)
-        assert stack.counts["t1.corrupt.checksum"] == 1
+        assert stack.metrics.tier_counts()["t1.corrupt.checksum"] == 1
 
 
 async def test_a_tier_is_told_why_a_record_is_rejected(arena):
@@ -435,7 +439,9 @@ async def test_a_removal_that_fails_is_counted(arena):
     async with Opened(arena, Stays()) as stack:
         await stack.discard(0, key_of(0), "key")
 
-        assert stack.counts == Counter({"t0.corrupt.key": 1, "t0.errors.TierUnavailableError": 1})
+        assert stack.metrics.tier_counts() == Counter(
+            {"t0.corrupt.key": 1, "t0.errors.TierUnavailableError": 1}
+        )
 
 
 async def test_only_chunks_in_the_arena_are_leased_for_a_pin(arena):
@@ -471,7 +477,7 @@ async def test_leases_for_a_pin_survive_a_tier_that_fails(arena):
         leases = await stack.lease_in_arena([key_of(n) for n in range(3)], [0, 1, 0])
 
         assert [bytes(buffer.view) for buffer in leases] == [content_of(0), content_of(2)]
-        assert stack.counts["t1.errors.TierUnavailableError"] == 1
+        assert stack.metrics.tier_counts()["t1.errors.TierUnavailableError"] == 1
         release(leases)
 
 

@@ -62,7 +62,7 @@ async def test_it_lacks_nothing_and_is_given_nothing(arena: Arena, theirs: ReadT
             buffer.release()
         await stack.aclose(timeout_s=5)
     assert told == [(0, ""), (1, "")]
-    assert stack.counts == {"t0.stored": 2, "t0.promoted": 2}
+    assert stack.metrics.tier_counts() == {"t0.stored": 2, "t0.promoted": 2}
 
 
 async def test_behind_a_tier_that_is_slower_it_is_not_promoted_into(arena: Arena, theirs: ReadTier) -> None:

@@ -1,27 +1,26 @@
-"""What an engine counts, as metrics, over real tiers."""
+"""The metrics of an engine over real tiers."""
 
 from collections import Counter
 
-from lmcache_async.engine.metrics import SERIES, engine_families
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.observability.families import exposition
-from lmcache_async.observability.totals import BUCKETS_S, Totals
+from lmcache_async.metrics.metrics import MAX_PLANNED, CallMetrics, EngineMetrics
+from lmcache_async.metrics.samples import exposition
+from lmcache_async.metrics.series import REQUEST_BUCKETS_S
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.types import RetrieveReport, StoreReport
+from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
 
 
 def values(engine):
-    """Values of all samples by name and labels; of a histogram how many were observed."""
-    families = engine_families(engine.statistics(), engine.totals)
-    assert exposition(families)
+    """Values of all series by name and labels; of a histogram the number of observations."""
+    samples = engine.metrics.read()
+    assert exposition(samples.families())
     return {
-        (family.name.removeprefix("lmcache_async_"), *sample.labels): sum(sample.counts) or sample.value
-        for family in families
-        for sample in family.samples
+        (series.name, *labels): sum(value[1:]) if isinstance(value, tuple) else value
+        for series, labels, value in samples
     }
 
 
@@ -110,28 +109,67 @@ async def test_ids_with_dots_keep_their_own_counts(tmp_path):
     assert told["tier_stored_chunks_total", "a"] == told["tier_stored_chunks_total", "a.b"] == 5
 
 
-def test_every_series_has_one_name_and_a_base_unit():
-    names = [family.name for family in SERIES]
+def test_a_duration_is_in_the_bucket_whose_bound_it_does_not_exceed():
+    metrics = EngineMetrics()
+    calls = []
+    metrics.changed = lambda: calls.append(1)
+    metrics.retrieved("r", RetrieveReport(seconds=REQUEST_BUCKETS_S[3], by_tier=Counter(cpu=3), hit_tokens=3))
+    metrics.retrieved("r", RetrieveReport(seconds=1e6, cause="deadline"))
+    metrics.stored("r", StoreReport(seconds=0.0, dropped=Counter(deadline=2)))
 
-    assert len(set(names)) == len(names)
-    for family in SERIES:
-        assert family.name.startswith("lmcache_async_")
-        assert family.name.endswith("_total") == (family.kind == "counter")
-        assert not family.name.endswith(("_ms", "_mb", "_gb", "_percent"))
-        assert bool(family.buckets) == (family.kind == "histogram")
-        assert family.help.endswith(".")
+    assert metrics.retrieve_seconds.counts == [0, 0, 0, 1] + [0] * (len(REQUEST_BUCKETS_S) - 4) + [1]
+    assert metrics.store_seconds.counts[0] == 1
+    assert metrics.values("retrieves_total") == {("complete",): 1, ("deadline",): 1}
+    assert metrics.values("dropped_chunks_total") == {("deadline",): 2}
+    assert len(calls) == 3
 
 
-def test_totals_put_a_time_into_the_bucket_whose_bound_it_does_not_pass():
-    totals = Totals()
-    told = []
-    totals.changed = lambda: told.append(1)
-    totals.retrieved("r", RetrieveReport(seconds=BUCKETS_S[3], by_tier=Counter(cpu=3), hit_tokens=3))
-    totals.retrieved("r", RetrieveReport(seconds=1e6, cause="deadline"))
-    totals.stored("r", StoreReport(seconds=0.0, dropped=Counter(deadline=2)))
+def test_counts_of_a_tier_start_at_zero_and_are_listed_by_cause():
+    metrics = EngineMetrics()
+    tier = metrics.tier("a.b")
+    assert not metrics.tier_counts()
+    tier.written([None, None, TierUnavailableError("full")])
+    tier.failed(TierUnavailableError("away"))
+    tier.corrupt("checksum")
 
-    assert totals.retrieve_seconds.counts == [0, 0, 0, 1] + [0] * (len(BUCKETS_S) - 4) + [1]
-    assert totals.store_seconds.counts[0] == 1
-    assert totals.retrieves == {"complete": 1, "deadline": 1}
-    assert totals.dropped_chunks == {"deadline": 2}
-    assert len(told) == 3
+    assert metrics.tier_counts() == {
+        "a.b.stored": 2,
+        "a.b.dropped.TierUnavailableError": 1,
+        "a.b.errors.TierUnavailableError": 1,
+        "a.b.corrupt.checksum": 1,
+    }
+    assert metrics.read().get("tier_hit_chunks_total", "a.b") == 0
+
+
+def test_the_outermost_of_several_metrics_layers_is_exported():
+    metrics = EngineMetrics()
+    tier = metrics.tier("disk")
+    inner, outer = tier.calls(), tier.calls()
+    inner["get"], outer["get"] = CallMetrics(chunks=9), CallMetrics(chunks=5)
+
+    assert metrics.read().get("tier_call_chunks_total", "disk", "get") == 5
+
+
+def test_a_planned_prompt_is_not_counted_again_by_its_load():
+    metrics = EngineMetrics()
+    names = [f"r{number}" for number in range(256)]  # a large step
+    for name in names:
+        metrics.planned(RequestPlan(request_id=name, prompt_tokens=1000, local_tokens=100, decided="load"))
+    for name in names:
+        metrics.retrieved(name, RetrieveReport(asked_tokens=900))
+    metrics.retrieved("without a plan", RetrieveReport(asked_tokens=7))
+    metrics.retrieved("", RetrieveReport(asked_tokens=2))
+
+    assert (metrics.prompt_tokens, metrics.local_tokens) == (256_009, 25_600)
+    assert metrics.decided == {"load": 256}
+
+
+def test_the_number_of_remembered_plans_is_bounded():
+    metrics = EngineMetrics()
+    for number in range(MAX_PLANNED + 1):
+        metrics.planned(RequestPlan(request_id=f"r{number}", prompt_tokens=1))
+    metrics.retrieved(f"r{MAX_PLANNED}", RetrieveReport(asked_tokens=1))
+    assert metrics.prompt_tokens == MAX_PLANNED + 1
+
+    metrics.retrieved("r0", RetrieveReport(asked_tokens=1))
+    assert metrics.prompt_tokens == MAX_PLANNED + 2

@@ -79,9 +79,8 @@ async def test_nothing_is_served_where_nobody_asked_for_it() -> None:
     rig = Rig()
     async with rig.open() as engine:
         assert engine.status_url is None
-        assert engine._recent.as_list() == []
         await engine.store(TOKENS, list(range(40)))
-        assert engine._recent.as_list() == []
+        assert engine.metrics.recent is None
 
 
 async def test_a_port_that_is_taken_stops_the_start_and_leaves_nothing() -> None:

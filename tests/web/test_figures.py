@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_async.metrics.requests import MAX_NAME, RecentRequests
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
-from lmcache_async.web.recent import MAX_NAME, MAX_PLANNED, RecentRequests
 from lmcache_async.web.source import Sample, gauge_values, rates, shares
 
 
@@ -79,17 +79,14 @@ def test_a_request_is_one_entry_from_its_plan_to_its_last_store() -> None:
     assert told["loaded"]["by_tier"] == [["cpu", 300], ["disk", 200]]
     assert (told["stored"]["tokens"], told["stored"]["bytes"]) == (150, 7)
     assert told["stored"]["dropped"] == {"deadline": 3}
-    assert (recent.prompt_tokens, recent.local_tokens) == (700, 100)  # the plan's, and no token twice
-    assert recent.decided == {"load": 1}
 
 
-def test_without_a_plan_what_was_asked_for_is_the_prompt() -> None:
+def test_requests_without_an_id_are_entries_of_their_own() -> None:
     recent = RecentRequests()
     recent.retrieved("", RetrieveReport(asked_tokens=40))
     recent.retrieved("", RetrieveReport(asked_tokens=2))
 
-    assert recent.prompt_tokens == 42
-    assert len(recent.as_list()) == 2  # two that have no name are not one
+    assert [entry["loaded"]["asked_tokens"] for entry in recent.as_list()] == [2, 40]
 
 
 def test_the_last_ones_are_kept_with_names_of_a_bounded_length() -> None:
@@ -99,25 +96,3 @@ def test_the_last_ones_are_kept_with_names_of_a_bounded_length() -> None:
 
     assert [told["request"][0] for told in recent.as_list()] == ["9", "8", "7"]
     assert all(len(told["request"]) == MAX_NAME for told in recent.as_list())
-    assert recent.prompt_tokens == 10
-
-
-def test_loads_that_end_after_many_other_plans_count_no_prompt_twice() -> None:
-    recent = RecentRequests()
-    names = [f"r{number}" for number in range(256)]  # as many as a step tells
-    for name in names:
-        recent.planned(plan(name, prompt_tokens=1000))
-    for name in names:
-        recent.retrieved(name, RetrieveReport(asked_tokens=1000))
-    recent.retrieved("nobody planned it", RetrieveReport(asked_tokens=7))
-
-    assert recent.prompt_tokens == 256_007
-    assert len(recent.as_list()) == 64
-
-
-def test_so_many_plans_are_remembered_and_no_more() -> None:
-    recent = RecentRequests()
-    for number in range(MAX_PLANNED + 10):
-        recent.planned(plan(f"r{number}", prompt_tokens=1))
-
-    assert len(recent._planned) == MAX_PLANNED

@@ -19,8 +19,9 @@ from lmcache_async.integration.vllm.build import build_scheduler, build_worker, 
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.jobs import StepMetadata
-from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats, part_of
+from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
 from lmcache_async.integration.vllm.versions import CacheHitSource
+from lmcache_async.metrics.samples import Samples
 from lmcache_async.observability.logging import LimitedLogger, NamedHandler
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.jobs import WorkerReport
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
     from lmcache_async.integration.vllm.worker import WorkerConnector
-    from lmcache_async.observability.families import Family
 
 T = TypeVar("T")
 
@@ -206,12 +206,11 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         side: SchedulerConnector | WorkerConnector | None = self.scheduler or self.worker
         if side is None:
             return None
-        nothing: list[Family] = []
-        families = self._guard(side.take_stats, nothing)
-        if not families:
+        samples = self._guard(side.take_stats, Samples())
+        if not samples:
             return None
         source = f"rank {self.worker.rank}" if self.worker is not None else "scheduler"
-        return LMCacheAsyncStats({PARTS: [part_of(source, families)]})
+        return LMCacheAsyncStats({PARTS: [[source, samples.to_plain()]]})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheAsyncStats:

@@ -7,18 +7,18 @@ parts are only appended; they are added up where they are exported.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from lmcache_async.engine.metrics import PREFIX, SERIES
 from lmcache_async.integration.vllm.events import split_tokens
-from lmcache_async.observability.families import Family, Filling, Sample, merged, since
+from lmcache_async.metrics.metrics import Counter, Metrics
+from lmcache_async.metrics.samples import Labels, Samples, Value
+from lmcache_async.metrics.series import ENGINE_SERIES, PREFIX, SCHEDULER_SERIES, Series
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -29,49 +29,6 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.request import Admission
 
 logger = LimitedLogger(logging.getLogger(__name__))
-
-_P = "lmcache_async_"
-
-SCHEDULER_SERIES = (
-    Family(
-        f"{_P}lookups_total",
-        "counter",
-        "Lookups of admitted requests: hit: tiers had more than vLLM itself; miss; late: no answer in time;"
-        " unneeded: vLLM had it all before the answer came.",
-        ("result",),
-    ),
-    Family(f"{_P}late_lookups_total", "counter", "Lookups whose answer was late at least once."),
-    Family(f"{_P}lookup_asked_tokens_total", "counter", "Tokens of admitted requests that vLLM did not have itself."),
-    Family(f"{_P}lookup_hit_tokens_total", "counter", "Of these, tokens that the tier had.", ("tier",)),
-    Family(f"{_P}load_tokens_total", "counter", "Of these, tokens that were loaded and not computed.", ("tier",)),
-    Family(
-        f"{_P}decided_total",
-        "counter",
-        "Hits by what was sooner: load, recompute, or partial (load up to where a slower tier begins).",
-        ("decided",),
-    ),
-    Family(f"{_P}loads_total", "counter", "Loads that were planned."),
-    Family(f"{_P}failed_loads_total", "counter", "Loads that failed in part or whole; vLLM computed instead."),
-    Family(
-        f"{_P}skipped_chunks_total",
-        "counter",
-        "Computed chunks at the end of requests that were not stored, by cause: blocks (vllm.max_pinned_fraction was reached) or keys (hashing took too long).",
-        ("cause",),
-    ),
-    Family(
-        f"{_P}prefill_saved_seconds_total",
-        "counter",
-        "What computing the loaded tokens would have taken, by the prefill speed measured so far.",
-    ),
-    Family(f"{_P}prefill_tokens_per_second", "gauge", "How fast the model computes prompts, as measured or configured."),
-    Family(
-        f"{_P}promises_total",
-        "counter",
-        "Promises of producers: kept; late: not kept in time; doubted: not of this request.",
-        ("became",),
-    ),
-)  # fmt: skip
-
 
 _RATE_TOKENS = 1000
 """Prompt length for which the prefill speed is exported."""
@@ -85,128 +42,119 @@ class _LoadTokens:
     tiers: dict[str, int]
 
 
-class SchedulerMetrics:
+class SchedulerMetrics(Metrics):
     """Counts of the scheduler's thread, a few additions per request.
 
+    Args:
+        policy: Decides between loading and recomputation, and counts its decisions.
+        promises: Returns the counts of the promises of producers.
+
     Attributes:
-        late_lookups: Lookups that were late at least once.
-        loads: Loads planned.
-        failed_loads: Loads that failed in part or whole.
         skipped_chunks: Computed chunks that are not stored, by cause.
     """
 
-    def __init__(self) -> None:
-        self.late_lookups = 0
-        self.loads = 0
-        self.failed_loads = 0
-        self.skipped_chunks: Counter[str] = Counter()
-        self.lookups: Counter[str] = Counter()
-        self.asked_tokens = 0
-        self.hit_tokens: Counter[str] = Counter()
-        self.loaded_tokens: Counter[str] = Counter()
-        self.saved_s = 0.0
+    def __init__(self, policy: LoadPolicy, promises: Callable[[], PromiseCounts]) -> None:
+        super().__init__()
+        self._policy = policy
+        self._promises = promises
+        self._late_lookups = self.counter("late_lookups_total")
+        self._asked_tokens = self.counter("lookup_asked_tokens_total")
+        self._loads = self.counter("loads_total")
+        self._failed_loads = self.counter("failed_loads_total")
+        self._saved_s = self.counter("prefill_saved_seconds_total")
+        for result in ("hit", "miss"):
+            self.counter("lookups_total", result)
+        for cause in ("blocks", "keys"):
+            self.counter("skipped_chunks_total", cause)
         self._loading: dict[str, _LoadTokens] = {}
-        self._changes = 0
-        self._sent: tuple[tuple[int, ...], list[Family]] = ((), [])
+        self._changed = True
+        self._decided = 0
+        self._promised = 0
+        self._taken = Samples()
+        self.sources.append(self._add_decisions)
+
+    def lookup_late(self) -> None:
+        """Count a lookup that was late for the first time."""
+        self._count(self._late_lookups)
+
+    def skipped(self, cause: str, chunks: int) -> None:
+        """Count computed chunks that are not stored."""
+        self._count(self.counter("skipped_chunks_total", cause), chunks)
+
+    def load_planned(self) -> None:
+        """Count a load."""
+        self._count(self._loads)
+
+    def load_failed(self) -> None:
+        """Count a load that failed in part or completely."""
+        self._count(self._failed_loads)
 
     def admitted(self, admission: Admission) -> None:
+        """Count the lookup of an admitted request."""
         if admission.result is None:
             return
-        self._changes += 1
         asked, local = admission.asked_tokens, admission.local_tokens
-        self.asked_tokens += asked - local
-        self.lookups[admission.result] += 1
+        self._count(self._asked_tokens, asked - local)
+        self._count(self.counter("lookups_total", admission.result))
         if admission.result not in ("hit", "miss"):
             return
         hit = max(0, min(admission.hit_tokens, asked) - local)
-        self.hit_tokens.update(split_tokens(admission.tiers, hit))
+        for tier, tokens in split_tokens(admission.tiers, hit).items():
+            self.counter("lookup_hit_tokens_total", tier).add(tokens)
         if admission.load_tokens:
             tiers = split_tokens(admission.tiers, admission.load_tokens)
             self._loading[admission.request_id] = _LoadTokens(
                 asked, local, local + admission.load_tokens, tiers
             )
 
-    def load_ended(self, request_id: str, policy: LoadPolicy, *, failed: bool) -> None:
+    def load_ended(self, request_id: str, *, failed: bool) -> None:
+        """Count the loaded tokens and the time that computing them would have taken."""
         load = self._loading.pop(request_id, None)
         if load is None or failed:
             return
-        self._changes += 1
-        self.loaded_tokens.update(load.tiers)
-        seconds = policy.prefill.seconds
-        if policy.prefill.known:
-            self.saved_s += max(0.0, seconds(load.asked - load.local) - seconds(load.asked - load.hit))
+        self._changed = True
+        for tier, tokens in load.tiers.items():
+            self.counter("load_tokens_total", tier).add(tokens)
+        prefill = self._policy.prefill
+        if prefill.known:
+            computed = prefill.seconds(load.asked - load.local) - prefill.seconds(load.asked - load.hit)
+            self._saved_s.add(max(0.0, computed))
 
-    def changed(self, policy: LoadPolicy, promises: PromiseCounts) -> list[Family]:
-        """What was counted since the last call. If that is nothing, only a few numbers are compared."""
-        version = (
-            self._changes,
-            policy.counts.total(),
-            self.late_lookups,
-            self.loads,
-            self.failed_loads,
-            self.skipped_chunks.total(),
-            promises.kept + promises.late + promises.doubted,
-        )
-        former, sent = self._sent
-        if version == former:
-            return []
-        now = self._families(policy, promises)
-        self._sent = version, now
-        return since(now, sent)
+    def take(self) -> Samples:
+        """Return what was counted since the last call. If that is nothing, only two numbers are compared."""
+        decided, promises = self._policy.counts.total(), self._promises()
+        promised = promises.kept + promises.late + promises.doubted
+        if not self._changed and (decided, promised) == (self._decided, self._promised):
+            return Samples()
+        self._changed, self._decided, self._promised = False, decided, promised
+        now = self.read()
+        added, self._taken = now.since(self._taken), now
+        return added
 
-    def _families(self, policy: LoadPolicy, promises: PromiseCounts) -> list[Family]:
-        out = Filling(SCHEDULER_SERIES)
-        for result, count in {"hit": 0, "miss": 0, **self.lookups}.items():
-            out.put(f"{_P}lookups_total", count, result)
-        out.put(f"{_P}late_lookups_total", self.late_lookups)
-        out.put(f"{_P}lookup_asked_tokens_total", self.asked_tokens)
-        for tier, tokens in self.hit_tokens.items():
-            out.put(f"{_P}lookup_hit_tokens_total", tokens, tier)
-        for tier, tokens in self.loaded_tokens.items():
-            out.put(f"{_P}load_tokens_total", tokens, tier)
-        for decided, count in {"load": 0, "recompute": 0, "partial": 0, **policy.counts}.items():
-            out.put(f"{_P}decided_total", count, decided)
-        out.put(f"{_P}loads_total", self.loads)
-        out.put(f"{_P}failed_loads_total", self.failed_loads)
-        for cause in ("blocks", "keys"):
-            out.put(f"{_P}skipped_chunks_total", self.skipped_chunks[cause], cause)
-        out.put(f"{_P}prefill_saved_seconds_total", self.saved_s)
-        if policy.prefill.known and (seconds := policy.prefill.seconds(_RATE_TOKENS)) > 0:
-            out.put(f"{_P}prefill_tokens_per_second", _RATE_TOKENS / seconds)
-        for became in ("kept", "late", "doubted"):
-            out.put(f"{_P}promises_total", getattr(promises, became), became)
-        return out.families()
+    def _count(self, counter: Counter, amount: float = 1) -> None:
+        counter.add(amount)
+        self._changed = True
+
+    def _add_decisions(self, out: Samples) -> None:
+        for decided, count in {"load": 0, "recompute": 0, "partial": 0, **self._policy.counts}.items():
+            out.add("decided_total", count, decided)
+        prefill = self._policy.prefill
+        if prefill.known and (seconds := prefill.seconds(_RATE_TOKENS)) > 0:
+            out.add("prefill_tokens_per_second", _RATE_TOKENS / seconds)
+        promises = self._promises()
+        out.add("promises_total", promises.kept, "kept")
+        out.add("promises_total", promises.late, "late")
+        out.add("promises_total", promises.doubted, "doubted")
 
 
 Part: TypeAlias = list[Any]
-"""The source, and by series name its samples: [labels, value, bucket counts]."""
+"""The source, and its samples as of `Samples.to_plain`."""
 
 PARTS = "parts"
 MAX_PARTS = 64
 """More parts are added up: vLLM collects them for ten seconds for a line of its log."""
 
-ALL_SERIES: Mapping[str, Family] = {family.name: family for family in (*SERIES, *SCHEDULER_SERIES)}
-"""Every series that is sent, by name."""
-
-
-def part_of(source: str, families: Iterable[Family]) -> Part:
-    """The samples without help texts and bucket bounds, which the receiver has in its own table."""
-    return [
-        source,
-        {
-            family.name: [[list(s.labels), s.value, list(s.counts)] for s in family.samples]
-            for family in families
-        },
-    ]
-
-
-def families_of(part: Sequence[Any]) -> Iterator[Family]:
-    """The families of a part. Series that are not in the table, of another version, are dropped."""
-    for name, samples in part[1].items():
-        if (family := ALL_SERIES.get(name)) is not None:
-            yield replace(
-                family, samples=tuple(Sample(tuple(labels), value, tuple(c)) for labels, value, c in samples)
-            )
+_EXPORTED = (*ENGINE_SERIES, *SCHEDULER_SERIES)
 
 
 class LMCacheAsyncStats(KVConnectorStats):  # type: ignore[misc]
@@ -233,30 +181,28 @@ class LMCacheAsyncStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """A few numbers of this interval for vLLM's log line."""
-        return summary(merged_counts(self.parts))
+        return summary(added_up(self.parts))
 
 
 def compacted(parts: Sequence[Part]) -> list[Part]:
     """Equivalent parts, one per source."""
-    found = []
-    for source in dict.fromkeys(part[0] for part in parts):
-        mine = [list(families_of(part)) for part in parts if part[0] == source]
-        found.append(part_of(source, [*merged(map(_counted, mine)), *_latest(mine)]))
-    return found
+    by_source: dict[str, Samples] = {}
+    for source, plain in parts:
+        by_source.setdefault(source, Samples()).update(Samples.from_plain(plain))
+    return [[source, samples.to_plain()] for source, samples in by_source.items()]
 
 
-def merged_counts(parts: Sequence[Part]) -> dict[str, Family]:
-    """Counters and histograms of all parts, by name."""
-    return {f.name: f for f in merged(_counted(families_of(part)) for part in parts)}
+def added_up(parts: Sequence[Part]) -> Samples:
+    """Counters and histograms of all parts together. Gauges have the value of the last part."""
+    samples = Samples()
+    for _, plain in parts:
+        samples.update(Samples.from_plain(plain))
+    return samples
 
 
-def summary(counted: Mapping[str, Family]) -> dict[str, int | float]:
+def summary(samples: Samples) -> dict[str, int | float]:
     """Short names, as in vLLM's log line, and values of the interval. Zeros are left out."""
-
-    def total(name: str) -> float:
-        family = counted.get(f"lmcache_async_{name}")
-        return sum(sample.value for sample in family.samples) if family is not None else 0
-
+    total = samples.total
     load_s, copy_s = total("retrieve_seconds"), total("store_copy_seconds")
     load_bytes, store_bytes = total("retrieve_bytes_total"), total("store_bytes_total")
     numbers = {
@@ -275,19 +221,6 @@ def summary(counted: Mapping[str, Family]) -> dict[str, int | float]:
     return {name: value for name, value in numbers.items() if value}
 
 
-def _counted(families: Iterable[Family]) -> list[Family]:
-    return [family for family in families if family.kind != "gauge"]
-
-
-def _latest(groups: Iterable[Iterable[Family]]) -> list[Family]:
-    """The gauges of one source, each with its last value."""
-    found: dict[str, tuple[Family, dict[tuple[str, ...], Sample]]] = {}
-    for family in (family for group in groups for family in group if family.kind == "gauge"):
-        _, samples = found.setdefault(family.name, (family, {}))
-        samples.update({sample.labels: sample for sample in family.samples})
-    return [replace(family, samples=tuple(samples.values())) for family, samples in found.values()]
-
-
 class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """Our series on vLLM's /metrics, with vLLM's labels before ours. A failure is logged and a series is missing."""
 
@@ -301,65 +234,61 @@ class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister()
         self._metrics: dict[str, Any] = {}
-        for family in ALL_SERIES.values():
+        for series in _EXPORTED:
             try:
-                self._metrics[family.name] = self._made(family)
+                self._metrics[series.name] = self._made(series)
             except Exception as error:  # noqa: BLE001  # vLLM starts without this series
-                logger.report(family.name, "%s cannot be added to vLLM's metrics: %s", family.name, error)
+                name = series.full_name
+                logger.report(name, "%s cannot be added to vLLM's metrics: %s", name, error)
         self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
         # Last value of each gauge by source, because ranks send only what has changed.
         self._gauges: dict[tuple[int, str, tuple[str, ...]], dict[str, float]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:
-            for part in transfer_stats_data.get(PARTS, ()):
-                for family in families_of(part):
-                    if family.name in self._metrics:
-                        for sample in family.samples:
-                            self._note(part[0], family, sample, engine_idx)
+            for source, plain in transfer_stats_data.get(PARTS, ()):
+                for series, labels, value in Samples.from_plain(plain):
+                    if series.name in self._metrics:
+                        self._note(source, series, labels, value, engine_idx)
         except Exception as error:  # nothing of ours is raised into vLLM
             cause = f"{type(error).__name__}: {error}"
             logger.log(logging.ERROR, cause, "metrics of LMCacheAsyncConnector: %s", cause, exc_info=True)
 
-    def _made(self, family: Family) -> Any:
-        labels = [*self._labelnames, *family.labels]
-        match family.kind:
+    def _made(self, series: Series) -> Any:
+        common = {
+            "name": series.full_name,
+            "documentation": series.help,
+            "labelnames": [*self._labelnames, *series.labels],
+        }
+        match series.kind:
             case "counter":
-                return self._counter_cls(name=family.name, documentation=family.help, labelnames=labels)
+                return self._counter_cls(**common)
             case "histogram":
-                return self._histogram_cls(
-                    name=family.name,
-                    documentation=family.help,
-                    labelnames=labels,
-                    buckets=list(family.buckets),
-                )
+                return self._histogram_cls(**common, buckets=list(series.buckets))
             case _:
-                return self._gauge_cls(
-                    name=family.name,
-                    documentation=family.help,
-                    labelnames=labels,
-                    multiprocess_mode="mostrecent",
-                )
+                return self._gauge_cls(**common, multiprocess_mode="mostrecent")
 
-    def _note(self, source: str, family: Family, sample: Sample, engine: int) -> None:
-        key = engine, family.name, sample.labels
+    def _note(self, source: str, series: Series, labels: Labels, value: Value, engine: int) -> None:
+        key = engine, series.name, labels
         child = self._children.get(key)
         if child is None:
-            values = [*self.per_engine_labelvalues[engine], *sample.labels]
-            child = self._children[key] = self._metrics[family.name].labels(*values)
-        if family.kind == "counter":
-            child.inc(sample.value)
-        elif family.kind == "gauge":
-            latest = self._gauges.setdefault(key, {})
-            latest[source] = sample.value
-            child.set(max(latest.values()) if family.merge == "max" else sum(latest.values()))
-        else:
-            for value, count in observations(family.buckets, sample.counts, sample.value):
+            values = [*self.per_engine_labelvalues[engine], *labels]
+            child = self._children[key] = self._metrics[series.name].labels(*values)
+        if isinstance(value, tuple):
+            for observed, count in observations(series.buckets, value[1:], value[0]):
                 for _ in range(count):
-                    child.observe(value)
+                    child.observe(observed)
+        elif series.kind == "counter":
+            child.inc(value)
+        else:
+            latest = self._gauges.setdefault(key, {})
+            latest[source] = value
+            child.set(max(latest.values()) if series.merge == "max" else sum(latest.values()))
 
 
-def observations(bounds: Sequence[float], counts: Sequence[int], total: float) -> Iterator[tuple[float, int]]:
+def observations(
+    bounds: Sequence[float], counts: Sequence[float], total: float
+) -> Iterator[tuple[float, int]]:
     """Values, and how often to observe each, that fall in these buckets and add up to `total`.
 
     Prometheus' client accepts only single observations. If `total` does not fit the counts, the sum is as near to
@@ -375,9 +304,9 @@ def observations(bounds: Sequence[float], counts: Sequence[int], total: float) -
         if count:
             value = min(high, low + share * (high - low))
             total -= count * value
-            yield value, count
+            yield value, int(count)
     if above:
-        yield max(bounds[-1] * (1 + 1e-9), total / above), above
+        yield max(bounds[-1] * (1 + 1e-9), total / above), int(above)
 
 
 def _unregister() -> None:

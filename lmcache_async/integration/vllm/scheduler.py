@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.lookup import LookupClient, PromiseCounts
     from lmcache_async.integration.vllm.promise import Promise
     from lmcache_async.integration.vllm.request import Admission, LoadSpan, Release, StoreSpan
-    from lmcache_async.observability.families import Family
+    from lmcache_async.metrics.samples import Samples
     from lmcache_async.tiers.base import Medium
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -195,7 +195,7 @@ class StoreQueue:
                 jobs.append(self._job(store))
             elif store.keys.failed or now > store.deadline:
                 self._pins.unpin(store.job_id)
-                self._metrics.skipped_chunks["keys"] += store.span.stop - store.span.first
+                self._metrics.skipped("keys", store.span.stop - store.span.first)
                 logger.report(
                     "keys",
                     "the end of request %s is not stored: its chunks had no keys within %g s",
@@ -311,7 +311,7 @@ class SchedulerConnector:
             decide=self.load_policy.decide,
         )
         self.tier_media = tier_media or {}
-        self.metrics = SchedulerMetrics()
+        self.metrics = SchedulerMetrics(self.load_policy, lambda: client.promises)
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
         self._layerwise_loads: dict[str, _Load] = {}  # those of them that are part of the current step
@@ -366,7 +366,8 @@ class SchedulerConnector:
             self._release(refresh.release)
             self._ask(tracker)
         offer = tracker.offer(now, ready=self._client.ready)
-        self.metrics.late_lookups += offer.late
+        if offer.late:
+            self.metrics.lookup_late()
         return offer.tokens, offer.is_async
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
@@ -442,7 +443,7 @@ class SchedulerConnector:
             self._client.hash(tracker.keys, computed)
         spans, dropped = tracker.finished(computed, self._pins.room)
         if dropped:
-            self.metrics.skipped_chunks["blocks"] += dropped
+            self.metrics.skipped("blocks", dropped)
             logger.report(
                 "blocks",
                 "%d chunks at the end of request %s are not stored: copies of stores already pin %d blocks, which"
@@ -531,9 +532,9 @@ class SchedulerConnector:
         self._notices.clear()
         return notices
 
-    def take_stats(self) -> list[Family]:
+    def take_stats(self) -> Samples:
         """get_kv_connector_stats: what was counted since the last call."""
-        return self.metrics.changed(self.load_policy, self._client.promises)
+        return self.metrics.take()
 
     def close(self) -> None:
         self._client.close(min(self._config.shutdown_timeout_s, _CLOSE_S))
@@ -602,21 +603,22 @@ class SchedulerConnector:
         load = self._loads[tracker.request_id] = _Load(tracker, job, span.local)
         if job.layerwise:
             self._layerwise_loads[tracker.request_id] = load
-        self.metrics.loads += 1
+        self.metrics.load_planned()
 
     def _load_ended(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         self._layerwise_loads.pop(request_id, None)
         if load is not None:
             self._release(load.tracker.load_ended())
-            self.metrics.load_ended(request_id, self.load_policy, failed=load.tracker.load_failed)
+            self.metrics.load_ended(request_id, failed=load.tracker.load_failed)
 
     def _loads_failed(self, bad_blocks: set[int]) -> None:
         for request_id, load in self._loads.items():
             first_token = load.job.first_token_in(bad_blocks, self._block_size)
             if first_token is None:
                 continue
-            self.metrics.failed_loads += load.tracker.load_tokens_failed(first_token)
+            if load.tracker.load_tokens_failed(first_token):
+                self.metrics.load_failed()
             if load.job.layerwise:
                 # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
                 own = self._block_ids(request_id)[first_token // self._block_size :]

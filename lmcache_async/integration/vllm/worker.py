@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.engine.metrics import engine_families
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.hashing import hash_key_id
 from lmcache_async.integration.vllm.events import Notices
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.observability.families import Family, since
+from lmcache_async.metrics.samples import Samples
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 
@@ -401,29 +400,29 @@ class StatsFeed:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._lock = threading.Lock()
-        self._taken: list[Family] = []
-        self._ready: tuple[list[Family], list[Family]] | None = None  # all values, and those that are new
-        engine.totals.changed = self._changed
+        self._taken = Samples()
+        self._ready: tuple[Samples, Samples] | None = None  # all values, and those that are new
+        engine.metrics.changed = self._changed
         self._changed()  # exported zeros make the first increase visible
 
-    def take(self) -> list[Family]:
+    def take(self) -> Samples:
         """What was counted since the last call; empty if that is not available without waiting."""
         if self._ready is None or not self._lock.acquire(blocking=False):
-            return []
+            return Samples()
         try:
             return self._take_ready()
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        self._engine.totals.changed = None
+        self._engine.metrics.changed = None
         if self._timer is not None:
             self._timer.cancel()
 
-    def _take_ready(self) -> list[Family]:
+    def _take_ready(self) -> Samples:
         ready, self._ready = self._ready, None
         if ready is None:  # the loop has found no change since
-            return []
+            return Samples()
         self._taken, new = ready
         return new
 
@@ -435,13 +434,13 @@ class StatsFeed:
         self._timer = None
         self._due = self._loop.time() + STATS_INTERVAL_S
         try:
-            families = engine_families(self._engine.statistics(), self._engine.totals)
+            samples = self._engine.metrics.read()
         except Exception as error:  # noqa: BLE001  # of a user's tier or layer
             logger.report("statistics", "metrics cannot be collected: %s: %s", type(error).__name__, error)
             return
         with self._lock:
-            new = since(families, self._taken)
-            self._ready = (families, new) if new else None
+            new = samples.since(self._taken)
+            self._ready = (samples, new) if new else None
 
 
 class OpenEngine(Protocol):
@@ -583,9 +582,9 @@ class WorkerConnector:
         notices = self._notices.take() if self._notices is not None else ()
         return WorkerReport(copied, unshared, notices) if copied or unshared or notices else None
 
-    def take_stats(self) -> list[Family]:
+    def take_stats(self) -> Samples:
         """get_kv_connector_stats: what the engine counted since the last call."""
-        return self._feed.take() if self._feed is not None else []
+        return self._feed.take() if self._feed is not None else Samples()
 
     def close(self) -> None:
         """Close the engine and the loop. Blocks for at most `shutdown_timeout_s` and one second."""

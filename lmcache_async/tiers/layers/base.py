@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
@@ -70,6 +71,7 @@ class LayerContext:
         logger: Rate-limited logger, for the few messages that need attention.
         shared: Objects shared by layers of the engine.
         where: Position of the layer in the configuration, for messages.
+        metrics: Metrics of the tier.
     """
 
     tier: str
@@ -78,6 +80,7 @@ class LayerContext:
     logger: LimitedLogger
     shared: Shared = field(default_factory=Shared)
     where: str = ""
+    metrics: TierMetrics = field(default_factory=lambda: EngineMetrics().tier(""))
 
 
 class TierLayer(Tier):

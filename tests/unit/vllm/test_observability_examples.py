@@ -20,12 +20,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
-from lmcache_async.daemon.metrics import SERIES as DAEMON_SERIES
-from lmcache_async.daemon.metrics import daemon_families
 from lmcache_async.daemon.pool import Pool
-from lmcache_async.engine.metrics import SERIES, engine_families
-from lmcache_async.integration.vllm.metrics import SCHEDULER_SERIES, _unregister
-from lmcache_async.observability.families import exposition
+from lmcache_async.daemon.status import pool_samples
+from lmcache_async.integration.vllm.metrics import _unregister
+from lmcache_async.metrics.samples import exposition
+from lmcache_async.metrics.series import SERIES
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
@@ -139,7 +138,7 @@ async def damaged_engine(directory: Path) -> str:
         content[4096] ^= 255
         record.write_bytes(content)
         await engine.retrieve(tokens, slots)
-        return exposition(engine_families(engine.statistics(), engine.totals)).decode()
+        return exposition(engine.metrics.read().families()).decode()
 
 
 def daemon() -> str:
@@ -147,7 +146,7 @@ def daemon() -> str:
     slot = pool.reserve("team", 4096, key=key_of(1))
     assert slot is not None
     pool.commit("team", key_of(1), slot)
-    return exposition(daemon_families(pool.statistics())).decode()
+    return exposition(pool_samples(pool.statistics()).families()).decode()
 
 
 def parts(expression: Any) -> list[Any]:
@@ -255,13 +254,13 @@ def test_the_docs_have_every_series_as_the_code_does() -> None:
     told = re.findall(r"^\| `(lmcache_async_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
 
     assert told == [
-        (family.name, family.kind, ", ".join(f"`{label}`" for label in family.labels) or "none", family.help)
-        for family in (*SERIES, *SCHEDULER_SERIES, *DAEMON_SERIES)
+        (one.full_name, one.kind, ", ".join(f"`{label}`" for label in one.labels) or "none", one.help)
+        for one in SERIES.values()
     ]
 
 
 def test_the_page_names_only_series_that_there_are() -> None:
     page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text()
-    names = {family.name for family in (*SERIES, *SCHEDULER_SERIES, *DAEMON_SERIES)}
+    names = {series.full_name for series in SERIES.values()}
 
     assert set(re.findall(r"lmcache_async_\w*\w", page)) - {"lmcache_async_"} <= names

@@ -18,18 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.metrics import (
-    ALL_SERIES,
     MAX_PARTS,
     PARTS,
     LMCacheAsyncPromMetrics,
     LMCacheAsyncStats,
     _unregister,
-    merged_counts,
+    added_up,
     observations,
-    part_of,
 )
-from lmcache_async.observability.families import Filling
-from lmcache_async.tiers.layers.metrics import BUCKETS_S
+from lmcache_async.metrics.samples import Samples
+from lmcache_async.metrics.series import CALL_BUCKETS_S
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     Until = Callable[[Callable[[], bool]], None]
 
 LABELS = {"model_name": "tiny", "engine": "0"}
-TABLE = ALL_SERIES
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +156,7 @@ def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, unt
 
     until(silent)
     worker = sim.ranks[0].connector.worker
-    assert worker.take_stats() == []
+    assert not worker.take_stats()
     assert worker._feed._timer is None or worker._feed._timer.when() > 0
 
 
@@ -170,8 +167,7 @@ def test_statistics_that_fail_cost_a_request_nothing(
         raise ZeroDivisionError("on purpose")
 
     sim = simulator
-    monkeypatch.setattr("lmcache_async.integration.vllm.worker.engine_families", broken)
-    monkeypatch.setattr("lmcache_async.integration.vllm.metrics.since", broken)
+    monkeypatch.setattr("lmcache_async.metrics.metrics.Metrics.read", broken)
     sim.add("cold", prompt(500))
     settle(sim, until)
 
@@ -237,12 +233,12 @@ def _steps_tell(sim: SimulatedVLLM, logged: KVConnectorLogging, name: str) -> bo
 
 
 def filled(source: str = "rank 0", **gauges: float) -> list[Any]:
-    out = Filling(TABLE.values())
+    out = Samples()
     for name, value in gauges.items():
-        out.put(f"lmcache_async_{name}", value)
-    out.put("lmcache_async_stores_total", 1)
-    out.put_counts("lmcache_async_retrieve_seconds", [0] * 5 + [2] + [0] * 11, 0.04)
-    return part_of(source, out.families())
+        out.add(name, value)
+    out.add("stores_total", 1)
+    out.add("retrieve_seconds", (0.04, *[0] * 5, 2, *[0] * 11))
+    return [source, out.to_plain()]
 
 
 def test_many_parts_of_an_interval_are_added_up_and_stay_few() -> None:
@@ -255,10 +251,10 @@ def test_many_parts_of_an_interval_are_added_up_and_stay_few() -> None:
     stats = pickle.loads(pickle.dumps(stats))
 
     assert len(stats.parts) <= MAX_PARTS
-    counted = merged_counts(stats.parts)
-    assert counted["lmcache_async_stores_total"].samples[0].value == 5 * MAX_PARTS
-    assert counted["lmcache_async_retrieve_seconds"].samples[0].counts[5] == 10 * MAX_PARTS
-    last = {part[0]: part[1]["lmcache_async_arena_waiting"][0][1] for part in stats.parts}
+    counted = added_up(stats.parts)
+    assert counted.get("stores_total") == 5 * MAX_PARTS
+    assert counted.get("retrieve_seconds")[1 + 5] == 10 * MAX_PARTS
+    last = {source: Samples.from_plain(plain).get("arena_waiting") for source, plain in stats.parts}
     assert last == {"rank 0": 5 * MAX_PARTS - 2, "rank 1": 5 * MAX_PARTS - 1}
     stats.reset()
     assert stats.is_empty()
@@ -269,10 +265,8 @@ def test_a_series_of_another_version_and_nonsense_are_passed_over(
 ) -> None:
     prom = server_metrics(simulator)
 
-    prom.observe(
-        {PARTS: [["rank 0", {"lmcache_async_of_tomorrow_total": [[[], 1, []]]}], filled(arena_waiting=1)]}
-    )
-    prom.observe({PARTS: [["rank 0", {"lmcache_async_stores_total": 5}]]})
+    prom.observe({PARTS: [["rank 0", {"of_tomorrow_total": [[[], 1]]}], filled(arena_waiting=1)]})
+    prom.observe({PARTS: [["rank 0", {"stores_total": 5}]]})
 
     assert values()["arena_waiting",] == 1
     assert "metrics of LMCacheAsyncConnector" in caplog.text
@@ -280,14 +274,14 @@ def test_a_series_of_another_version_and_nonsense_are_passed_over(
 
 @given(st.lists(st.floats(1e-7, 1e3), max_size=30))
 def test_observations_lie_in_their_buckets_and_add_up(seconds: list[float]) -> None:
-    counts = [0] * (len(BUCKETS_S) + 1)
+    counts = [0] * (len(CALL_BUCKETS_S) + 1)
     for value in seconds:
-        counts[sum(value > bound for bound in BUCKETS_S)] += 1
+        counts[sum(value > bound for bound in CALL_BUCKETS_S)] += 1
 
-    found = list(observations(BUCKETS_S, counts, sum(seconds)))
+    found = list(observations(CALL_BUCKETS_S, counts, sum(seconds)))
 
     again = [0] * len(counts)
     for value, count in found:
-        again[sum(value > bound for bound in BUCKETS_S)] += count
+        again[sum(value > bound for bound in CALL_BUCKETS_S)] += count
     assert again == counts
     assert sum(value * count for value, count in found) == pytest.approx(sum(seconds), rel=1e-6, abs=1e-9)

@@ -22,7 +22,7 @@ from lmcache_async.integration.vllm import worker as worker_module
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata
 from lmcache_async.integration.vllm.lookup_protocol import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerConnector
-from lmcache_async.observability.totals import Totals
+from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
 
@@ -35,7 +35,7 @@ class Engine:
     def __init__(self) -> None:
         self.copier = self
         self.fences = 0
-        self.totals = Totals()
+        self.metrics = EngineMetrics()
         self.retrieved: list[Any] = []
         self.stored: list[Any] = []
         self.cleared: list[bool] = []
