@@ -1,26 +1,61 @@
-"""The border around a tier: an engine outlives it, with the default layers and without any."""
+"""The layers around a tier: an engine keeps working whatever a tier does, with the default layers and without any."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 
+from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.testing.conformance.border import BorderConformance
-from lmcache_async.testing.misbehaviour import MISBEHAVIOURS, MisbehavingTier
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.tiers.layers.border import BorderLayer
+from lmcache_async.types import ChunkKey
+from tests.support.tiers import registry_of
+from tests.tiers.misbehaviour import MISBEHAVIOURS, MisbehavingTier, Misbehaviour
+
+CHUNKS = 4
+"""Chunks of a prompt."""
+
+HANGING_TIMEOUT_S = 0.02
+"""`timeout_s` of a tier whose calls do not end by themselves."""
+
+LAYERS = {"default layers": None, "no layers": ()}
+"""The setting `layers` of the misbehaving tier."""
 
 
-class TestDefaultLayers(BorderConformance):
-    """As a config without `layers` has it."""
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("mode", MISBEHAVIOURS, ids=str)
+def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier(
+    mode: Misbehaviour, layers: Sequence[object] | None
+) -> None:
+    case = _Case(mode, layers)
+    with LoopThread("border") as thread:
+        thread.submit(case.attack()).result(DEADLINE_S)
+        thread.submit(case.serves_the_rest()).result(DEADLINE_S)
 
 
-class TestNoLayers(BorderConformance):
-    """Nothing but the border."""
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if not mode.ends_loop], ids=str)
+def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(
+    mode: Misbehaviour, layers: Sequence[object] | None
+) -> None:
+    case = _Case(mode, layers)
 
-    layers = ()
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await case.attack()
+            await case.serves_the_rest()
+
+    asyncio.run(main())
 
 
 def test_a_tier_without_capabilities_is_refused() -> None:
@@ -32,3 +67,111 @@ def test_a_tier_without_capabilities_is_refused() -> None:
         ConfigError, match="tier 'bad': its `capabilities` must be an instance of Capabilities"
     ):
         BorderLayer(tier, name="bad", logger=LimitedLogger(logging.getLogger("test")))
+
+
+class _Case:
+    """An engine over three tiers: the misbehaving one is the fastest, then host memory, then a dict."""
+
+    def __init__(self, mode: Misbehaviour, layers: Sequence[object] | None) -> None:
+        self._mode = mode
+        self._layers = layers
+        self._rig = Rig()
+        self._records: dict[ChunkKey, bytes] = {}
+        self._first = list(range(100, 100 + CHUNKS * self._rig.chunk_size))
+        self._second = list(range(500, 500 + CHUNKS * self._rig.chunk_size))
+
+    async def attack(self) -> None:
+        """Store, then look up, retrieve and store with the misbehaviour, then check the engine's state."""
+        mode, bad = self._mode, MisbehavingTier(self._mode)
+        async with self._open(bad=bad, other=self._other()) as engine:
+            await self._store(engine, self._first)
+            assert await engine.flush(timeout_s=DEADLINE_S)
+            bad.begin()
+            for _ in range(CHUNKS + 1):
+                found = await self._retrieve(engine, self._first)
+            assert found == len(self._first) or not mode.serves, "the other tiers did not serve the prompt"
+            for _ in range(3):
+                await self._store(engine, self._second)
+                found = await self._retrieve(engine, self._second)
+            assert found == len(self._second) or not mode.serves, "the other tiers did not take the prompt"
+            engine.statistics()
+            if mode.kind == "time":
+                bad.end()  # otherwise its running calls would keep their buffers
+            await _until_idle(engine)
+
+    async def serves_the_rest(self) -> None:
+        """Assert that the other tiers serve the chunks that were stored meanwhile."""
+        async with self._open(other=self._other()) as engine:
+            for tokens in (self._first, self._second):
+                assert await self._retrieve(engine, tokens) == len(tokens), "another tier lost chunks"
+            await _until_idle(engine)
+
+    def _other(self) -> DictTier:
+        return DictTier(records=self._records)
+
+    def _open(self, **tiers: DictTier) -> Any:
+        specs: list[object] = [{"name": "other", "layers": []}]
+        if "bad" in tiers:
+            bad: dict[str, object] = {"name": "bad", "timeout_s": DEADLINE_S}
+            if self._mode.hangs:
+                bad["timeout_s"] = HANGING_TIMEOUT_S
+            if self._layers is not None:
+                bad["layers"] = list(self._layers)
+            specs = [bad, "cpu", *specs]
+        return self._rig.open(
+            registry=registry_of(**{name: _loads(tier) for name, tier in tiers.items()}),
+            tiers=specs,
+            **{
+                "retrieve.timeout_s": DEADLINE_S,
+                "store.timeout_s": DEADLINE_S,
+                "store.allocate_timeout_s": DEADLINE_S,
+            },
+        )
+
+    async def _store(self, engine: CacheEngine, tokens: list[int]) -> None:
+        slots = range(len(tokens))
+        self._rig.write(slots, self._rig.content(tokens))
+        report = await engine.store(tokens, list(slots))
+        assert not report.dropped, f"dropped: {report.dropped}"
+
+    async def _retrieve(self, engine: CacheEngine, tokens: list[int]) -> int:
+        """Return the number of tokens found, and assert that their KV is right."""
+        found = await engine.lookup(tokens)
+        assert 0 <= found <= len(tokens)
+        self._rig.wipe()
+        slots = list(range(self._rig.num_slots - len(tokens), self._rig.num_slots))
+        mask = await engine.retrieve(tokens, slots)
+        hit = int(mask.sum())
+        assert mask[:hit].all()
+        assert torch.equal(self._rig.read(slots[:hit]), self._rig.content(tokens)[:, :, :hit]), "wrong bytes"
+        assert (self._rig.read(slots[hit:]) == -7.0).all(), "rows were written that the mask does not name"
+        return hit
+
+
+def _loads(tier: DictTier) -> type[DictTier]:
+    """Return a class whose constructor returns that tier, for a registry."""
+
+    class Loads(DictTier):
+        def __new__(cls, *_: Any) -> Any:
+            return tier
+
+        def __init__(self, *_: Any) -> None:
+            """Do nothing: the tier is initialized already."""
+
+    return Loads
+
+
+async def _until_idle(engine: CacheEngine) -> None:
+    """Wait until only the slabs of the tier in host memory are leased."""
+    await engine.flush(timeout_s=DEADLINE_S)
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        statistics = engine.statistics()
+        kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
+        leaked = statistics.arena.leased_slabs - kept
+        if not leaked and not statistics.running and not statistics.late_calls:
+            return
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"{leaked} slabs are leased, {statistics.late_calls} calls have not ended"
+        )
+        await asyncio.sleep(0)

@@ -95,7 +95,7 @@ class MisbehavingTier(DictTier):
     @property
     def capabilities(self) -> Capabilities:
         if (replacement := self._replacement("capabilities")) is not None:
-            return replacement(self)  # type: ignore[no-any-return]  # wrong on purpose
+            return replacement(self)
         return self.mode.capabilities
 
     def bind(self, arena: Arena) -> None:
@@ -103,42 +103,42 @@ class MisbehavingTier(DictTier):
 
     async def contains(self, key: ChunkKey) -> bool:
         if (replacement := self._replacement("contains")) is not None:
-            return await replacement(self, key)  # type: ignore[no-any-return]
+            return await replacement(self, key)
         return await DictTier.contains(self, key)
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if (replacement := self._replacement("contains_many")) is not None:
-            return await replacement(self, keys)  # type: ignore[no-any-return]
+            return await replacement(self, keys)
         return await Tier.contains_many(self, keys)
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         if (replacement := self._replacement("count_prefix")) is not None:
-            return await replacement(self, keys)  # type: ignore[no-any-return]
+            return await replacement(self, keys)
         return await Tier.count_prefix(self, keys)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         if (replacement := self._replacement("get")) is not None:
-            return await replacement(self, key, allocate)  # type: ignore[no-any-return]
+            return await replacement(self, key, allocate)
         return await DictTier.get(self, key, allocate)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         if (replacement := self._replacement("get_many")) is not None:
-            return await replacement(self, keys, allocate)  # type: ignore[no-any-return]
+            return await replacement(self, keys, allocate)
         return await Tier.get_many(self, keys, allocate)
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         if (replacement := self._replacement("put")) is not None:
-            return await replacement(self, key, buffer)  # type: ignore[no-any-return]
+            return await replacement(self, key, buffer)
         return await DictTier.put(self, key, buffer)
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         if (replacement := self._replacement("put_many")) is not None:
-            return await replacement(self, items)  # type: ignore[no-any-return]
+            return await replacement(self, items)
         return await Tier.put_many(self, items)
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
         if (replacement := self._replacement("reject")) is not None:
-            return await replacement(self, key, cause)  # type: ignore[no-any-return]
+            return await replacement(self, key, cause)
         return await DictTier.reject(self, key, cause)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
@@ -151,7 +151,7 @@ class MisbehavingTier(DictTier):
 
     def statistics(self) -> TierStatistics:
         if (replacement := self._replacement("statistics")) is not None:
-            return replacement(self)  # type: ignore[no-any-return]
+            return replacement(self)
         return DictTier.statistics(self)
 
     async def __aexit__(self, *error: object) -> None:
