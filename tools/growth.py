@@ -1,11 +1,10 @@
-"""Memory of an engine that is full, over iterations with new keys and new request ids each.
+"""Memory of a full engine over iterations, each with new keys and a new request id.
 
     python -m tools.growth --iterations 100000
     python -m tools.growth --iterations 20000 --trace
 
-Prints a row for each sample: resident memory, live Python objects, and the containers of the engine that have more
-entries than at the sample before. `--trace` also prints the lines of source whose allocations grew in the second half;
-it is slow.
+Prints a row per sample: resident memory, live Python objects, and containers of the engine with more entries than at
+the previous sample. `--trace` also prints the source lines whose allocations grew in the second half. It is slow.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ CHUNK_SIZE = 16
 TOKENS = 2 * CHUNK_SIZE
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _LOOKED_INTO = 16
-"""Entries of a container whose own containers are counted."""
+"""Entries of a container that are searched for containers."""
 
 
 @contextmanager
 def small_engine(path: str) -> Iterator[LMCacheEngine]:
-    """An engine with 1 MiB of memory and 2 MiB of disk in that directory: 51 and 102 chunks."""
+    """Open an engine with 1 MiB of host memory and 2 MiB of disk in the directory: 51 and 102 chunks."""
     paged = [torch.zeros(2, 8, CHUNK_SIZE, 1, 64) for _ in range(2)]
     config = load_config(
         env={},
@@ -50,7 +49,7 @@ def small_engine(path: str) -> Iterator[LMCacheEngine]:
 
 
 def iterate(engine: LMCacheEngine, number: int) -> None:
-    """Look up, store and load a prompt that no other number has, and pin and unpin one that is never stored."""
+    """Look up, store and load a unique prompt, and pin and unpin one that is never stored."""
     stored = [number % 50_000, number // 50_000, *range(TOKENS - 2)]
     missed = [number % 50_000, number // 50_000, *range(1, TOKENS - 1)]
     slots = torch.arange(TOKENS)
@@ -62,7 +61,7 @@ def iterate(engine: LMCacheEngine, number: int) -> None:
 
 
 def entries(root: object) -> Counter[str]:
-    """Entries of every container that is reachable from `root` through objects of ours, by its place."""
+    """Return the number of entries of each container reachable from `root` through our objects, by path."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", root)]
@@ -88,7 +87,7 @@ def _attributes(one: object) -> Iterator[tuple[str, Any]]:
 
 
 def measure(iterations: int, *, samples: int, trace: bool) -> None:
-    """Print a row for each sample, and how resident memory went on after the first quarter."""
+    """Print a row per sample, and the trend of resident memory after the first quarter."""
     step = max(1, iterations // samples)
     rows = []
     before: Counter[str] = Counter()

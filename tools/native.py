@@ -1,7 +1,7 @@
-"""Brings the libraries of the system's that tests need into a directory; no root, nothing installed.
+"""Unpack system libraries that tests need into a directory, without root and without installation.
 
-Mooncake's wheel links with libibverbs and libnuma, over TCP too. Where the system has them nothing is done;
-else, where there is apt, its packages are fetched with lists of our own and unpacked into the directory.
+Mooncake's wheel links with libibverbs and libnuma, also for TCP. Libraries that the system has are skipped. The
+others are downloaded with apt and unpacked into the directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Library:
     """A library that may be missing.
 
     Attributes:
-        files: Its soname, after those of what it links with itself.
-        packages: Debian's, that hold these files.
+        files: Its soname, preceded by those of its dependencies.
+        packages: Debian packages of these files.
     """
 
     files: tuple[str, ...]
@@ -71,47 +71,45 @@ def is_loadable(name: str) -> bool:
 
 
 def missing() -> list[Library]:
-    """Those that the system does not have."""
+    """Return the libraries that the system does not have."""
     return [library for library in LIBRARIES if not is_loadable(library.soname)]
 
 
 def fetch(packages: Sequence[str], target: Path) -> None:
-    """Leave the libraries of these packages in the directory.
+    """Unpack the libraries of these packages into the directory.
 
     Raises:
-        OSError: There is no apt here.
-        subprocess.SubprocessError: apt or dpkg failed, or was not done in time.
+        OSError: There is no apt.
+        subprocess.SubprocessError: apt or dpkg failed or timed out.
     """
     with tempfile.TemporaryDirectory(prefix="native-") as name:
         place = Path(name)
         for directory in ("state/lists/partial", "cache/archives/partial", "unpacked"):
             (place / directory).mkdir(parents=True)
         config = place / "apt.conf"
-        # The machine's own settings, such as its proxy, without what it runs after an update.
+        # The settings of this machine, such as its proxy, without its hooks.
         own = [
             line for line in run_quietly(["apt-config", "dump"], place).splitlines() if "-Invoke" not in line
         ]
         config.write_text("\n".join(own) + CONFIG.format(place), encoding="utf-8")
         environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
-        with contextlib.suppress(
-            subprocess.CalledProcessError
-        ):  # of one source of many; we see what it takes
+        with contextlib.suppress(subprocess.CalledProcessError):  # one of several sources may be unreachable
             run_quietly(["apt-get", "-q", "update"], place, environment)
         run_quietly(["apt-get", "-q", "download", *packages], place, environment)
         for package in place.glob("*.deb"):
             run_quietly(["dpkg", "-x", str(package), str(place / "unpacked")], place)
         target.mkdir(parents=True, exist_ok=True)
         for library in (place / "unpacked").rglob("*.so.*"):
-            if library.is_symlink():  # the soname: its file, under that name
+            if library.is_symlink():  # a soname: copy its target under that name
                 shutil.copyfile(library, target / library.name)
 
 
 def run_quietly(command: Sequence[str], directory: Path, environment: dict[str, str] | None = None) -> str:
-    """What the command printed.
+    """Run a command and return its output.
 
     Raises:
-        OSError: There is no such program.
-        subprocess.SubprocessError: It failed, or was not done in time.
+        OSError: The program does not exist.
+        subprocess.SubprocessError: It failed or timed out.
     """
     done = subprocess.run(
         command,
@@ -131,7 +129,7 @@ def run_quietly(command: Sequence[str], directory: Path, environment: dict[str, 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools.native", description=__doc__)
-    parser.add_argument("directory", type=Path, help="where to leave what the system does not have")
+    parser.add_argument("directory", type=Path, help="where to unpack missing libraries")
     target = parser.parse_args(arguments).directory
     packages = [package for library in missing() for package in library.packages]
     if not packages:
@@ -141,9 +139,9 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "output", None) or ""
         sonames = " and ".join(library.soname for library in missing())
-        sys.stderr.write(f"{told}== {error}\n== {sonames} cannot be fetched here: {ADVICE}\n")
+        sys.stderr.write(f"{told}== {error}\n== {sonames} cannot be downloaded: {ADVICE}\n")
         return 1
-    sys.stdout.write(f"== in {target}, for tests alone: {', '.join(packages)}\n")
+    sys.stdout.write(f"== unpacked into {target}, for tests only: {', '.join(packages)}\n")
     return 0
 
 

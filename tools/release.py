@@ -1,8 +1,8 @@
-"""What a release is made of: `python -m tools.release build`, then `python -m tools.release try dist/*.whl`.
+"""Build and try a release: `python -m tools.release build`, then `python -m tools.release try dist/*.whl`.
 
-`build` writes wheel and source distribution into dist/ and compares their modules with the tree's.
-`try` makes a clean environment for each extra and installs the wheel with it, as a user would; with `--resolve` pip only
-finds out whether it could. docs/release.md has the rest.
+`build` writes wheel and source distribution to dist/ and compares their modules with those of the repository.
+`try` installs the wheel with each extra in a clean environment; with `--resolve` pip only resolves the versions. See
+docs/release.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lmcache_async", "stages", "plugins")
 NONE = "none"
-"""Stands for the wheel without any extra."""
+"""Name for the wheel without extras."""
 
 SMOKE = {
     NONE: "import lmcache_async.engine.engine, lmcache_async.plugins.cpu, lmcache_async.plugins.disk",
@@ -36,21 +36,21 @@ SMOKE = {
     "otel": "from opentelemetry import trace; import lmcache_async.observability.tracing",
     "testing": "from lmcache_async.testing import TierConformance, TierMachine",
 }
-"""What must run where an extra is installed; what runs without one, where nothing is said."""
+"""Code that must run with an extra. Extras that are not listed run the code of the wheel without extras."""
 
 ONLY_RESOLVED = {"vllm": "it is gigabytes, and its CPU build has another name"}
-"""Extras that `try` never installs, and why."""
+"""Extras that `try` never installs, with the reason."""
 
 
 class ReleaseError(RuntimeError):
-    """What was built is not what it should be."""
+    """A built distribution is wrong or does not work."""
 
 
 def build(dist: Path) -> tuple[Path, Path]:
-    """Wheel and source distribution of the tree, in `dist`.
+    """Build wheel and source distribution in `dist`.
 
     Raises:
-        ReleaseError: A module is missing in one of them, or is there that is not in the tree.
+        ReleaseError: The modules of one of them differ from those of the repository.
     """
     dist.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -59,12 +59,14 @@ def build(dist: Path) -> tuple[Path, Path]:
     expected = modules()
     for built, found in ((sdist, _in_sdist(sdist)), (wheel, _in_wheel(wheel))):
         if found != expected:
-            raise ReleaseError(f"{built.name}: other modules than the tree's: {sorted(found ^ expected)}")
+            raise ReleaseError(
+                f"{built.name}: modules differ from the repository: {sorted(found ^ expected)}"
+            )
     return wheel, sdist
 
 
 def modules() -> set[str]:
-    """The package's Python files as they are installed."""
+    """Return the installed paths of the package's Python files."""
     names: set[str] = set()
     for folder in FOLDERS:
         prefix = "" if folder == "lmcache_async" else "lmcache_async/"
@@ -73,7 +75,7 @@ def modules() -> set[str]:
 
 
 def extras(wheel: Path) -> list[str]:
-    """The wheel's extras, as it says itself."""
+    """Return the extras in the wheel's metadata."""
     with zipfile.ZipFile(wheel) as archive:
         [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         message = email.message_from_bytes(archive.read(metadata))
@@ -81,13 +83,13 @@ def extras(wheel: Path) -> list[str]:
 
 
 def try_extra(wheel: Path, extra: str, *, resolve_only: bool) -> str:
-    """Install the wheel with an extra into a clean environment and use it.
+    """Install the wheel with an extra in a clean environment and run code that uses it.
 
     Returns:
-        What was done.
+        A description of what was done.
 
     Raises:
-        ReleaseError: pip, or what must run then, fails.
+        ReleaseError: pip or the code fails.
     """
     wanted = str(wheel) if extra == NONE else f"{wheel}[{extra}]"
     with tempfile.TemporaryDirectory() as directory:
@@ -111,13 +113,13 @@ def try_extra(wheel: Path, extra: str, *, resolve_only: bool) -> str:
 
 
 def clean_environment(folder: Path) -> Path:
-    """A virtual environment with nothing in it, not even pip; its Python."""
+    """Create an empty virtual environment without pip and return its Python."""
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     return folder / "bin" / "python"
 
 
 def _built(tree: Path, kind: str, dist: Path) -> Path:
-    """A process of its own for each: setuptools remembers what it has built."""
+    """Build in a process of its own, because setuptools keeps state between builds."""
     script = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     before = set(dist.iterdir())
     _run([sys.executable, "-c", script, str(dist)], cwd=tree)
@@ -126,7 +128,7 @@ def _built(tree: Path, kind: str, dist: Path) -> Path:
 
 
 def _copy(target: Path) -> Path:
-    """The tree, links as links: setuptools leaves a build folder whose stale files would get into the next wheel."""
+    """Copy the repository. setuptools leaves a build folder whose stale files would get into the next wheel."""
     names = (".*", "build", "dist", "docs", "tests", "*.egg-info", "__pycache__", "*.so")
     shutil.copytree(ROOT, target, symlinks=True, ignore=shutil.ignore_patterns(*names))
     return target
@@ -160,8 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("build").add_argument("--dist", type=Path, default=ROOT / "dist")
     trying = commands.add_parser("try")
     trying.add_argument("wheel", type=Path)
-    trying.add_argument("--extra", action="append", help="only this one; none is the wheel alone")
-    trying.add_argument("--resolve", action="store_true", help="only find out whether pip could install it")
+    trying.add_argument(
+        "--extra", action="append", help="only this extra; `none` is the wheel without extras"
+    )
+    trying.add_argument("--resolve", action="store_true", help="only resolve the versions with pip")
     options = parser.parse_args(arguments)
     try:
         if options.command == "build":

@@ -1,4 +1,4 @@
-"""Run the deterministic simulation and print how to repeat a failure; `make simulate`."""
+"""`make simulate`: run the deterministic simulation and print how to repeat a failure."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def simulate_command(
-    seed: Annotated[int, typer.Option(help="What the first simulation is drawn from.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first simulation.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Operations of each simulation.")] = 1000,
-    seeds: Annotated[int, typer.Option(min=1, help="How many simulations: seed, seed + 1, and so on.")] = 1,
-    faults: Annotated[Faults, typer.Option(help="How much goes wrong.")] = Faults.SOME,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of simulations: seed, seed + 1, and so on.")] = 1,
+    faults: Annotated[Faults, typer.Option(help="Amount of injected faults.")] = Faults.SOME,
     serving: Annotated[
-        bool, typer.Option("--serving", help="vLLM's scheduler and the connector too; needs vLLM.")
+        bool, typer.Option("--serving", help="Include vLLM's scheduler and the connector; needs vLLM.")
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the reports to this file.", dir_okay=False)
     ] = None,
     watchdog: Annotated[
-        float, typer.Option(min=0.0, help="Seconds without progress after which it hangs; 0 for never.")
+        float, typer.Option(min=0.0, help="Seconds without progress that count as a hang; 0 to disable.")
     ] = 300.0,
 ) -> None:
-    """Run the real engine in virtual time, with errors, delays, crashes and damage drawn from a seed.
+    """Run the real engine in virtual time, with random errors, delays, crashes and damage.
 
-    Exit with 1 after a violation and print the command that repeats it.
+    After a violation, print the command that repeats it and exit with 1.
     """
     console, errors = Console(highlight=False), Console(stderr=True)
     installed = Registry()
@@ -93,12 +93,10 @@ def _explain(console: Console, report: SimulationReport) -> None:
 
 @contextmanager
 def watch(seconds: float) -> Iterator[Callable[[], None]]:
-    """Raise Hang in the block after this many real seconds without a call of the yielded function."""
+    """Raise Hang in the block after `seconds` of real time without a call of the yielded function."""
 
     def bark(number: int, frame: FrameType | None) -> None:
-        raise Hang(
-            f"no progress in {seconds} real seconds: a call blocks the event loop, or it turns for ever"
-        )
+        raise Hang(f"no progress in {seconds} real seconds: a call blocks the event loop or never ends")
 
     def alive() -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)

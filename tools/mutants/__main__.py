@@ -1,4 +1,4 @@
-"""Takes promises out of a copy of the source, one at a time, and checks that the tests notice."""
+"""Mutation tests: break one promise at a time in a copy of the source, and check that tests fail."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tools.mutants.mutation import Mutation
 from tools.mutants.mutations import MUTATIONS
 
 TIMEOUT_S = 1200.0
-"""Of one pytest run; a mutant that hangs is noticed as well, by pytest's own limit of a test."""
+"""Timeout of a pytest run. A mutant that hangs is detected by the shorter timeout per test."""
 
 TEST_TIMEOUT_S = 90
-"""Of one test of a mutant: what hangs takes that long. Tests of the source as it is may take longer."""
+"""Timeout of one test of a mutant. Tests of the original source may take longer."""
 
 
 def run_tests(tree: Path, tests: Sequence[str], timeout_s: float = TEST_TIMEOUT_S) -> tuple[int, str]:
-    """Pytest's exit status and what it printed."""
+    """Return pytest's exit status and output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
     command += ["--timeout", str(timeout_s), "-m", "not gpu and not vllm", *tests]
-    # Found there before the checkout; seeded, so that the same mutant always meets the same tests.
+    # The copy precedes the checkout on the path. Fixed seeds give every run of a mutant the same tests.
     environment = os.environ | {"PYTHONPATH": str(tree), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
@@ -44,11 +44,11 @@ def tell(line: str) -> None:
 
 
 def verdict(status: int, output: str) -> tuple[bool, str]:
-    """Whether the tests noticed, and by which one."""
+    """Return whether the tests failed, and the first failed test."""
     if status == 0:
         return False, "SURVIVED"
     failures = re.findall(r"^(?:FAILED|ERROR) (tests/[^ ]+::[^ ]+)", output, re.MULTILINE)
-    if status == 1 and failures:  # an error where nothing could be collected has another status
+    if status == 1 and failures:  # errors of collection have another status
         return True, failures[0]
     if "+++ Timeout +++" in output or "Timeout (>" in output:
         return True, "a test hangs"
@@ -56,7 +56,7 @@ def verdict(status: int, output: str) -> tuple[bool, str]:
 
 
 def check_origin(tree: Path) -> None:
-    """The copy's package is what tests in the copy import."""
+    """Check that tests in the copy import the package of the copy."""
     code = "import lmcache_async.memory.record as r, lmcache_async.plugins.disk.files as d; print(r.__file__, d.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code],
@@ -67,7 +67,7 @@ def check_origin(tree: Path) -> None:
         text=True,
     ).stdout.split()
     if not all(Path(name).resolve().is_relative_to(tree) for name in found):
-        raise SystemExit(f"the copy in {tree} is not what is imported there, but {found}")
+        raise SystemExit(f"tests in the copy {tree} import {found} instead of the copy")
 
 
 def check(tree: Path, mutation: Mutation) -> bool:
@@ -86,9 +86,12 @@ def check(tree: Path, mutation: Mutation) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="mutations with it in name or file; repeatable"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="only mutations with TEXT in their name or file; repeatable",
     )
-    parser.add_argument("--list", action="store_true", help="only list them")
+    parser.add_argument("--list", action="store_true", help="list the mutations without running them")
     options = parser.parse_args()
     texts = options.only or [""]
     chosen = [m for m in MUTATIONS if any(text in m.name or text in m.path for text in texts)]

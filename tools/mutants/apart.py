@@ -1,4 +1,4 @@
-"""Mutations after which prefill and decode apart would wait in vain, not wait, or promise what is not true."""
+"""Mutations of disaggregated prefill: endless waits, missing waits, wrong answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of the tree to mutate; the checkout itself is never touched."""
+"""Copy of the repository to mutate. The checkout is never changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class MutationError(Exception):
-    """A mutation cannot be made: the source has changed under it."""
+    """A mutation does not fit the source any more."""
 
 
 def copy_tree(target: Path) -> None:
-    """Copy every file that git knows or does not ignore, as it is in the checkout now; links stay links."""
+    """Copy all files that git tracks or does not ignore, with the content of the checkout. Links stay links."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -26,26 +26,28 @@ def copy_tree(target: Path) -> None:
     )
     for name in filter(None, listed.stdout.split("\0")):
         source = ROOT / name
-        if source.exists() or source.is_symlink():  # else deleted, and not committed yet
+        if source.exists() or source.is_symlink():  # otherwise deleted and not committed yet
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def mutated(mutation: Mutation, source: str) -> str:
-    """The source with the mutation.
+    """Return the source with the mutation.
 
     Raises:
-        MutationError: Its text is not there exactly once, or the result is no Python.
+        MutationError: The old text does not occur exactly once, or the result is not valid Python.
     """
     count = source.count(mutation.old)
     if count != 1:
         raise MutationError(
-            f"{mutation.name!r}: {mutation.path} has the text {mutation.old!r} {count} times, not once:"
-            " write it in tools/mutants as it stands in the source now"
+            f"{mutation.name!r}: {mutation.path} contains {mutation.old!r} {count} times instead of once:"
+            " update the mutation in tools/mutants"
         )
     text = source.replace(mutation.old, mutation.new)
     try:
         compile(text, mutation.path, "exec")
     except SyntaxError as error:
-        raise MutationError(f"{mutation.name!r}: {mutation.path} would be no Python: {error}") from error
+        raise MutationError(
+            f"{mutation.name!r}: {mutation.path} would not be valid Python: {error}"
+        ) from error
     return text

@@ -1,4 +1,4 @@
-"""Mutations after which a tool could let in, keep or lose the wrong record."""
+"""Mutations of the maintenance commands that accept, keep or lose the wrong record."""
 
 from __future__ import annotations
 

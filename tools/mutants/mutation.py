@@ -1,4 +1,4 @@
-"""What a mutation is."""
+"""A mutation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One change of the source that breaks a promise.
+    """A change of the source that breaks a promise.
 
     Attributes:
-        name: What `--only` takes.
+        name: Description, matched by `--only`.
         path: The file, relative to the root.
-        old: Text that is in the file exactly once.
-        new: What stands there instead.
-        tests: Files, or single tests of long ones; at least one test of them fails.
+        old: Text that occurs in the file exactly once.
+        new: Its replacement.
+        tests: Test files, or single tests of slow files. At least one of the tests must fail.
     """
 
     name: str

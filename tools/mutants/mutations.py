@@ -1,4 +1,4 @@
-"""The promises that are taken away one at a time, and which tests must notice each."""
+"""All mutations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations after which the status page would be read by who may not, or would hold up what it shows."""
+"""Mutations of the status page: access without permission, or delays of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations after which something wrong could be served, or something stored be lost."""
+"""Mutations that serve wrong bytes or lose stored records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tools.scale [--backends host valkey mooncake]`: tables of docs/scale.md, engines by prompt length."""
+"""`python -m tools.scale [--backends host valkey mooncake]`: the tables of docs/scale.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(results: Sequence[Result]) -> str:
-    """In Markdown; `-` where more comes than what loads pass can do: waits grow for ever."""
+    """Format results in Markdown; `-` for an overloaded backend, whose waits grow without limit."""
     kinds = list(results[0].busy)
     lines = [
         "| "
@@ -75,13 +75,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=list(BYTES_PER_TOKEN), default="8b")
     parser.add_argument("--trace", choices=list(TRACES), default="chat")
     parser.add_argument(
-        "--computed", type=float, default=10_000, help="prompt tokens an engine computes a second"
+        "--computed", type=float, default=10_000, help="prompt tokens per second that an engine computes"
     )
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--pool-gb", type=float, default=2000)
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--gbit", type=float, default=25, help="of each node and each host of 8 engines")
-    parser.add_argument("--memory-gb-s", type=float, default=100, help="that copies in a host's memory move")
+    parser.add_argument(
+        "--gbit", type=float, default=25, help="network of each node and of each host with 8 engines"
+    )
+    parser.add_argument(
+        "--memory-gb-s", type=float, default=100, help="total speed of copies in a host's memory"
+    )
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     return parser

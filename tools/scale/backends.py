@@ -1,4 +1,4 @@
-"""A host's pool, a Valkey cluster and a Mooncake pool as stations, and a request's way through them."""
+"""Queueing models of a host pool, a Valkey cluster and a Mooncake pool."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tools.scale.load import Load
 from tools.scale.queueing import Job, Piece, Station
 
 MAX_PIECES = 8
-"""Of a request: longer ones have larger pieces, which keeps a run short."""
+"""Maximum pieces per request. Longer requests have larger pieces, which keeps a run short."""
 GBIT = 1e9 / 8
 ENGINES_A_HOST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What there is: assumed, not measured.
+    """Assumed hardware.
 
     Attributes:
-        nodes: Of a Valkey cluster, or that give memory to a Mooncake pool.
-        network_gbit: Of each node and each host of engines, each way.
-        memory_bytes_per_s: That copies in a host's memory move, all together.
-        link_bytes_per_s: Between a host's memory and one engine's device, each way.
-        connections: Of a tier with one node.
-        master_threads: Of Mooncake's master.
+        nodes: Nodes of a Valkey cluster, or nodes with memory of a Mooncake pool.
+        network_gbit: Network of each node and each host of engines, per direction.
+        memory_bytes_per_s: Total speed of copies in a host's memory.
+        link_bytes_per_s: Speed between a host's memory and one engine's device, per direction.
+        connections: Connections of a tier to one node.
+        master_threads: Threads of Mooncake's master.
     """
 
     nodes: int = 8
@@ -43,7 +43,7 @@ class Machines:
 
 
 class Backend(ABC):
-    """Stations by kind; those of a kind are alike."""
+    """Return the stations by kind. Stations of a kind are identical."""
 
     window = 4
     max_connections: int
@@ -61,18 +61,18 @@ class Backend(ABC):
 
     @abstractmethod
     def lookup(self, chunks: int) -> Piece:
-        """One message for a prompt."""
+        """Return the pieces of a lookup: one message per prompt."""
 
     @abstractmethod
     def get(self, engine: int, chunks: int) -> Piece:
-        """So many chunks of one node's to an engine."""
+        """Return the steps of a transfer of `chunks` chunks from a node to an engine."""
 
     @abstractmethod
     def put(self, engine: int, chunks: int) -> Piece:
-        """So many chunks of an engine's to one node."""
+        """Return the steps of a transfer of `chunks` chunks from an engine to a node."""
 
     def jobs(self, requests: Iterable[tuple[float, int, int, int]]) -> tuple[list[Job], list[Job]]:
-        """Loads, and the stores that follow once the rest is computed."""
+        """Return the loads, and the stores after the rest was computed."""
         loads, stores = [], []
         for at_s, engine, loaded, stored in requests:
             asked = self.lookup(loaded + stored)
@@ -90,7 +90,7 @@ def _pieces(chunks: int) -> Sequence[int]:
 
 
 class HostPool(Backend):
-    """One daemon; see docs/tiers/host.md. Large chunks have a message each, small ones share it."""
+    """One daemon; see docs/tiers/host.md. Large chunks have a message each, small ones share one."""
 
     max_connections = 256
     connections_an_engine = 1
@@ -122,7 +122,7 @@ class HostPool(Backend):
 
 
 class _Remote(Backend):
-    """With a network between hosts of engines and nodes, full duplex."""
+    """A backend with a full-duplex network between engines and nodes."""
 
     def __init__(self, load: Load, machines: Machines, seed: int) -> None:
         super().__init__(load, machines, seed)
@@ -139,12 +139,12 @@ class _Remote(Backend):
         return [(lines[node], seconds), (hosts[engine // ENGINES_A_HOST], seconds)]
 
     def node(self) -> int:
-        """Keys are hashes: any node is as likely."""
+        """Choose a node uniformly, because keys are hashes."""
         return self._dice.randrange(self.machines.nodes)
 
 
 class ValkeyCluster(_Remote):
-    """One thread a node does all that it does."""
+    """Each node has one thread."""
 
     max_connections = 10_000
 
@@ -155,7 +155,7 @@ class ValkeyCluster(_Remote):
         self.connections_an_engine = machines.connections + 1  # to each node
 
     def lookup(self, chunks: int) -> Piece:
-        """A message to each node with its share of the keys; the way through one of them stands for all."""
+        """Return the message to one node with its share of the keys, which stands for all nodes."""
         share = chunks / self.machines.nodes
         return [(self._threads[self.node()], self.machines.nodes * costs.VALKEY_LOOKUP.of(share))]
 
@@ -177,7 +177,7 @@ class ValkeyCluster(_Remote):
 
 
 class MooncakePool(_Remote):
-    """A master that knows where records are; each engine has a thread that reads and one that writes."""
+    """A master with the locations of records. Each engine has one reading and one writing thread."""
 
     max_connections = 10_000
     connections_an_engine = 1

@@ -1,4 +1,4 @@
-"""What operations cost, as measured; docs/scale.md names the page or command of each figure."""
+"""Measured costs of operations. docs/scale.md names the source of each figure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 BYTES_PER_TOKEN = {"8b": 128 << 10, "70b": 320 << 10, "mla": 70 << 10}
-"""KV of a token, all ranks together: Llama 8B and 70B in bfloat16, DeepSeek's latent attention."""
+"""KV bytes per token of all ranks: Llama 8B and 70B in bfloat16, DeepSeek with MLA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """CPU seconds that a message costs who answers it: for itself, and for each key in it."""
+    """CPU seconds of the server per message, and per key in it."""
 
     call_s: float
     key_s: float
@@ -23,13 +23,13 @@ class Message:
 # `python -m tools.scale.measure`
 HOST_LOOKUP = Message(47e-6, 0.6e-6)
 HOST_LEASE = Message(46e-6, 3.6e-6)  # with the release
-HOST_STORE = Message(96e-6, 13.4e-6)  # to reserve and to commit
+HOST_STORE = Message(96e-6, 13.4e-6)  # reserve and commit
 VALKEY_LOOKUP = Message(21e-6, 0.7e-6)
 VALKEY_RECORD_S = 35e-6
 VALKEY_GET_S_PER_BYTE = 236e-6 / MIB
 VALKEY_PUT_S_PER_BYTE = 809e-6 / MIB
 MASTER_LOOKUP = Message(33e-6, 0.25e-6)
-MASTER_RECORD_S = 135e-6  # at most: what the master does besides is in it
+MASTER_RECORD_S = 135e-6  # upper bound: includes the master's other work
 
 # `python -m tools.scale.messages`: 64 chunks of 2 MiB are leased in 8 messages, with batches of 32 MiB
 BATCH_BYTES = 16 * MIB

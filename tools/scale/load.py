@@ -1,4 +1,4 @@
-"""What engines ask of a tier: bytes a second, how long they are kept, what is hit, and when requests come."""
+"""Load of a tier: bytes per second, lifetime of chunks, hit rates and arrival times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tools.scale.costs import BYTES_PER_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Of a recorded trace, by `python -m tools.scale.reuse`.
+    """Reuse in a recorded trace, computed by `python -m tools.scale.reuse`.
 
     Attributes:
-        repeated: Share of prompt tokens that repeat a prefix, all being kept.
-        kept: Seconds that a block is kept after its last use, and the share that is left; rising.
-        spread: Standard deviation of the logarithm of a prompt's length: ln(90 % / median) / 1.2816.
+        repeated: Share of prompt tokens that repeat a prefix, if all blocks are kept.
+        kept: Pairs of the seconds that a block is kept after its last use, and the remaining share; ascending.
+        spread: Standard deviation of the logarithm of prompt lengths: ln(90 % / median) / 1.2816.
     """
 
     repeated: float
@@ -25,7 +25,7 @@ class Trace:
     spread: float
 
     def hits(self, kept_s: float) -> float:
-        """Share of prompt tokens that is found; straight lines between the points."""
+        """Return the share of prompt tokens that is found, linearly interpolated."""
         before = (0.0, 0.0)
         for point in self.kept:
             if kept_s <= point[0]:
@@ -51,12 +51,12 @@ TRACES = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What engines do.
+    """Load of the engines.
 
     Attributes:
-        prompt_tokens: Mean length.
-        computed_per_s: Prompt tokens that an engine computes in a second, and stores.
-        max_requests_per_s: Of an engine, whatever it hits: decoding is the limit then.
+        prompt_tokens: Mean length of prompts.
+        computed_per_s: Prompt tokens per second that an engine computes and stores.
+        max_requests_per_s: Limit of an engine by decoding, independent of hits.
     """
 
     engines: int = 8
@@ -78,14 +78,14 @@ class Load:
 
     @property
     def kept_s(self) -> float:
-        """How long a full pool keeps what nobody uses: until as much that is new has come."""
+        """Return how long a full pool keeps an unused block: until its size in new blocks was stored."""
         return self._kept_s(self.hits)
 
     @property
     def hits(self) -> float:
-        """Share of prompt tokens that is found: the least that agrees with how long it makes the pool keep them."""
+        """Return the share of prompt tokens that is found: the smallest fixed point with the lifetime of blocks."""
         trace, hits = TRACES[self.trace], 0.0
-        for _ in range(100):  # it rises each time, and is bounded
+        for _ in range(100):  # increases monotonically and is bounded
             hits = trace.hits(self._kept_s(hits))
         return hits
 
@@ -96,7 +96,7 @@ class Load:
 
     @property
     def requests_per_s(self) -> float:
-        """Of all engines: as many as can be computed."""
+        """Return the requests per second of all engines."""
         each = self.computed_per_s / (self.prompt_tokens * (1 - self.hits))
         return self.engines * min(each, self.max_requests_per_s)
 
@@ -109,7 +109,7 @@ class Load:
         return self.requests_per_s * self.prompt_tokens * (1 - self.hits) * self.token_bytes
 
     def requests(self, count: int, seed: int) -> Iterator[tuple[float, int, int, int]]:
-        """Time, engine, chunks to load and chunks to store: Poisson arrivals, lengths with a lognormal spread."""
+        """Yield time, engine, chunks to load and chunks to store: Poisson arrivals, lognormal lengths."""
         dice = random.Random(seed)
         spread, hits, rate = TRACES[self.trace].spread, self.hits, self.requests_per_s
         at_s = 0.0

@@ -1,8 +1,8 @@
-"""`python -m tools.scale.measure [host] [valkey] [mooncake]`: what an operation costs the other end, in its own CPU time.
+"""`python -m tools.scale.measure [host] [valkey] [mooncake]`: CPU time of servers per operation.
 
-The client shares the machine, so time on the clock says little of the server. What is counted is the CPU time of the
-server's process, kernel included (Linux), over many calls. Records are of a page, so
-that lookups, leases and messages are seen and copies are not; `get ... MiB` is of records that are worth copying.
+The client runs on the same machine, so wall-clock time says little about the server. Measured is the CPU time of the
+server process over many calls, including the kernel (Linux only). Records have one page, so that copies do not count;
+`get ... MiB` measures large records.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 COUNTS = (1, 64, 512, 4096)
-SECONDS = 1.0  # a figure
+SECONDS = 1.0  # per figure
 LARGE_BYTES = 32 * MIB
 SMALL = 2 * FORMAT.header_bytes
 
 
 def cpu_s(command: str) -> float:
-    """CPU time so far of the process of ours whose command line has this word, threads that have ended included."""
+    """Return the CPU time of our child process with `word` in its command line, including ended threads."""
     total = 0.0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def cpu_s(command: str) -> float:
 
 
 async def idle(command: str) -> None:
-    """Until it has done what it does at its start."""
+    """Wait until the server has finished its start."""
     before = -1.0
     while (now := cpu_s(command)) - before > 1e-3:
         before = now
@@ -57,7 +57,7 @@ async def idle(command: str) -> None:
 
 
 async def repeat(name: str, command: str, items: int, call: Callable[[], Awaitable[object]]) -> None:
-    """Call for a while; a line with what a call and an item cost the server, and what the caller waited."""
+    """Call repeatedly and print the server's cost per call and per item, and the duration of a call."""
     await call()
     calls = 0
     cpu, start = cpu_s(command), time.perf_counter()
@@ -102,7 +102,7 @@ async def get(tier: Tier, asked: list[ChunkKey], arena: Arena) -> None:
 
 
 async def small(tier: Tier, command: str) -> None:
-    """Puts, lookups and gets of many small records."""
+    """Measure puts, lookups and gets of many small records."""
     with contextlib.ExitStack() as stack:
         arena = Arena(2 * max(COUNTS) * SMALL, SMALL, huge_pages=False, prefault=True)
         stack.callback(arena.close)
@@ -118,7 +118,7 @@ async def small(tier: Tier, command: str) -> None:
 
 
 async def puts(tier: Tier, command: str, batches: list[list[tuple[ChunkKey, Buffer]]]) -> None:
-    """As many as there are records: what is there already is not put again."""
+    """Put each record once, because stored records are not put again."""
     batch = len(batches[0])
     before = cpu_s(command)
     for items in batches:
@@ -129,7 +129,7 @@ async def puts(tier: Tier, command: str, batches: list[list[tuple[ChunkKey, Buff
 
 
 async def large(tier: Tier, command: str, arena: Arena) -> None:
-    """What a MiB costs, in records as large as the arena's slabs."""
+    """Measure the cost per MiB of records as large as the arena's slabs."""
     count = 8
     mib = count * arena.slab_bytes // MIB
     with records(arena, count) as items:
@@ -138,7 +138,7 @@ async def large(tier: Tier, command: str, arena: Arena) -> None:
 
 
 async def pool(tier: Tier, command: str, arena: Arena) -> None:
-    """What Mooncake's master does; the bytes pass by it."""
+    """Measure Mooncake's master. Payloads do not pass through it."""
     with records(arena, 8) as items:
         await tier.put_many(items)
         for count in COUNTS:

@@ -1,4 +1,4 @@
-"""`python -m tools.scale.messages`: what an engine asks its host's daemon for one prompt, by kind of message."""
+"""`python -m tools.scale.messages`: messages of an engine to its host's daemon for one prompt, by kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = CHUNKS * 256 // 16
 
 
 def count(batch: str) -> dict[str, Counter[str]]:
-    """Frames that leave the client, for a store and for a retrieve of CHUNKS chunks in batches of `batch` bytes."""
+    """Count the frames of the client for a store and a retrieve of CHUNKS chunks in batches of `batch` bytes."""
     caches = [torch.zeros(2, 2 * BLOCKS, 16, 2, 64) for _ in range(8)]
     tokens = list(range(CHUNKS * 256))
     found: dict[str, Counter[str]] = {}
@@ -63,10 +63,10 @@ def count(batch: str) -> dict[str, Counter[str]]:
 
 
 def _wait(engine: LMCacheEngine, tokens: list[int], sent: Counter[str]) -> None:
-    """Until all is there; our own questions do not count.
+    """Wait until all chunks are stored, without counting the lookups.
 
     Raises:
-        TimeoutError: It is not there in time: a chunk was dropped.
+        TimeoutError: A chunk was dropped.
     """
     end = time.monotonic() + TIMEOUT_S
     while engine.lookup(tokens) < len(tokens):

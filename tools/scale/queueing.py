@@ -1,4 +1,4 @@
-"""Queues in discrete events: jobs of pieces that pass through stations, first come first served."""
+"""Discrete-event simulation of queues: jobs of pieces that pass through FIFO stations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Step: TypeAlias = tuple["Station", float]
-"""A station, and the seconds that it works on the piece."""
+"""A station and its service time in seconds."""
 Piece: TypeAlias = Sequence[Step]
 
 
 @dataclass(eq=False, slots=True)
 class Station:
-    """Servers behind one queue without a bound.
+    """Servers with one unbounded queue.
 
     Attributes:
-        busy_s: Work done so far, over all servers.
-        served: Pieces.
-        waited_s: What pieces waited here, together.
+        busy_s: Total service time of all servers so far.
+        served: Number of pieces served.
+        waited_s: Total waiting time of pieces.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Station:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What comes at a time: first one piece that all others wait for, then the rest, `window` at a time."""
+    """A job: one piece that all others wait for, then the rest, at most `window` at a time."""
 
     at_s: float
     first: Piece
@@ -61,14 +61,14 @@ class _Moving:
 
 
 def run(jobs: Sequence[Job]) -> list[float]:
-    """Seconds from each job's coming to its end, in the order of the jobs. All are run to their ends."""
+    """Run all jobs to their ends and return their durations in order."""
     ended = [0.0] * len(jobs)
     events: list[tuple[float, int, _Moving, bool]] = []
     number = 0
 
     def push(at_s: float, moving: _Moving, served: bool) -> None:
         nonlocal number
-        number += 1  # in the order in which they came, where times are equal
+        number += 1  # order of arrival for equal times
         heapq.heappush(events, (at_s, number, moving, served))
 
     def serve(now: float, came: float, seconds: float, moving: _Moving) -> None:
@@ -88,7 +88,7 @@ def run(jobs: Sequence[Job]) -> list[float]:
             station._queue.append((now, seconds, moving))
 
     def after(now: float, running: _Running) -> None:
-        """A piece has ended; the next ones begin."""
+        """Finish a piece and start the next ones."""
         job = running.job
         running.under_way -= 1
         while running.under_way < job.window and running.begun < len(job.pieces):

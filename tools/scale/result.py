@@ -1,4 +1,4 @@
-"""One run of a backend under a load: how busy each kind of station is, what loads wait, what breaks first."""
+"""One run of a backend under a load: utilisation, waits and the bottleneck."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tools.scale.load import TRACES, Load
 from tools.scale.queueing import run
 
 FULL = 0.8
-"""Of a station, above which it is said to break: waits rise steeply from there on."""
+"""Utilisation above which a station counts as the bottleneck, because waits rise steeply."""
 FORGETS = 0.5
-"""Of what could be hit; a pool that gives less is too small."""
+"""Minimum share of the possible hits; below it the pool is too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out.
+    """Result of a run.
 
     Attributes:
-        busy: Work that comes in a second, by kind of station: 1 is all that it can do. The mean of a kind.
-        reads: The kinds that loads pass.
-        loads_s: Time of each load, in the order in which they came.
-        waits_s: What each took longer than it takes with nothing else under way.
-        connections: Share of those that one server may have.
+        busy: Mean offered load by kind of station; 1 is its capacity.
+        reads: The kinds of stations that loads pass.
+        loads_s: Duration of each load, in order of arrival.
+        waits_s: Duration of each load in excess of that in an idle system.
+        connections: Share of the maximum connections of a server.
     """
 
     load: Load
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def first(self) -> str:
-        """What breaks first: too busy, then too small, else the busiest."""
+        """Return the bottleneck: an overloaded station, a too small pool, or else the busiest station."""
         busiest = max(self.busy, key=lambda kind: self.busy[kind])
         if self.connections > 1:
             return "connections"
@@ -48,18 +48,18 @@ class Result:
         return f"none ({busiest})"
 
     def wait_s(self, share: float) -> float:
-        """That so many loads do not exceed; infinite where more comes than what they pass can do."""
+        """Return a quantile of the waits; infinite for an overloaded station."""
         full = any(self.busy[kind] >= 1 for kind in self.reads)
         return math.inf if full else percentile(self.waits_s, share)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share does not exceed."""
+    """Return a quantile of the values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def simulate(name: str, load: Load, machines: Machines, *, requests: int = 600, seed: int = 1) -> Result:
-    """The same requests twice: as they come, and each of them alone."""
+    """Run the same requests twice: at their arrival times, and each alone."""
     backend = BACKENDS[name](load, machines, seed)
     coming = list(load.requests(requests, seed))
     loads, stores = backend.jobs(coming)

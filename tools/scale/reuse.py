@@ -1,11 +1,11 @@
-"""`python -m tools.scale.reuse FILE...`: how prompts of recorded traces repeat.
+"""`python -m tools.scale.reuse FILE...`: reuse of prefixes in recorded traces.
 
-Two formats are read: Mooncake's (a line a request, blocks of 512 tokens) and kv-cache-tester's (a file a session,
-blocks of 64, whose ids mean something in that session alone). Both may be compressed by gzip.
+Two formats are read: Mooncake's (a line per request, blocks of 512 tokens) and kv-cache-tester's (a file per session,
+blocks of 64 tokens with ids that are local to the session). Both may be compressed with gzip.
 
-Printed are lengths; the share of prompt tokens that repeat a prefix, with all kept for ever; what is left of that
-share when a block is kept for so many seconds after its last use; and what is left in a pool of so many blocks, of
-which the least recently used go, the end of a prompt before its beginning.
+Prints lengths; the share of prompt tokens that repeat a prefix if all blocks are kept; that share if a block is kept
+for a number of seconds after its last use; and that share in a pool of a number of blocks with LRU eviction, suffixes
+before prefixes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 POOLS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
-"""Shares of all blocks of a trace."""
+"""Pool sizes, as shares of all blocks of a trace."""
 KEPT_S = (10, 30, 60, 120, 300, 600, 1200, 3600)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of a trace; `blocks` are equal where the tokens up to there are."""
+    """A prompt of a trace. Two blocks are equal if all tokens up to their ends are."""
 
     at_s: float
     tokens: int
@@ -36,11 +36,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What was found; see the module.
+    """Reuse of a trace.
 
     Attributes:
-        repeated: Share of all prompt tokens.
-        kept: Share of all prompt tokens by the seconds that a block is kept.
+        repeated: Share of prompt tokens that repeat a prefix.
+        kept: That share, by the seconds that a block is kept.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class Reuse:
 
 
 def read(path: Path) -> Iterator[Request]:
-    """The requests of a file, in its order."""
+    """Yield the requests of a file in order."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
         if ".jsonl" in path.suffixes:
@@ -75,10 +75,10 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def reuse(requests: Sequence[Request], kept_s: Sequence[int] = KEPT_S) -> Reuse:
-    """What repeats in these requests, which come in the order of their times.
+    """Compute the reuse of requests in order of time.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are no requests.
     """
     if not requests:
         raise ValueError("no requests")
@@ -86,7 +86,7 @@ def reuse(requests: Sequence[Request], kept_s: Sequence[int] = KEPT_S) -> Reuse:
     repeated = 0
     kept = dict.fromkeys(kept_s, 0)
     for request in requests:
-        oldest = 0.0  # the longest that any block of the prefix so far was not used
+        oldest = 0.0  # longest time since the last use of any block of the prefix so far
         left = request.tokens
         for block in request.blocks:
             if block not in last:
@@ -111,7 +111,7 @@ def reuse(requests: Sequence[Request], kept_s: Sequence[int] = KEPT_S) -> Reuse:
 
 
 def pooled(requests: Iterable[Request], blocks: int) -> float:
-    """Share of all prompt tokens that is found in a pool of so many blocks."""
+    """Return the share of prompt tokens that is found in a pool of `blocks` blocks."""
     pool: OrderedDict[object, None] = OrderedDict()
     found = total = 0
     for request in requests:

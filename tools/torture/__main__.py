@@ -1,4 +1,4 @@
-"""`make torture`: faults, damage and kills for as long as asked; nothing wrong may be served, nothing may leak."""
+"""`make torture`: campaigns of faults, damage and kills. No wrong byte may be served and nothing may leak."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAMPAIGNS: Mapping[str, Callable[[Options], Outcome]] = {
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """One block a campaign: what was done, what was found."""
+    """Format a block per campaign: counts and problems."""
     lines = []
     for outcome in outcomes:
         verdict = f"{len(outcome.problems)} PROBLEMS" if outcome.failed else "no problem"
@@ -40,7 +40,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def run(name: str, options: Options) -> Outcome:
-    """A campaign; what it dies of is a problem like any other, and the next one follows."""
+    """Run a campaign. An exception is a problem of it; the next campaign runs nevertheless."""
     begin = time.monotonic()
     try:
         return CAMPAIGNS[name](options)
@@ -73,8 +73,8 @@ def main() -> int:
     outcomes: list[Outcome] = []
     for name in chosen:
         outcomes.append(run(name, options))
-        save(path, options, outcomes)  # after each, so that an interrupted run has left its figures
-    sys.stdout.write(table(outcomes) + f"\n\nfigures: {path}\n")
+        save(path, options, outcomes)  # after each, so that an interrupted run keeps its results
+    sys.stdout.write(table(outcomes) + f"\n\nresults: {path}\n")
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 

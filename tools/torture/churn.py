@@ -1,4 +1,4 @@
-"""Stores, loads, lookups, evictions, cancellations with the arena and the disk full: nothing may grow."""
+"""Concurrent stores, loads, lookups and cancellations with arena and disk full. Memory, files and threads may not grow."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tools.torture.prompts import WIPED, Bench, disk_tiers, quiet
 from tools.torture.trend import Sample, sample, trend
 
 CALLERS = 6
-SLOTS = 48  # of each caller
+SLOTS = 48  # per caller
 FAMILIES, BRANCHES = 24, 8
-"""Prompts of a family begin alike; all together are some ten times what the arena holds."""
+"""Prompts of a family share a prefix. All prompts together are about ten times the size of the arena."""
 DISK_RECORDS = 200
 SAMPLES = 200
-WARM_UP = 5_000  # operations until pools have their threads and the allocator its memory
+WARM_UP = 5_000  # operations until thread pools and the allocator have grown to their sizes
 CALL_TIMEOUT_S = 60.0
 GROWTH_BYTES = 4 << 20
-"""What the means of two quarters may differ by: the allocator's own unrest."""
+"""Allowed difference of the means of two quarters, caused by the allocator."""
 
 
 class Churn:
-    """Callers that use one engine at the same time, each with slots of its own.
+    """Callers that use one engine concurrently, each with its own slots.
 
     Attributes:
-        done: Operations that have ended.
+        done: Number of finished operations.
     """
 
     def __init__(self, bench: Bench, engine: CacheEngine, outcome: Outcome, seed: int) -> None:
@@ -56,7 +56,7 @@ class Churn:
 
     async def call_until(self, operations: int, caller: int) -> None:
         slots = range(caller * SLOTS, (caller + 1) * SLOTS)
-        while self.done < operations and not self._outcome.hopeless:
+        while self.done < operations and not self._outcome.aborted:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._call(slots, caller)
             self.done += 1
@@ -119,7 +119,7 @@ async def _campaign(operations: int, seconds: float, seed: int, path: Path, outc
     deadline = time.monotonic() + seconds
     async with bench.rig.open(registry=bench.registry, tiers=disk_tiers(path, limit)) as engine:
         churn = Churn(bench, engine, outcome, seed)
-        while churn.done < operations and not outcome.hopeless:
+        while churn.done < operations and not outcome.aborted:
             if len(samples) >= 8 and time.monotonic() > deadline:
                 break
             step = churn.done + max(operations // SAMPLES, 1)
@@ -130,11 +130,11 @@ async def _campaign(operations: int, seconds: float, seed: int, path: Path, outc
             gc.collect()
             samples.append(sample(churn.done))
             _check(engine, limit, outcome)
-            outcome.tell(churn.done, operations, "operations")
+            outcome.progress(churn.done, operations, "operations")
         found = engine.statistics()
-        await engine.clear(memory_only=True)  # a lease of a slab that the tier has as well shows only now
+        await engine.clear(memory_only=True)  # reveals leases of slabs that the tier holds too
         left = engine.statistics().arena.leased_slabs
-        outcome.expect(left == 0, f"{left} slabs are leased by nobody when memory is empty")
+        outcome.expect(left == 0, f"{left} slabs are still leased after memory was cleared")
         outcome.counts |= {
             "operations": churn.done,
             "evictions from memory": found.tiers["cpu"].evictions,
@@ -146,14 +146,14 @@ async def _campaign(operations: int, seconds: float, seed: int, path: Path, outc
 def _check(engine: CacheEngine, limit: int, outcome: Outcome) -> None:
     found = engine.statistics()
     held = found.arena.leased_slabs - found.tiers["cpu"].chunks
-    outcome.expect(held == 0 and found.running == 0, f"{held} slabs are leased by nobody: {found.arena}")
+    outcome.expect(held == 0 and found.running == 0, f"{held} leases are lost: {found.arena}")
     outcome.expect(
         found.tiers["disk"].bytes <= limit, f"the disk has {found.tiers['disk'].bytes} bytes of {limit}"
     )
 
 
 def judge(samples: list[Sample], outcome: Outcome) -> None:
-    """Whether memory, files or threads grew; a run that is mostly warm-up says nothing of that."""
+    """Check whether memory, files or threads grew, unless the run was mostly warm-up."""
     if samples[-1].operations < WARM_UP:
         outcome.counts["trend"] = f"none: fewer than {WARM_UP:,} operations"
         return
@@ -173,7 +173,7 @@ def judge(samples: list[Sample], outcome: Outcome) -> None:
 
 
 def run(*, operations: int, seconds: float, seed: int) -> Outcome:
-    """So many operations, or fewer if the time is up before."""
+    """Run `operations`, or fewer if `seconds` are over before."""
     outcome = Outcome("churn", {"operations": 0, "seed": seed})
     path = Path(tempfile.mkdtemp(prefix="lmcache-async-churn-"))
     try:

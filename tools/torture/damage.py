@@ -1,4 +1,4 @@
-"""What may happen to a record file, one function each."""
+"""Damages of a record file, one function each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from lmcache_async.memory.buffer import PAGE
 
 Damage = Callable[[Path, list[Path], random.Random], None]
-"""Called with the record, all records, and what to draw from."""
+"""Called with the record, the other records and a random generator."""
 
 
 def flip_one_bit(path: Path, others: list[Path], generator: random.Random) -> None:
@@ -26,7 +26,7 @@ def flip_in_header(path: Path, others: list[Path], generator: random.Random) -> 
 
 
 def zero_a_page(path: Path, others: list[Path], generator: random.Random) -> None:
-    """As a file system does that lost power between data and metadata."""
+    """As after a power loss between writing metadata and data."""
     with path.open("r+b") as file:
         file.seek(generator.randrange(path.stat().st_size // PAGE) * PAGE)
         file.write(bytes(PAGE))
@@ -56,7 +56,7 @@ def extend(path: Path, others: list[Path], generator: random.Random) -> None:
 
 
 def swap_records(path: Path, others: list[Path], generator: random.Random) -> None:
-    """Another record, whole and right, under this one's name, and the other way round."""
+    """Exchange two intact records."""
     other = generator.choice(others)
     content = path.read_bytes()
     path.write_bytes(other.read_bytes())
@@ -64,7 +64,7 @@ def swap_records(path: Path, others: list[Path], generator: random.Random) -> No
 
 
 def replace_payload(path: Path, others: list[Path], generator: random.Random) -> None:
-    """This header before another record's payload."""
+    """Combine this header with the payload of another record."""
     content, other = path.read_bytes(), generator.choice(others).read_bytes()
     path.write_bytes(content[:PAGE] + other[PAGE:])
 
@@ -93,7 +93,7 @@ DAMAGES: tuple[Damage, ...] = (
     replace_by_noise,
     remove,
 )
-"""Drawn from with equal chances; what is there twice comes twice as often."""
+"""Chosen uniformly; entries that occur twice are twice as likely."""
 
 
 def _flip(

@@ -1,4 +1,4 @@
-"""Records on disk are damaged, and then asked for: no wrong byte is ever served."""
+"""Damages records on disk and loads them. No wrong byte may be served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Part: TypeAlias = tuple[Chunk, torch.Tensor]
 
 
 class Flips:
-    """One engine over a few prompts, whose records are damaged one after the other."""
+    """An engine with a few stored prompts, whose records are damaged one by one."""
 
     def __init__(self, bench: Bench, engine: CacheEngine, path: Path, outcome: Outcome, seed: int) -> None:
         self._bench = bench
@@ -39,25 +39,25 @@ class Flips:
         self._parts: list[list[Part]] = [bench.with_content(tokens) for tokens in self._prompts]
 
     async def store(self, index: int) -> None:
-        """Store the prompt again where it lacks something."""
+        """Store the missing chunks of the prompt."""
         tokens = self._prompts[index]
         self._bench.rig.write(range(len(tokens)), self._bench.rig.content(tokens))
         await self._engine.store(tokens, range(len(tokens)))
         await self._engine.clear(memory_only=True)
 
     async def damage_one(self) -> None:
-        """Damage one record of one prompt, ask for the prompt, and put right what was lost."""
+        """Damage one record of a random prompt and load the prompt. Missing chunks are stored before the next damage."""
         index = self._random.randrange(PROMPTS)
         parts = self._parts[index]
         await self.store(index)
         chunk = self._random.randrange(len(parts))
         record = self._record(parts[chunk][0])
-        if not record.exists():  # swapped away or removed under the tier: it notices when it reads
+        if not record.exists():  # an earlier damage; the tier detects it by reading
             await self._bench.load(self._engine, parts)
             await self.store(index)
         others = [path for path in self._path.glob("??/*") if path != record]
         damage = self._random.choice(DAMAGES)
-        if self._random.random() < 0.1:  # the bytes change while they are read
+        if self._random.random() < 0.1:  # damage while the record is read
             call = asyncio.ensure_future(self._bench.load(self._engine, parts))
             hit = await asyncio.to_thread(self._strike, damage, record, others)
             served, wrong = await call
@@ -66,11 +66,11 @@ class Flips:
             hit = self._strike(damage, record, others)
             served, wrong = await self._bench.load(self._engine, parts)
             note = ""
-        self._judge(damage.__name__ if hit else "none: it was gone", served > chunk, wrong, note)
+        self._judge(damage.__name__ if hit else "none: it was removed before", served > chunk, wrong, note)
         await self._engine.clear(memory_only=True)
 
     def _strike(self, damage: Damage, record: Path, others: list[Path]) -> bool:
-        """False where the tier was faster: it has found out what an earlier damage did, and removed the record."""
+        """Damage the record; False if the tier has already removed it because of an earlier damage."""
         try:
             damage(record, others, self._random)
         except FileNotFoundError:
@@ -82,8 +82,8 @@ class Flips:
         outcome.add("damages")
         outcome.add(f"damage.{damage}")
         outcome.expect(wrong == 0, f"damage {outcome.counts['damages']}, {damage}: {wrong} wrong slots")
-        # Served all the same: as it was before, or the bytes are those behind the record's end, or are the same.
-        outcome.add(f"served all the same{note}" if served else "misses")
+        # Served nevertheless: read before the damage, or only padding or no byte has changed.
+        outcome.add(f"served nevertheless{note}" if served else "misses")
 
     def _record(self, chunk: Chunk) -> Path:
         name = chunk.key.hex()
@@ -97,15 +97,15 @@ async def _campaign(damages: int, seconds: float, seed: int, path: Path, outcome
         flips = Flips(bench, engine, path, outcome, seed)
         for index in range(PROMPTS):
             await flips.store(index)
-        while not outcome.hopeless and (
+        while not outcome.aborted and (
             time.monotonic() < deadline if seconds else outcome.counts["damages"] < damages
         ):
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await flips.damage_one()
             if seconds:
-                outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+                outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
             else:
-                outcome.tell(outcome.counts["damages"], damages, "damages")
+                outcome.progress(outcome.counts["damages"], damages, "damages")
         found = engine.statistics()
         for name, count in found.counts.items():
             if "corrupt" in name or "error" in name:
@@ -117,10 +117,10 @@ async def _campaign(damages: int, seconds: float, seed: int, path: Path, outcome
 
 
 def run(*, damages: int, seconds: float, seed: int) -> Outcome:
-    """Damage so many records, or for so long if `seconds` is not 0."""
+    """Damage `damages` records, or run for `seconds` if not 0."""
     outcome = Outcome("flips", {"damages": 0, "misses": 0, "seed": seed})
     path = Path(tempfile.mkdtemp(prefix="lmcache-async-flips-"))
-    gc.disable()  # a slab that only a collection would give back counts as lost
+    gc.disable()  # a slab that only a garbage collection would return counts as lost
     try:
         with quiet():
             uvloop.run(_campaign(damages, seconds, seed, path, outcome))

@@ -1,4 +1,4 @@
-"""Everything that parses, fed with noise and with damaged truth: tests/fuzz, for as long as asked."""
+"""Runs tests/fuzz for a given time: all parsers, with noise and with damaged valid input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tools.torture.outcome import Outcome
 ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fuzz")
 SPARE_S = 600.0
-"""What a test may take beyond its time, for the shrinking of what it found."""
+"""Time for hypothesis to shrink a failure, beyond the time of the test."""
 LAST = 0.1
-"""Of the time: less than that is not worth another round."""
+"""Minimum share of the time that another round needs."""
 
 
 def run(*, seconds: float) -> Outcome:
-    """Fuzz for so long, shared evenly by the tests; again while time is left, as some need none of it."""
+    """Fuzz for `seconds`, shared evenly by the tests. Repeat while time is left, because some tests use less."""
     outcome = Outcome("fuzz")
     listed = subprocess.run(
         [*PYTEST, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -34,12 +34,12 @@ def run(*, seconds: float) -> Outcome:
     while not outcome.failed and (left := seconds - (time.monotonic() - begin)) > LAST * seconds:
         fuzz(left / len(names), len(names), outcome)
         outcome.add("rounds")
-        outcome.tell(time.monotonic() - begin, seconds, "seconds")
+        outcome.progress(time.monotonic() - begin, seconds, "seconds")
     return outcome.end()
 
 
 def fuzz(each_s: float, tests: int, outcome: Outcome) -> None:
-    """One round; each test gets so many seconds."""
+    """Run one round with `each_s` seconds per test."""
     ran = subprocess.run(
         [*PYTEST, "--timeout", f"{each_s + SPARE_S:.0f}"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Three hosts that share a tier over a network that delays, loses and cuts: nothing wrong, nothing late."""
+"""Three hosts that share a tier over a network with delays, losses and partitions. Checks contents and deadlines."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.hosts.shared_tiers import TIERS
 from tools.torture.outcome import Outcome
 
 NOISE_S = 2.5
-"""What a busy machine may add to a deadline."""
+"""Allowance for a busy machine, in addition to a deadline."""
 OWN = 2
-"""Prompts that each host stores in one weather."""
+"""Prompts that each host stores per condition."""
 PATIENCE = 60
-"""How often a host that was cut off is asked again, until it has hits."""
+"""Attempts until a reconnected host must have hits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """How the network is for a while.
+class Condition:
+    """A state of the network.
 
     Attributes:
-        link: Of every two hosts.
-        cut: Hosts to which there is no way.
-        serves: Whether every host must find what the others store meanwhile.
+        link: Properties of the link of every two hosts.
+        cut: Unreachable hosts.
+        serves: Whether every host must find what the others store.
     """
 
     link: Link
@@ -38,28 +38,28 @@ class Weather:
 
 
 NEAR = Link(delay_s=0.001)
-WEATHERS: Mapping[str, Weather] = {
-    "near": Weather(NEAR, serves=True),
-    "far, 2 in 100 lost": Weather(Link(0.01, 0.005, 0.02)),
-    "far, 1 in 10 lost": Weather(Link(0.01, 0.01, 0.1)),
-    "a host cut off": Weather(NEAR, cut=("a",)),
-    "another cut off": Weather(NEAR, cut=("c",)),
-    "mended": Weather(NEAR, serves=True),
+CONDITIONS: Mapping[str, Condition] = {
+    "near": Condition(NEAR, serves=True),
+    "far, 2 in 100 lost": Condition(Link(0.01, 0.005, 0.02)),
+    "far, 1 in 10 lost": Condition(Link(0.01, 0.01, 0.1)),
+    "a host cut off": Condition(NEAR, cut=("a",)),
+    "another host cut off": Condition(NEAR, cut=("c",)),
+    "reconnected": Condition(NEAR, serves=True),
 }
 
 
 def torture(network: Network, tier: str, outcome: Outcome, *, seconds: float = 0.0) -> None:
-    """All weathers, in turn, and over again for so long; the last one is always the first again."""
+    """Run all conditions in turn, repeatedly for `seconds`. The last condition is a good one."""
     network.become(NEAR)
     settings = TIERS[tier](network)
     network.all("open", lambda host: {"tier": settings[host]})
     numbers = itertools.count(1)
     until = time.monotonic() + seconds
     while True:
-        for name, weather in WEATHERS.items():
-            network.become(weather.link, weather.cut)
-            _one_weather(network, f"{tier}, {name}", weather, numbers, outcome)
-        if outcome.hopeless or time.monotonic() >= until:
+        for name, condition in CONDITIONS.items():
+            network.become(condition.link, condition.cut)
+            _run_condition(network, f"{tier}, {name}", condition, numbers, outcome)
+        if outcome.aborted or time.monotonic() >= until:
             break
     counts = network.all("counts")
     network.all("close")
@@ -68,13 +68,13 @@ def torture(network: Network, tier: str, outcome: Outcome, *, seconds: float = 0
     outcome.add("packets lost", network.lost)
 
 
-def _one_weather(
-    network: Network, what: str, weather: Weather, numbers: Iterator[int], outcome: Outcome
+def _run_condition(
+    network: Network, what: str, condition: Condition, numbers: Iterator[int], outcome: Outcome
 ) -> None:
     own = {host: list(itertools.islice(numbers, OWN)) for host in HOSTS}
     others = {host: [n for other in HOSTS if other != host for n in own[other]] for host in HOSTS}
     found = 0
-    for _ in range(PATIENCE if weather.serves else 1):
+    for _ in range(PATIENCE if condition.serves else 1):
         for host, answer in network.all("store", lambda host: {"numbers": own[host]}).items():
             _check_time(f"{what}: a store of host {host}", answer["latest"], STORE_S, outcome)
         answers = network.all("read", lambda host: {"numbers": others[host]})
@@ -86,10 +86,10 @@ def _one_weather(
         outcome.add("tokens from others", sum(answer["hit_tokens"] for answer in answers.values()))
         if found == 2 * OWN * PROMPT:
             break
-    if any(map(network.isolates, weather.cut)):
-        outcome.add("times cut off")
-        outcome.expect(found < 2 * OWN * PROMPT, f"{what}: it is not cut off")
-    if weather.serves:
+    if any(map(network.isolates, condition.cut)):
+        outcome.add("hosts cut off")
+        outcome.expect(found < 2 * OWN * PROMPT, f"{what}: the host is still reachable")
+    if condition.serves:
         outcome.expect(
             found == 2 * OWN * PROMPT, f"{what}: a host found {found} tokens of {2 * OWN * PROMPT}"
         )
@@ -106,7 +106,7 @@ def _errors(counts: Mapping[str, Any]) -> int:
 
 
 def run(*, seconds: float, seed: int) -> Outcome:
-    """Every tier on every network that can be had here."""
+    """Run every tier on every network that is available on this machine."""
     outcome = Outcome("hosts", {"seed": seed, "networks": ", ".join(NETWORKS)})
     for make in NETWORKS.values():
         with make(seed) as network:

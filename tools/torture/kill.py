@@ -1,4 +1,4 @@
-"""kill -9 of a storing engine at random moments; then everything that it left is looked at."""
+"""Kills a storing engine with SIGKILL at random moments, then verifies its directory."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tools.torture.prompts import Bench, disk_tiers, prompt, quiet
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 0.2  # from the fork, or from the first store, to the kill
-STORING = 0.8  # of the kills hit an engine that stores; the others one that may still be opening
+STORING = 0.8  # share of kills after the engine has opened; the others may hit it while it opens
 ROOMY, NARROW = 4 << 30, 24
-"""Bytes that are never used up, and records that are soon used up."""
+"""A limit in bytes that is never reached, and one in records that is reached soon."""
 KILLS_A_DIRECTORY = 12
 AT_ONCE = 24  # records loaded by one call
-UNSEEN = 0.2  # of the kills are followed by another one before anybody looks
+UNCHECKED = 0.2  # share of kills after which the directory is not verified before the next kill
 CHECK_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
 class Life:
-    """What one engine said before it was killed.
+    """Output of one engine before it was killed.
 
     Attributes:
-        began: All prompts below this number may be there, as a whole or in part.
-        stored: Those that it reported stored.
-        status: How it ended; -1 while it has not.
+        began: Prompts below this number may be stored, completely or partly.
+        stored: Prompts that it reported as stored.
+        status: Exit status; -1 while it runs.
     """
 
     began: int
@@ -49,10 +49,10 @@ class Life:
 
 
 class Writers:
-    """The program that forks engines."""
+    """Client of the program that forks engines."""
 
     def __init__(self) -> None:
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread before a fork
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads before a fork
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.torture.writer"],
             cwd=ROOT,
@@ -68,7 +68,7 @@ class Writers:
         self._line(60.0)
 
     def run(self, path: Path, max_bytes: int, first: int, life_s: float, *, opened: bool) -> Life:
-        """Let an engine live for so long, counted from when it has opened, or from its fork."""
+        """Run an engine and kill it `life_s` seconds after it has opened, or after its fork."""
         os.write(self._input, f"{max_bytes} {first} {path}\n".encode())
         _, _, pid = (self._line(60.0) or "").partition(" ")
         deadline = time.monotonic() + (60.0 if opened else life_s)
@@ -101,24 +101,24 @@ class Writers:
         self._process.stdout.close()
 
     def _line(self, timeout_s: float) -> str | None:
-        """The next line; None when there is none in time."""
+        """Return the next line; None after a timeout."""
         deadline = time.monotonic() + timeout_s
         while not self._lines:
             if not select.select([self._output], [], [], max(deadline - time.monotonic(), 0.0))[0]:
                 return None
             data = os.read(self._output, 1 << 16).decode()
             if not data:
-                raise RuntimeError("the writers' program ended")
+                raise RuntimeError("the writer program has ended")
             *self._lines, self._rest = (self._rest + data).split("\n")
         return self._lines.pop(0)
 
 
 class Directory:
-    """One directory with what was reported stored in it.
+    """A directory and the prompts that were reported as stored in it.
 
     Attributes:
-        began: All prompts below this number may be there, as a whole or in part.
-        reported: Those that must be there as a whole, in a roomy directory.
+        began: Prompts below this number may be stored, completely or partly.
+        reported: Prompts that must be stored completely, unless the directory has evicted some.
     """
 
     def __init__(self, bench: Bench, path: Path, max_bytes: int) -> None:
@@ -129,21 +129,23 @@ class Directory:
         self._bench = bench
 
     def files(self) -> list[Path]:
-        """All but the lock: records, and what was being written."""
+        """Return all files but the lock: records and unfinished writes."""
         return [path for path in self.path.rglob("*") if path.is_file() and path.name != "lock"]
 
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_size for path in self.files())
 
     async def check(self, outcome: Outcome) -> None:
-        """Open it, count its bytes, look for leftovers, prove every record, look for what must be there."""
+        """Open the directory; check its accounting, leftover files, every record, and the reported prompts."""
         rig, tiers = self._bench.rig, disk_tiers(self.path, self.max_bytes)
         async with rig.open(registry=self._bench.registry, tiers=tiers) as engine:
             self._count(engine, outcome)
             lacking = await self._prove(engine, outcome)
         if self.max_bytes == ROOMY:
             lost = sorted(lacking & self.reported)
-            outcome.expect(not lost, f"{self.path}: prompts {lost[:5]} were stored and are gone")
+            outcome.expect(
+                not lost, f"{self.path}: prompts {lost[:5]} were reported as stored and are missing"
+            )
             outcome.add("reported prompts found", len(self.reported - lacking))
 
     def _count(self, engine: CacheEngine, outcome: Outcome) -> None:
@@ -159,7 +161,7 @@ class Directory:
         outcome.expect(not strays, f"{self.path}: left over: {strays[:3]}")
 
     async def _prove(self, engine: CacheEngine, outcome: Outcome) -> set[int]:
-        """Load every record and compare its bytes; the prompts that lack one."""
+        """Load every record and compare its bytes. Return the prompts that lack a chunk."""
         names = {path.name for path in self.files()}
         there, lacking = [], set()
         for number in range(self.began):
@@ -168,7 +170,7 @@ class Directory:
                     there.append((chunk, content))
                 else:
                     lacking.add(number)
-        outcome.expect(len(there) == len(names), f"{self.path}: {len(names) - len(there)} records of nobody")
+        outcome.expect(len(there) == len(names), f"{self.path}: {len(names) - len(there)} unknown records")
         for start in range(0, len(there), AT_ONCE):
             part = there[start : start + AT_ONCE]
             served, wrong = await self._bench.load(engine, part)
@@ -179,7 +181,7 @@ class Directory:
 
 
 class Campaign:
-    """Engines killed one after the other, in a fresh directory every so often."""
+    """Kills engines one after the other, regularly in a new directory."""
 
     def __init__(self, place: Path, outcome: Outcome, seed: int) -> None:
         self.writers = Writers()
@@ -191,7 +193,7 @@ class Campaign:
         self._descriptors = -1
 
     def kill_one(self) -> None:
-        """Start an engine, kill it, and most times look at what it left; else the next engine finds that."""
+        """Start an engine, kill it, and mostly verify the directory; otherwise the next engine opens it as it is."""
         directory, outcome = self._directory, self._outcome
         if outcome.counts["kills"] % KILLS_A_DIRECTORY == 0 and outcome.counts["kills"]:
             shutil.rmtree(directory.path)
@@ -203,7 +205,7 @@ class Campaign:
             self._random.random() * LONGEST_S,
             opened=self._random.random() < STORING,
         )
-        outcome.expect(life.status == signal.SIGKILL, f"a writer ended by itself: status {life.status}")
+        outcome.expect(life.status == signal.SIGKILL, f"a writer ended without a kill: status {life.status}")
         outcome.add("kills")
         outcome.add("kills with something stored", bool(life.stored))
         directory.reported |= life.stored
@@ -211,10 +213,10 @@ class Campaign:
         there = directory.bytes_on_disk()
         outcome.expect(
             there <= directory.max_bytes,
-            f"{directory.path}: {there} bytes with those half written, limit {directory.max_bytes}",
+            f"{directory.path}: {there} bytes including unfinished writes, limit {directory.max_bytes}",
         )
-        if self._random.random() < UNSEEN:
-            outcome.add("kills before the check of the next one")
+        if self._random.random() < UNCHECKED:
+            outcome.add("kills without a check")
             return
         uvloop.run(asyncio.wait_for(directory.check(outcome), CHECK_TIMEOUT_S))
         self._count_descriptors()
@@ -230,27 +232,27 @@ class Campaign:
         found = len(list(Path("/proc/self/fd").iterdir()))
         self._descriptors = found if self._descriptors < 0 else self._descriptors
         self._outcome.expect(
-            found <= self._descriptors, f"{found} files are open, {self._descriptors} were at first"
+            found <= self._descriptors, f"{found} files are open, at the start {self._descriptors}"
         )
 
 
 def run(*, kills: int, seconds: float, seed: int) -> Outcome:
-    """Kill `kills` times, or for so long if `seconds` is not 0."""
+    """Kill `kills` engines, or run for `seconds` if not 0. After a failure the directory is kept."""
     outcome = Outcome("kill", {"kills": 0, "records proven": 0, "reported prompts found": 0, "seed": seed})
     place = Path(tempfile.mkdtemp(prefix="lmcache-async-kill-"))
     deadline = time.monotonic() + seconds
     campaign = Campaign(place, outcome, seed)
     try:
         with quiet():
-            while not outcome.failed:  # then the directory is there to be looked at
+            while not outcome.failed:  # a failure keeps the directory
                 done = outcome.counts["kills"]
                 if time.monotonic() > deadline if seconds else done >= kills:
                     break
                 campaign.kill_one()
                 if seconds:
-                    outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+                    outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
                 else:
-                    outcome.tell(done + 1, kills, "kills")
+                    outcome.progress(done + 1, kills, "kills")
     finally:
         campaign.writers.close()
         if not outcome.failed:

@@ -1,4 +1,4 @@
-"""How long each campaign runs."""
+"""Command-line options: which campaigns run, and how long."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Each campaign takes its own number of what it does; with `seconds` it runs for that long instead.
+    """Length of the campaigns: a number each, or `seconds` for each.
 
     Attributes:
-        seconds: Of each campaign; 0 for the numbers.
-        seed: What every campaign draws from.
-        kills: Of storing engines.
-        damages: Of records on disk.
-        operations: Of the churn, at most `churn_seconds` long.
+        seconds: Duration of each campaign; 0 to use the numbers.
+        seed: Random seed of all campaigns.
+        kills: Kills of storing engines.
+        damages: Damaged records.
+        operations: Operations of `churn`, which takes at most `churn_seconds`.
         simulated: Operations of the simulation.
-        fuzz_seconds: Of the fuzzing, shared by its tests.
-        questions: To a vLLM with faults below it.
+        fuzz_seconds: Duration of the fuzzing, shared by its tests.
+        questions: Requests to a vLLM with a faulty disk.
     """
 
     seed: int
@@ -43,19 +43,21 @@ LONG = {
     "fuzz_seconds": 1800.0,
     "questions": 200,
 }
-"""What a release is put through: more than an hour on two cores."""
+"""Lengths before a release: more than an hour on two cores."""
 
 
 def parse(names: list[str]) -> tuple[list[str], Options, Path]:
-    """The campaigns to run, how long, and where the figures go."""
-    parser = argparse.ArgumentParser(prog="make torture", description="Breaks things below the engine.")
+    """Return the campaigns to run, their options, and the path of the results."""
+    parser = argparse.ArgumentParser(prog="make torture", description="Run torture campaigns.")
     parser.add_argument(
-        "campaigns", nargs="*", metavar="campaign", help=f"of {', '.join(names)}; all of them"
+        "campaigns", nargs="*", metavar="campaign", help=f"one of {', '.join(names)}; all by default"
     )
-    parser.add_argument("--minutes", type=float, default=0.0, help="in all, shared evenly by the campaigns")
-    parser.add_argument("--long", action="store_true", help="as long as before a release: hours")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="total duration, shared evenly by the campaigns"
+    )
+    parser.add_argument("--long", action="store_true", help="lengths before a release: hours")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--json", type=Path, default=Path("build/torture.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, default=Path("build/torture.json"), help="file for the results")
     for name, value in LONG.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=None)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a campaign came to, and how it tells while it runs."""
+"""Result and progress of a campaign."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PROGRESS_S = 10.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one campaign.
+    """Result of a campaign.
 
     Attributes:
-        name: The campaign's.
-        counts: What was done and seen, by what it is.
-        problems: Promises that were not kept; the first 20 of them.
-        seconds: How long it took.
+        name: Name of the campaign.
+        counts: Counts of actions and observations, by description.
+        problems: Broken promises, at most `MAX_PROBLEMS`.
+        seconds: Duration.
     """
 
     name: str
@@ -27,35 +27,35 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     _started: float = field(default_factory=time.monotonic)
-    _told: float = field(default_factory=time.monotonic)
+    _printed: float = field(default_factory=time.monotonic)
 
     @property
     def failed(self) -> bool:
         return bool(self.problems)
 
     @property
-    def hopeless(self) -> bool:
-        """Enough went wrong to stop looking."""
+    def aborted(self) -> bool:
+        """Whether there are so many problems that the campaign stops."""
         return len(self.problems) >= MAX_PROBLEMS
 
     def add(self, what: str, count: float = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + count
 
     def problem(self, text: str) -> None:
-        if not self.hopeless:
+        if not self.aborted:
             self.problems.append(text)
             self._print(f"PROBLEM: {text}")
 
     def expect(self, condition: bool, text: str) -> None:
-        """A promise: the text says how it was broken."""
+        """Add a problem unless the condition holds."""
         if not condition:
             self.problem(text)
 
-    def tell(self, done: float, of: float, unit: str) -> None:
-        """A line of progress, every ten seconds."""
+    def progress(self, done: float, of: float, unit: str) -> None:
+        """Print a line of progress every ten seconds."""
         now = time.monotonic()
-        if now - self._told >= PROGRESS_S:
-            self._told = now
+        if now - self._printed >= PROGRESS_S:
+            self._printed = now
             self._print(
                 f"{now - self._started:5.0f} s  {done:,.0f} of {of:,.0f} {unit}, {len(self.problems)} problems"
             )

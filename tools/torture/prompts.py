@@ -1,4 +1,4 @@
-"""The small paged cache of the campaigns, prompts by number, and how loaded bytes are proven."""
+"""The paged cache of the campaigns, prompts by number, and comparison of loaded bytes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lmcache_async.types import Chunk
 
 VOCABULARY = 50_000
 WIPED = -7.0
-"""What `Rig.wipe` leaves in every slot."""
+"""Content of every slot after `Rig.wipe`."""
 
 
 def prompt(number: int, *, most_chunks: int = 4, chunk_size: int = 8) -> list[int]:
-    """Tokens that only this number has, of up to so many chunks; every other one ends in a partial chunk."""
+    """Return unique tokens for a number, at most `most_chunks` chunks. Every other prompt ends in a partial chunk."""
     generator = random.Random(number)
     length = generator.randint(1, most_chunks) * chunk_size - (number % 2) * generator.randint(
         1, chunk_size - 1
@@ -42,7 +42,7 @@ def disk_tiers(path: Path, max_bytes: int) -> list[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Torch on one thread, as more only get in the engine's way; what is there already is no garbage to look for."""
+    """Run torch on one thread and exclude existing objects from garbage collection."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -56,10 +56,10 @@ def quiet() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Bench:
-    """A rig with the registry read once.
+    """A rig, and a registry that is read once.
 
     Attributes:
-        rig: 32 KiB of KV a chunk, so that a record is some pages.
+        rig: A cache with 32 KiB of KV per chunk, so that a record has several pages.
     """
 
     slabs: int = 40
@@ -71,7 +71,7 @@ class Bench:
         self.rig = Rig(blocks=80, heads=4, head_dim=64, slabs=self.slabs, model=self.model)
 
     def chunks(self, tokens: Sequence[int]) -> list[Chunk]:
-        """The chunks that a store of these tokens makes."""
+        """Return the chunks of a store of these tokens."""
         hasher = ChunkHasher(self.rig.namespace.root(), chunk_size=self.rig.chunk_size)
         chunks = hasher.extend(list(tokens))
         tail = hasher.tail()
@@ -80,10 +80,10 @@ class Bench:
     async def load(
         self, engine: CacheEngine, chunks: Sequence[tuple[Chunk, torch.Tensor]]
     ) -> tuple[int, int]:
-        """Load chunks of whatever prompts, one behind the other, into a wiped cache.
+        """Load chunks of any prompts into consecutive slots of a wiped cache.
 
         Returns:
-            How many leading ones were served, and how many slots have other bytes than they must have.
+            The number of leading chunks that were served, and the number of slots with wrong bytes.
         """
         self.rig.wipe()
         rows, start = [], 0
@@ -100,6 +100,6 @@ class Bench:
         return report.hit_chunks, int(wrong.sum())
 
     def with_content(self, tokens: Sequence[int]) -> list[tuple[Chunk, torch.Tensor]]:
-        """Each chunk of a prompt with the KV that it stands for."""
+        """Return each chunk of a prompt with its KV."""
         content = self.rig.content(tokens)
         return [(chunk, content[:, :, chunk.start : chunk.stop]) for chunk in self.chunks(tokens)]

@@ -1,4 +1,4 @@
-"""The whole engine in virtual time under faults: seed after seed of the deterministic simulation."""
+"""Runs the deterministic simulation of the engine with one seed after the other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tests.simulation.world import simulate
 from tools.torture.outcome import Outcome
 
 STEPS = 1_000
-"""Operations of one seed: few enough to be replayed in seconds."""
+"""Operations per seed: a failure is replayed in seconds."""
 
 
 def run(*, operations: int, seconds: float, seed: int) -> Outcome:
-    """Make so many operations, or for so long if `seconds` is not 0; every third seed has many faults."""
+    """Simulate `operations`, or for `seconds` if not 0. Every third seed has many faults."""
     outcome = Outcome("simulate", {"operations": 0, "seeds": 0, "seed": seed})
     registry = Registry()
     deadline = time.monotonic() + seconds
-    while not outcome.hopeless:
+    while not outcome.aborted:
         done = outcome.counts["operations"]
         if time.monotonic() > deadline if seconds else done >= operations:
             break
@@ -32,8 +32,8 @@ def run(*, operations: int, seconds: float, seed: int) -> Outcome:
             outcome.add(name, count)
         outcome.expect(not report.violation, f"{report.violation}; replay: {report.command}")
         if seconds:
-            outcome.tell(seconds - (deadline - time.monotonic()), seconds, "seconds")
+            outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
         else:
-            outcome.tell(outcome.counts["operations"], operations, "operations")
+            outcome.progress(outcome.counts["operations"], operations, "operations")
     outcome.counts["virtual hours"] = round(outcome.counts.get("virtual hours", 0), 1)
     return outcome.end()

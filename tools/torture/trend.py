@@ -1,4 +1,4 @@
-"""Whether a series of samples grows."""
+"""Growth of a series of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Attributes: operations: done so far; rss: in bytes; descriptors: open files; threads: that run."""
+    """Resources of this process.
+
+    Attributes:
+        operations: Operations so far.
+        rss: Resident memory in bytes.
+        descriptors: Open files.
+        threads: Running threads.
+    """
 
     operations: int
     rss: int
@@ -34,12 +41,12 @@ def sample(operations: int) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The second half of a series against what came before; the first quarter is warm-up.
+    """Comparison of the last with the second quarter of a series. The first quarter is warm-up.
 
     Attributes:
-        second_quarter: Mean of it.
-        last_quarter: Mean of it.
-        per_million: Slope of the straight line through all but the first quarter, per 1 000 000 operations.
+        second_quarter: Mean of the second quarter.
+        last_quarter: Mean of the last quarter.
+        per_million: Slope of a linear fit of all but the first quarter, per 1 000 000 operations.
     """
 
     second_quarter: float
@@ -52,9 +59,13 @@ class Trend:
 
 
 def trend(operations: Sequence[int], values: Sequence[float]) -> Trend:
-    """Raises ValueError: there are fewer than 8 samples."""
+    """Return the trend of a series.
+
+    Raises:
+        ValueError: There are fewer than 8 samples.
+    """
     if len(values) < 8:
-        raise ValueError(f"{len(values)} samples say nothing of a trend; 8 are the least")
+        raise ValueError(f"{len(values)} samples are too few for a trend; at least 8 are needed")
     quarter = len(values) // 4
     x, y = np.asarray(operations[quarter:], float), np.asarray(values[quarter:], float)
     slope = float(np.polyfit(x - x[0], y, 1)[0])

@@ -1,4 +1,4 @@
-"""A real vLLM over a disk that fails, stalls and lies: the same answers, none later than its deadline."""
+"""A real vLLM with a disk that fails, stalls and returns damaged data. Checks answers and deadlines."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ AT_ONCE = 4
 FAMILIES = 5
 LOOKUP_S, RETRIEVE_S = 0.5, 1.0
 DEADLINE_S = LOOKUP_S + RETRIEVE_S
-"""What a request may wait for the cache in all."""
+"""Maximum wait of a request for the cache."""
 NOISE_S = 2.5
-"""What two runs of one request may differ by on a busy machine; with the deadline less than one delay."""
+"""Allowed difference of two runs of a request on a busy machine. With the deadline it is less than one delay."""
 DELAY_S = 5.0
 FAULTS = {"error": 0.1, "delay": 0.1, "delay_s": DELAY_S, "corrupt": 0.1}
-"""Three operations in ten."""
+"""Faults of three in ten operations."""
 USUAL = ("metrics", "retry", "breaker", "deadline")
-"""The layers of a tier whose config names none."""
+"""Default layers of a tier."""
 
 
 def faulty(disk: Path, seed: int, layers: Sequence[str]) -> dict[str, Any]:
-    """The connector of an engine whose disk has faults; its memory is emptied between the rounds.
+    """Return the connector settings of an engine whose disk has faults.
 
     Args:
-        disk: The directory.
-        seed: Of the faults.
-        layers: Around the disk with its faults, outermost first.
+        disk: Directory of the disk tier.
+        seed: Random seed of the faults.
+        layers: Layers around the faults, outermost first.
     """
     transfer = connector(disk=disk)
     settings = transfer["kv_connector_extra_config"]
@@ -48,7 +48,7 @@ def faulty(disk: Path, seed: int, layers: Sequence[str]) -> dict[str, Any]:
 
 
 def ask(engine: Engine, reference: Reference, questions: Sequence[Question], outcome: Outcome) -> None:
-    """Ask some at once, then empty vLLM's cache and the host's memory, so that the disk is all that is left."""
+    """Send requests concurrently, then clear vLLM's cache and the host's memory, so that only the disk has chunks."""
     expected = [reference(question) for question in questions]
     answers = engine.ask_all(questions)
     for question, answer, right in zip(questions, answers, expected, strict=True):
@@ -61,24 +61,24 @@ def ask(engine: Engine, reference: Reference, questions: Sequence[Question], out
 def compare(
     question: Question, answer: Answer, right: Answer, outcome: Outcome, *, deadline_s: float = DEADLINE_S
 ) -> None:
-    """Tell of an answer that is not the right one, or later than the deadline."""
+    """Check the content and the time of an answer."""
     what = f"prompt of {len(question.prompt)} tokens"
     outcome.add("requests")
     outcome.expect(answer.finish_reason == "length", f"{what} ended with {answer.finish_reason!r}")
     distance = difference(answer, right)
     outcome.expect(distance <= TOLERANCE, f"{what}: log-probabilities are {distance} apart")
-    late = answer.seconds - AT_ONCE * right.seconds  # they share one engine, and were alone in the other
+    late = answer.seconds - AT_ONCE * right.seconds  # they run concurrently, the reference ran alone
     outcome.counts["latest, in seconds"] = round(max(outcome.counts.get("latest, in seconds", 0.0), late), 2)
-    outcome.expect(late <= deadline_s + NOISE_S, f"{what} came {late:.1f} s later than without connector")
+    outcome.expect(late <= deadline_s + NOISE_S, f"{what} took {late:.1f} s longer than without a connector")
 
 
 def faults_seen(counts: dict[str, int]) -> int:
-    """Errors, late calls and damaged records that the engine counted."""
+    """Return the number of errors, late calls and damaged records that the engine has counted."""
     return sum(count for name, count in counts.items() if ".errors." in name or ".corrupt." in name)
 
 
 def rounds(seed: int) -> Iterator[list[Question]]:
-    """Questions to be asked at once; each prompt begins like others, and most come more than once."""
+    """Yield requests to send concurrently. Prompts share prefixes, and most occur more than once."""
     generator = random.Random(seed)
     families = [tokens(f"family {seed} {family}", 640) for family in range(FAMILIES)]
     while True:
@@ -101,10 +101,10 @@ def torture(
     seconds: float,
     seed: int,
 ) -> None:
-    """Start an engine and ask it so many questions, or for so long if `seconds` is not 0.
+    """Start an engine and send `questions` requests, or run for `seconds` if not 0.
 
-    Retries hide most faults, and how many calls the tier gets is a matter of timing: where none was seen it goes on
-    asking, up to ten times as many questions.
+    Retries hide most faults, and the number of calls of the tier varies. If no fault was seen, up to ten times as
+    many requests are sent.
     """
     asked = outcome.counts.setdefault("requests", 0)
     outcome.counts.setdefault("latest, in seconds", 0.0)
@@ -113,16 +113,16 @@ def torture(
         for part in rounds(seed):
             done = outcome.counts["requests"] - asked
             enough = time.monotonic() > deadline if seconds else done >= questions
-            if outcome.hopeless or (enough and (seen or done >= 10 * questions)):
+            if outcome.aborted or (enough and (seen or done >= 10 * questions)):
                 break
             ask(engine, reference, part, outcome)
             seen = faults_seen(engine.settle()["counts"])
-            outcome.tell(done, questions, "requests")
+            outcome.progress(done, questions, "requests")
         outcome.add("faults seen", seen)
 
 
 def run(*, questions: int, seconds: float, seed: int) -> Outcome:
-    """One vLLM without connector, and two with faults below: bare, and with the usual layers around them."""
+    """Run a vLLM without a connector, and two with a faulty disk: without layers, and with the default ones."""
     outcome = Outcome("vllm", {"seed": seed, "deadline, in seconds": DEADLINE_S})
     with tempfile.TemporaryDirectory(prefix="lmcache-async-vllm-") as name:
         engines = Engines(Path(name))

@@ -1,8 +1,8 @@
-"""A program for the campaign `kill`: forks engines that store prompts until they are killed.
+"""Program of the campaign `kill`: forks engines that store prompts until they are killed.
 
-Each line of its input, `<max bytes> <first number> <directory>`, starts one. The engine prints its process
-id, `began <number>` before each prompt, and `stored <number>` when its disk tier has taken all of it; `dead
-<status>` follows when it is. What is slow to import is imported once, before any thread runs.
+Each input line `<max bytes> <first number> <directory>` starts an engine. It prints its process id, `began
+<number>` before each prompt, and `stored <number>` when its disk tier has stored all of it; `dead <status>`
+follows its exit. Slow imports happen once, before any thread is started.
 """
 
 from __future__ import annotations
