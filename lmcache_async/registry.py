@@ -6,12 +6,14 @@ import difflib
 import re
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_async.errors import ConfigError, MissingDependencyError, UnknownPluginError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+T = TypeVar("T")
 
 TIERS = "lmcache_async.tiers"
 STAGES = "lmcache_async.stages"
@@ -112,6 +114,28 @@ class Registry:
                 f"the {_kind(group)} {name} of {plugin.distribution} {plugin.version}"
                 f" cannot be loaded from {plugin.value}: {error}"
             ) from error
+        return loaded
+
+    def load_class(
+        self, group: str, name: str, base: type[T], *, where: str = "", third_party: bool = True
+    ) -> type[T]:
+        """Import a plug-in that must be a subclass of `base`.
+
+        Args:
+            group: `TIERS` or `LAYERS`.
+            name: Name of the entry point.
+            base: The base class.
+            where: Place of the name in the configuration, for the error message.
+            third_party: Include plug-ins of other distributions.
+
+        Raises:
+            ConfigError: As for `load`, or the plug-in is not a subclass of `base`.
+            MissingDependencyError: The plug-in needs a package that is not installed.
+        """
+        loaded = self.load(group, name, third_party=third_party)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            place = f"{where}: " if where else ""
+            raise ConfigError(f"{place}{name!r} is {loaded!r}, which is not a subclass of {base.__name__}")
         return loaded
 
     def _read(self, name: str, distribution: Distribution) -> None:

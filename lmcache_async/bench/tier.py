@@ -138,9 +138,7 @@ async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -
     Raises:
         ConfigError: The tier or an option is wrong, or the tier is memory of the process.
     """
-    tier_class = Registry().load(TIERS, spec.name, third_party=third_party)
-    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
-        raise ConfigError(f"the tier {spec.name} is {tier_class!r}, expected a subclass of Tier")
+    tier_class = Registry().load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
     tier = tier_class(validate_options(tier_class.config_type, spec.options, spec.origin))
     if tier.capabilities.in_arena:
         raise ConfigError(

@@ -39,9 +39,11 @@ from lmcache_async.config.validation import (
 )
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config, survey_daemon_config
 from lmcache_async.engine.check import all_problems
-from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, load_layer, load_tier
+from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
 from lmcache_async.errors import LMCacheAsyncError
-from lmcache_async.registry import STAGES, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import ConfiguredLayer
 from lmcache_async.web.opening import check_endpoint
 
 DEFAULT = "default"
@@ -240,7 +242,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
         yield format_value((*path, name), value, loaded.source_of((*path, name)) if given else None)
     in_arena = False
     try:
-        tier_class = load_tier(registry, tier, third_party=third_party)
+        tier_class = registry.load_class(TIERS, tier.name, Tier, where=tier.where, third_party=third_party)
         options = validate_options(tier_class.config_type, tier.options, tier.origin)
         in_arena = tier_class(options).capabilities.in_arena
         pairs = list(flatten(options, path))
@@ -263,7 +265,7 @@ def _layer_values(
 ) -> Iterator[Value]:
     yield format_value((*path, "name"), layer.name, source)
     try:
-        layer_class = load_layer(registry, layer, "", third_party=third_party)
+        layer_class = registry.load_class(LAYERS, layer.name, ConfiguredLayer, third_party=third_party)
         pairs = list(flatten(validate_options(layer_class.options_type, layer.options, ""), path))
     except Exception:  # noqa: BLE001 - as above
         pairs = [((*path, key), value) for key, value in layer.options.items()]

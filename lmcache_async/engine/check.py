@@ -9,16 +9,16 @@ from typing import Any, cast
 from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config, validate_options
 from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
-from lmcache_async.engine.tiers import layer_context, layered, load_layer, load_tier, placed_layer
+from lmcache_async.engine.tiers import layer_context, layered, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import Stage, StageInfo, describe
-from lmcache_async.registry import STAGES, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Capabilities, Tier
-from lmcache_async.tiers.layers.base import Shared
+from lmcache_async.tiers.layers.base import ConfiguredLayer, Shared
 from lmcache_async.types import RetrieveReport
 from lmcache_async.web.opening import check_endpoint
 
@@ -92,7 +92,7 @@ def make_tier(spec: TierSpec, registry: Registry, *, third_party: bool) -> Tier:
     Raises:
         LMCacheAsyncError: The name or an option is wrong, or a package is missing.
     """
-    tier_class = load_tier(registry, spec, third_party=third_party)
+    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
     return tier_class(validate_options(tier_class.config_type, spec.options, spec.origin))
 
 
@@ -129,7 +129,9 @@ def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: S
             if tier is not None:
                 tier = layered(registry, layer, tier, context, third_party=third_party)
             else:  # report mistakes of the layers too
-                layer_class = load_layer(registry, layer, context.where, third_party=third_party)
+                layer_class = registry.load_class(
+                    LAYERS, layer.name, ConfiguredLayer, where=context.where, third_party=third_party
+                )
                 validate_options(layer_class.options_type, layer.options, layer.origin, beside=("id",))
         except Exception as error:  # noqa: BLE001 - as above
             yield from _described(error, layer.where, layer.origin.part)

@@ -112,7 +112,7 @@ def _stacked(
 def _tier(
     registry: Registry, spec: TierSpec, namespace: Namespace, replica: int, *, third_party: bool
 ) -> Tier:
-    tier_class = load_tier(registry, spec, third_party=third_party)
+    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
     options = dict(spec.options)
     if "subdirectory" in tier_class.config_type.model_fields:
         options |= _own_subdirectory(options, namespace, replica)
@@ -131,19 +131,6 @@ def _own_subdirectory(options: Mapping[str, Any], namespace: Namespace, replica:
         return {"subdirectory": rank} if rank and given is None else {}
     own = f"dp{replica}-{rank}" if rank else f"dp{replica}"
     return {"subdirectory": f"{given}/{own}" if given else own}
-
-
-def load_tier(registry: Registry, spec: TierSpec, *, third_party: bool) -> type[Tier]:
-    """Return the class of a configured tier.
-
-    Raises:
-        ConfigError: No tier has this name, or the class is not a tier.
-        MissingDependencyError: A required package is not installed.
-    """
-    tier_class = registry.load(TIERS, spec.name, third_party=third_party)
-    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
-        raise ConfigError(f"{spec.where}: {spec.name!r} is {tier_class!r}, which is no subclass of Tier")
-    return tier_class
 
 
 def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
@@ -176,7 +163,9 @@ def layered(
         MissingDependencyError: A required package is not installed.
     """
     where = context.where
-    layer_class = load_layer(registry, spec, where, third_party=third_party)
+    layer_class = registry.load_class(
+        LAYERS, spec.name, ConfiguredLayer, where=where, third_party=third_party
+    )
     if inner.capabilities.in_arena and not layer_class.fits_arena:
         raise ConfigError(
             f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
@@ -184,23 +173,6 @@ def layered(
         )
     options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
     return layer_class(inner, options, context)
-
-
-def load_layer(
-    registry: Registry, spec: LayerSpec, where: str, *, third_party: bool
-) -> type[ConfiguredLayer]:
-    """Return the class of a configured layer.
-
-    Raises:
-        ConfigError: No layer has this name, or the class is not a layer.
-        MissingDependencyError: A required package is not installed.
-    """
-    layer_class = registry.load(LAYERS, spec.name, third_party=third_party)
-    if not (isinstance(layer_class, type) and issubclass(layer_class, ConfiguredLayer)):
-        raise ConfigError(
-            f"{where}: {spec.name!r} is {layer_class!r}, which is no subclass of ConfiguredLayer"
-        )
-    return layer_class
 
 
 def layer_statistics(tier: Tier) -> dict[str, LayerStatistics]:

@@ -91,7 +91,7 @@ def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
     if spec.tier is None:
         raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
     named = _named_tier(spec.tier, spec.config, config)
-    tier_class = _load_tier(registry, named.name, named.where, third_party=third_party)
+    tier_class = registry.load_class(TIERS, named.name, Tier, where=named.where, third_party=third_party)
     validated = _of_rank(validate_options(tier_class.config_type, named.options, named.origin), spec.rank)
     store = tier_class.offline(validated, options)
     return _tier_store(tier_class(validated), named, options) if store is None else store
@@ -114,18 +114,13 @@ def reachable_tiers(config: EngineConfig) -> list[str]:
     registry = Registry()
     reachable = []
     for spec in config.tiers:
-        tier_class = _load_tier(registry, spec.name, spec.where, third_party=config.plugins.third_party)
+        tier_class = registry.load_class(
+            TIERS, spec.name, Tier, where=spec.where, third_party=config.plugins.third_party
+        )
         options = validate_options(tier_class.config_type, spec.options, spec.origin)
         if not tier_class(options).capabilities.in_arena:
             reachable.append(spec.id)
     return reachable
-
-
-def _load_tier(registry: Registry, name: str, where: str, *, third_party: bool) -> type[Tier]:
-    tier_class = registry.load(TIERS, name, third_party=third_party)
-    if not (isinstance(tier_class, type) and issubclass(tier_class, Tier)):
-        raise ConfigError(f"{where}: {name!r} is {tier_class!r}, which is not a subclass of Tier")
-    return tier_class
 
 
 def _directory_store(
@@ -138,7 +133,9 @@ def _directory_store(
     plugins = registry.available(TIERS, third_party=third_party).values()
     for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
         try:
-            tier_class = _load_tier(registry, plugin.name, str(path), third_party=third_party)
+            tier_class = registry.load_class(
+                TIERS, plugin.name, Tier, where=str(path), third_party=third_party
+            )
         except LMCacheAsyncError:  # a tier that is not installed completely
             continue
         config = tier_class.directory_config(path)

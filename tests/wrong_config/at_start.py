@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, load_config
+from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.daemon.address import check_directory
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.memory import SharedMemory
@@ -19,7 +19,6 @@ from lmcache_async.daemon.server import Daemon
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
-from lmcache_async.engine.tiers import load_layer, load_tier
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
 from lmcache_async.hashing.digest import digest_function
 from lmcache_async.integration.vllm.lookup_protocol import socket_path
@@ -28,11 +27,13 @@ from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.region import Region
 from lmcache_async.plugins.cpu import CPUTier
 from lmcache_async.plugins.cpu.config import CPUConfig
-from lmcache_async.registry import Registry
+from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.encrypt import EncryptStage
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.layers.base import ConfiguredLayer
 
 KEY = bytes(range(32))
 FAKES = FakeRegistry(tiers={"no": 3}, layers={"no": DictTier})
@@ -156,12 +157,12 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         "hash_key: the namespace was made with another hash key (none) than the configured one: give it hash_key=config.read_hash_key()",
     ),
     (
-        lambda _: load_tier(FAKES, TierSpec(name="no", id="no"), third_party=True),
-        "tier no: 'no' is 3, which is no subclass of Tier",
+        lambda _: FAKES.load_class(TIERS, "no", Tier, where="tier no"),
+        "tier no: 'no' is 3, which is not a subclass of Tier",
     ),
     (
-        lambda _: load_layer(FAKES, LayerSpec(name="no", id="no"), "here", third_party=True),
-        f"here: 'no' is {DictTier!r}, which is no subclass of ConfiguredLayer",
+        lambda _: FAKES.load_class(LAYERS, "no", ConfiguredLayer, where="here"),
+        f"here: 'no' is {DictTier!r}, which is not a subclass of ConfiguredLayer",
     ),
     (lambda _: ChunkHasher(KEY[:16], chunk_size=1 << 25), "chunk_size is 33554432; it is 1 to 16777216 tokens"),
     (lambda _: digest_function("md5"), "hash algorithm 'md5' is unknown; there are xxh3_128, blake3, sha256"),
