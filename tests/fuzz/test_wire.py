@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import Lookup, RankConnection, query
-from lmcache_async.integration.vllm.lookup_protocol import MAX_MESSAGE_BYTES, PROTOCOL, Identity, encode
-from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.lookup_server import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Identity,
+    LookupServer,
+    encode,
+)
 from tests.fuzz.effort import effort, keep_at_it
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)

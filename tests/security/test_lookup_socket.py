@@ -17,17 +17,17 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm import lookup_protocol, lookup_server
+from lmcache_async.integration.vllm import lookup_server
 from lmcache_async.integration.vllm.lookup import RankConnection
-from lmcache_async.integration.vllm.lookup_protocol import (
+from lmcache_async.integration.vllm.lookup_server import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Identity,
+    LookupServer,
     encode,
     receive,
     socket_path,
 )
-from lmcache_async.integration.vllm.lookup_server import LookupServer
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
 NOBODY = 65534
@@ -112,7 +112,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
     if os.getuid():  # only root can become somebody else, so we pretend to be
-        monkeypatch.setattr(lookup_protocol.os, "geteuid", lambda: NOBODY)
+        monkeypatch.setattr(lookup_server.os, "geteuid", lambda: NOBODY)
     path = directory / "s"
     server = server_at(path)
     await server.start()
@@ -143,7 +143,7 @@ async def test_a_server_of_another_user_is_not_believed(directory, monkeypatch):
     own = os.geteuid()
     reader, writer = await asyncio.open_unix_connection(directory / "s")
 
-    monkeypatch.setattr(lookup_protocol.os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(lookup_server.os, "geteuid", lambda: own + 1)
     assert not await link.serve(reader, writer)
     monkeypatch.undo()
 

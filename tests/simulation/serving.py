@@ -14,7 +14,6 @@ from unittest.mock import patch
 from lmcache_async.config.secrets import SECRET_BYTES
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.integration.vllm import connector as connector_module
 from lmcache_async.integration.vllm.config import namespace_of
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
@@ -47,8 +46,8 @@ async def open_vllm(
         return True
 
     with (
-        patch("lmcache_async.integration.vllm.lookup.LookupClient", client),
-        patch.object(connector_module, "open_worker", opened),
+        patch("lmcache_async.integration.vllm.scheduler.LookupClient", client),
+        patch.object(WorkerConnector, "register", opened),
     ):
         sim = SimulatedVLLM(setup)
     async with contextlib.AsyncExitStack() as stack:

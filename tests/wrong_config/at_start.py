@@ -21,7 +21,7 @@ from lmcache_async.engine.builder import build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
 from lmcache_async.hashing.digest import digest_function
-from lmcache_async.integration.vllm.lookup_protocol import socket_path
+from lmcache_async.integration.vllm.lookup_server import socket_path
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.region import Region

@@ -26,8 +26,7 @@ from lmcache_async.bench.measure import Case
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import LookupClient
-from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, encode
-from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, encode
 from lmcache_async.testing.rig import Rig
 from tools.benchmarks.command import option
 

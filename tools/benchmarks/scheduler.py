@@ -28,8 +28,7 @@ from lmcache_async.bench.measure import Row
 from lmcache_async.config import load_config
 from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
-from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, socket_path
-from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from tools.benchmarks.command import option
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation
 
 LOOKUP = "lmcache_async/integration/vllm/lookup.py"
-PROMISE = "lmcache_async/integration/vllm/promise.py"
+PROMISE = "lmcache_async/integration/vllm/keys.py"
 REQUEST = "lmcache_async/integration/vllm/request.py"
 SCHEDULER = "lmcache_async/integration/vllm/scheduler.py"
 TEST_WAITER = ("tests/unit/vllm/test_promise_waiter.py",)

@@ -168,14 +168,14 @@ OUTSIDE = (
     ),
     Mutation(
         "a message's length is not bounded before it is read",
-        "lmcache_async/integration/vllm/lookup_protocol.py",
+        "lmcache_async/integration/vllm/lookup_server.py",
         "if length > MAX_MESSAGE_BYTES:",
         "if False:",
         ("tests/unit/vllm/test_lookup_protocol.py", "tests/fuzz/test_wire.py"),
     ),
     Mutation(
         "other users may speak on the socket",
-        "lmcache_async/integration/vllm/lookup_protocol.py",
+        "lmcache_async/integration/vllm/lookup_server.py",
         "if user != os.geteuid():",
         "if False:",
         ("tests/security/test_lookup_socket.py",),

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_async.integration.vllm.build import build_scheduler, build_worker, open_worker
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.jobs import StepMetadata
@@ -51,17 +50,22 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         _log_to_vllm()
         self.scheduler: SchedulerConnector | None = None
         self.worker: WorkerConnector | None = None
+        # A process imports only its own side.
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
             if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
         elif role == KVConnectorRole.SCHEDULER:
             _recompute_failed_loads(vllm_config.kv_transfer_config)
-            self.scheduler = build_scheduler(vllm_config, kv_cache_config)
+            from lmcache_async.integration.vllm.scheduler import SchedulerConnector
+
+            self.scheduler = SchedulerConnector.of_vllm(vllm_config, kv_cache_config)
             if self.scheduler.roles.loads:
                 _defer_frees(vllm_config.kv_transfer_config)
         else:
-            self.worker = build_worker(vllm_config, kv_cache_config)
+            from lmcache_async.integration.vllm.worker import WorkerConnector
+
+            self.worker = WorkerConnector.of_vllm(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -151,8 +155,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self.worker is not None and not open_worker(
-            self.worker, self._vllm_config, self._kv_cache_config, kv_caches
+        if (side := self.worker) is not None and not side.register(
+            self._vllm_config, self._kv_cache_config, kv_caches
         ):
             self.worker = None
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+import struct
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lmcache_async.integration.vllm.lookup_protocol import seconds_up_to
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.observability.rates import CostLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from lmcache_async.integration.vllm.lookup_protocol import Costs
     from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
@@ -25,6 +25,49 @@ MIN_STEP_TOKENS = 128
 
 NO_PREFIX = "no tier has a prefix of it"
 LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
+
+
+Costs: TypeAlias = tuple[tuple[int, float], ...]
+"""For each run of chunks in one tier: the number of chunks up to its end, and the seconds to load all of them.
+Both ascend."""
+_COST = struct.Struct("<qd")
+
+
+def pack_costs(costs: Costs) -> bytes:
+    return b"".join(_COST.pack(*cost) for cost in costs)
+
+
+def unpack_costs(packed: object, chunks: int) -> Costs:
+    """Read a rank's costs of loading its hit of `chunks` chunks; empty if they are not known.
+
+    Raises:
+        ValueError: The costs are invalid.
+    """
+    if not isinstance(packed, bytes) or len(packed) % _COST.size or len(packed) > chunks * _COST.size:
+        raise ValueError(f"a rank answered {packed!r:.40} as costs of {chunks} chunks")
+    costs = tuple(_COST.iter_unpack(packed))
+    before, before_s = 0, 0.0
+    for end, seconds in costs:
+        if not (before < end <= chunks and before_s <= seconds < math.inf):
+            raise ValueError(f"a rank answered {costs!r:.80} as costs of {chunks} chunks")
+        before, before_s = end, seconds
+    return costs
+
+
+def slowest(costs: Sequence[Costs], chunks: int) -> Costs:
+    """Cost of loading the first `chunks` chunks, if every rank has to finish."""
+    ends = sorted({min(end, chunks) for each in costs for end, _ in each} - {0})
+    return tuple((end, max(seconds_up_to(each, end) for each in costs)) for end in ends)
+
+
+def seconds_up_to(costs: Costs, chunks: float) -> float:
+    """Seconds to load `chunks` leading chunks, interpolated within a run."""
+    before, before_s = 0, 0.0
+    for end, end_s in costs:
+        if chunks <= end:
+            return min(end_s, before_s + (end_s - before_s) * (chunks - before) / (end - before))
+        before, before_s = end, end_s
+    return before_s
 
 
 class PrefillClock:

@@ -12,32 +12,24 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.keys import AdapterFingerprints
-from lmcache_async.integration.vllm.lookup_protocol import (
-    MISS,
-    Answer,
-    Identity,
-    check_peer,
-    encode,
-    receive,
-    slowest,
-    unpack_costs,
-)
+from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
+from lmcache_async.integration.vllm.lookup_server import Identity, check_peer, encode, receive
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from pathlib import Path
 
-    from lmcache_async.integration.vllm.keys import RequestKeys
-    from lmcache_async.integration.vllm.lookup_protocol import Message
-    from lmcache_async.integration.vllm.promise import Promise
+    from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+    from lmcache_async.integration.vllm.load_policy import Costs
+    from lmcache_async.integration.vllm.lookup_server import Message
     from lmcache_async.types import Chunk
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -71,6 +63,38 @@ class Lookup:
     asked_at: float
     promise: Promise | None = None
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The part of a request that every rank has.
+
+    Attributes:
+        chunks: Leading full chunks.
+        partial_tokens: Tokens of the partial chunk after them; 0 for none.
+        partial_keys: Key of the partial chunk, by rank.
+        partial_text: Extra text of the partial chunk.
+        tiers: Number of chunks by the id of the tier that has them, on the first rank.
+        pinned: A rank holds leases for this lookup until it is told to release them.
+        resident: Every rank holds leases for the whole hit: all of it stays in host memory.
+        costs: Cost of loading the full chunks, until the slowest rank has finished.
+    """
+
+    chunks: int = 0
+    partial_tokens: int = 0
+    partial_keys: tuple[bytes, ...] = ()
+    partial_text: str = ""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    pinned: bool = False
+    resident: bool = False
+    costs: Costs = ()
+
+    def hit_tokens(self, chunk_size: int) -> int:
+        """Number of leading tokens that are stored."""
+        return self.chunks * chunk_size + self.partial_tokens
+
+
+MISS = Answer()
 
 
 @dataclass(frozen=True, slots=True)

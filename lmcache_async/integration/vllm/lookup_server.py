@@ -1,4 +1,8 @@
-"""Lookup server of a rank: answers which of the asked keys are stored. Runs on the engine's loop.
+"""Lookup server of a rank, and the messages between it and the scheduler connector.
+
+A message is a 4-byte little-endian length and a msgpack map. The scheduler sends requests, each with an `id`.
+The server answers with the same `id`, in any order. `unpin` has no answer. The server sends `goodbye` before it
+closes.
 
 Only processes of the same user can connect: the socket is in a directory of mode 0700, and the user of each peer is
 checked. An invalid message, or a peer that does not read its answers, affects only its own connection.
@@ -10,36 +14,199 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
+import stat
+import struct
+import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import msgpack  # type: ignore[import-untyped]
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.lookup_protocol import (
-    Identity,
-    Message,
-    check_peer,
-    encode,
-    pack_costs,
-    receive,
-    unpack_keys,
-)
+from lmcache_async.hashing import ALGORITHMS
+from lmcache_async.integration.vllm.load_policy import pack_costs
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from lmcache_async.types import ChunkKey
 
 logger = LimitedLogger(logging.getLogger(__name__))
+
+PROTOCOL = 4
+MAX_MESSAGE_BYTES = 16 << 20  # a million keys
+MAX_TEXT_BYTES = 4096
+_MAX_ENTRIES = 64  # of a map or a list
+_PEER = struct.Struct("iII")  # struct ucred: process, user, group
+MAX_PATH_BYTES = 100  # sockaddr_un takes 107
+
+Message: TypeAlias = dict[str, Any]
 
 _MAX_CONNECTIONS = 16  # one scheduler connects; the others are connections that it has lost
 _MAX_REQUESTS = 256  # of one connection at the same time; more wait in its socket
 _MAX_REQUEST_BYTES = 32 << 20  # the same in bytes, one more request allowed
 _RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Answer of a rank to `hello`: everything that is needed to compute the rank's keys."""
+
+    protocol: int
+    root: bytes
+    algorithm: str
+    chunk_size: int
+    block_size: int
+    hash_key_id: str = ""
+
+    @classmethod
+    def of(cls, message: Message) -> Identity:
+        """Read an answer to `hello`.
+
+        Raises:
+            ValueError: The protocol version differs, or a field is invalid.
+        """
+        if message.get("protocol") != PROTOCOL:
+            raise ValueError(f"the rank speaks protocol {message.get('protocol')!r:.40}, we speak {PROTOCOL}")
+        match message:
+            case {
+                "root": bytes(root),
+                "algorithm": str(algorithm),
+                "chunk_size": int(chunk_size),
+                "block_size": int(block_size),
+                "hash_key_id": str(hash_key_id),
+            } if (
+                len(root) == KEY_BYTES
+                and algorithm in ALGORITHMS
+                and 1 <= block_size <= chunk_size <= MAX_CHUNK_SIZE
+            ):
+                return cls(PROTOCOL, root, algorithm, chunk_size, block_size, hash_key_id)
+        raise ValueError(f"the rank's answer to hello is invalid: {message!r:.200}")
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message.
+
+    Raises:
+        ValueError: The message is longer than `MAX_MESSAGE_BYTES`.
+    """
+    body: bytes = msgpack.packb(message, unicode_errors="backslashreplace")
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return len(body).to_bytes(4, "little") + body
+
+
+async def receive(reader: asyncio.StreamReader) -> Message:
+    """Read the next message.
+
+    Raises:
+        EOFError: The peer closed the connection (as IncompleteReadError).
+        ValueError: The bytes are not a message.
+    """
+    length = int.from_bytes(await reader.readexactly(4), "little")
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return _decode(await reader.readexactly(length))
+
+
+def check_peer(writer: asyncio.StreamWriter) -> int:
+    """Return the process id of the peer.
+
+    Raises:
+        PermissionError: The peer's process belongs to another user.
+    """
+    connection = writer.get_extra_info("socket")
+    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user != os.geteuid():
+        raise PermissionError(f"the peer's process {process} belongs to user {user}, expected {os.geteuid()}")
+    return int(process)
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        message = msgpack.unpackb(
+            body,
+            strict_map_key=True,
+            max_str_len=MAX_TEXT_BYTES,
+            max_bin_len=len(body),
+            max_array_len=_MAX_ENTRIES,
+            max_map_len=_MAX_ENTRIES,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"{len(body)} bytes are not a message: {error}") from None
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a map, not a {type(message).__name__}")  # noqa: TRY004
+    return message
+
+
+def socket_path(base: Path | None, engine_id: str, rank: int) -> Path:
+    """Path of the socket of a rank's lookup server. Scheduler and worker compute the same path.
+
+    Args:
+        base: The configured directory; None for $XDG_RUNTIME_DIR or the directory for temporary files.
+
+    Raises:
+        ConfigError: The directory cannot be used, or the path is too long for a socket.
+    """
+    if base is not None:
+        _check_base(base)
+    name = f"{sha256(engine_id.encode()).hexdigest()[:16]}-{rank}.sock"
+    path = _private_directory(base or _default_base()) / name
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"vllm.socket_dir: {path} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have; "
+            f"name a shorter directory"
+        )
+    return path
+
+
+def _default_base() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime)
+    return Path(tempfile.gettempdir())
+
+
+def _check_base(base: Path) -> None:
+    try:
+        mode = base.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"vllm.socket_dir: {base} cannot be used: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"vllm.socket_dir: {base} is no directory")
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"vllm.socket_dir: {base} has mode {stat.S_IMODE(mode):04o}, so anybody may replace what is in it:"
+            " take others' permission to write (chmod o-w), set the sticky bit (chmod +t) or name another directory"
+        )
+
+
+def _private_directory(base: Path) -> Path:
+    path = base / f"lmcache-async-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"vllm.socket_dir: cannot make {path}: {error}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"vllm.socket_dir: {path} must be a directory of user {os.getuid()} with mode 0700; "
+            f"remove it or name another directory"
+        )
+    return path
+
+
+def unpack_keys(packed: bytes) -> list[ChunkKey]:
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not a whole number of keys")
+    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
 
 class Lookups(Protocol):

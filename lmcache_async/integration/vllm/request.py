@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmcache_async.integration.vllm.keys import Promise
 from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
-from lmcache_async.integration.vllm.promise import Promise
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from lmcache_async.integration.vllm.keys import RequestKeys
     from lmcache_async.integration.vllm.load_policy import Verdict
-    from lmcache_async.integration.vllm.lookup import Answered, Lookup
-    from lmcache_async.integration.vllm.lookup_protocol import Answer
+    from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
     from lmcache_async.types import Decided
 
 logger = LimitedLogger(logging.getLogger(__name__))

@@ -5,15 +5,25 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm.v1.request import RequestStatus
 
+from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
+from lmcache_async.integration.vllm.config import (
+    block_size_of,
+    engine_config,
+    layerwise_tokens,
+    roles_of,
+    steps_overlap,
+)
 from lmcache_async.integration.vllm.events import MAX_NOTICES
 from lmcache_async.integration.vllm.jobs import Job, StepMetadata, WorkerReport, load_job, pack_blocks
 from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
+from lmcache_async.integration.vllm.lookup import LookupClient
+from lmcache_async.integration.vllm.lookup_server import socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
 from lmcache_async.integration.vllm.request import (
     RequestOptions,
@@ -22,7 +32,9 @@ from lmcache_async.integration.vllm.request import (
     Roles,
     track,
 )
+from lmcache_async.integration.vllm.versions import shutdown_timeout_s
 from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.registry import Registry
 from lmcache_async.types import RequestPlan
 
 if TYPE_CHECKING:
@@ -30,11 +42,11 @@ if TYPE_CHECKING:
 
     from lmcache_async.config import EngineConfig
     from lmcache_async.integration.vllm.events import Notice
-    from lmcache_async.integration.vllm.lookup import LookupClient, PromiseCounts
-    from lmcache_async.integration.vllm.promise import Promise
+    from lmcache_async.integration.vllm.keys import Promise
+    from lmcache_async.integration.vllm.lookup import PromiseCounts
     from lmcache_async.integration.vllm.request import Admission, LoadSpan, Release, StoreSpan
     from lmcache_async.metrics.samples import Samples
-    from lmcache_async.tiers.base import Medium
+    from lmcache_async.tiers.base import Capabilities, Medium
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -334,6 +346,39 @@ class SchedulerConnector:
         self._manager: Any = None
 
     # Called through the connector's methods, whose names are in the comments.
+
+    @classmethod
+    def of_vllm(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
+        """Start the connector. Its lookup thread connects to the workers when they are ready.
+
+        Raises:
+            ConfigError: A key or value is wrong.
+        """
+        transfer = vllm_config.kv_transfer_config
+        block_size = block_size_of(kv_cache_config)
+        world_size = vllm_config.parallel_config.world_size
+        config = engine_config(vllm_config, block_size)
+        capabilities = tier_capabilities(config, Registry())
+        _warn_of_lost_writes(vllm_config, config, capabilities)
+        client = LookupClient(
+            [socket_path(config.vllm.socket_dir, transfer.engine_id, rank) for rank in range(world_size)],
+            chunk_size=config.chunk_size,
+            block_size=block_size,
+            lookup_timeout_s=config.vllm.lookup_timeout_s,
+            hash_key=config.read_hash_key(),
+            adapter_algorithm=config.hash_algorithm,
+        )
+        return cls(
+            config,
+            block_size=block_size,
+            world_size=world_size,
+            roles=roles_of(transfer, config),
+            client=client,
+            layerwise_tokens=layerwise_tokens(config, vllm_config),
+            overlapped=steps_overlap(vllm_config),
+            media=MediaIdentity.of(vllm_config),
+            tier_media={name: each.medium for name, each in capabilities.items()},
+        )
 
     def bind_cache_manager(self, manager: Any) -> None:
         """Use the block pool and the requests' block tables of vLLM's KVCacheManager."""
@@ -664,6 +709,23 @@ class SchedulerConnector:
 
     def _block_ids(self, request_id: str) -> list[int]:
         return [block.block_id for block in self._blocks(request_id)]
+
+
+def _warn_of_lost_writes(
+    vllm_config: Any, config: EngineConfig, capabilities: Mapping[str, Capabilities]
+) -> None:
+    """Name the flag that leaves the engine time to write its queue to persistent tiers."""
+    timeout_s = shutdown_timeout_s(vllm_config)
+    if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
+        return
+    if tiers := [name for name, each in capabilities.items() if each.persistent]:
+        logging.getLogger(__name__).warning(
+            "stopping vllm serve loses writes queued for %s: vLLM kills its workers after %g s, and closing takes up to"
+            " %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",
+            ", ".join(tiers),
+            timeout_s,
+            config.shutdown_timeout_s,
+        )
 
 
 def _keys_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestKeys:

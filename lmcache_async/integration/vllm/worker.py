@@ -8,17 +8,24 @@ import logging
 import threading
 import time
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.errors import EngineClosedError
+from lmcache_async.errors import ConfigError, EngineClosedError, MissingDependencyError
 from lmcache_async.hashing import hash_key_id
+from lmcache_async.integration.vllm.config import (
+    backend_reason,
+    block_size_of,
+    engine_config,
+    namespace_of,
+    replica_of,
+)
 from lmcache_async.integration.vllm.events import Notices
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity
-from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
@@ -30,7 +37,6 @@ if TYPE_CHECKING:
 
     from lmcache_async.config import EngineConfig
     from lmcache_async.device.copier import Copier, Fence
-    from lmcache_async.device.layout import KVLayout
     from lmcache_async.hashing import Namespace
     from lmcache_async.integration.vllm.jobs import Job
     from lmcache_async.tiers.layers.notice import Watcher
@@ -500,6 +506,53 @@ class WorkerConnector:
         self._loads_early = False
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
+
+    @classmethod
+    def of_vllm(
+        cls, vllm_config: Any, kv_cache_config: Any, *, open_engine: OpenEngine = CacheEngine.open
+    ) -> Self:
+        """Create this rank's connector. It is opened when the KV cache is registered.
+
+        Raises:
+            ConfigError: A key or value is wrong.
+        """
+        block_size = block_size_of(kv_cache_config)
+        config = engine_config(vllm_config, block_size)
+        rank = vllm_config.parallel_config.rank
+        events = vllm_config.kv_events_config
+        return cls(
+            config,
+            rank=rank,
+            block_size=block_size,
+            socket=socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank),
+            kv_events=events is not None and events.enable_kv_cache_events,
+            replica=replica_of(vllm_config),
+            open_engine=open_engine,
+        )
+
+    def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
+        """Open the engine over vLLM's KV cache. False if that fails: then all lookups are misses.
+
+        Raises:
+            ConfigError: The configuration is invalid, so vLLM must not start with it.
+            MissingDependencyError: A tier or stage needs a package.
+        """
+        if reason := backend_reason(vllm_config, kv_cache_config):
+            logging.getLogger(__name__).warning("LMCacheAsyncConnector is off: %s", reason)
+            return False
+        try:
+            layout = KVLayout.from_block_views(
+                kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=self._block_size
+            )
+            self.open(layout, namespace_of(vllm_config, kv_cache_config, self.config, layout.text))
+        except (ConfigError, MissingDependencyError):
+            raise
+        except Exception:
+            logging.getLogger(__name__).exception(
+                "LMCacheAsyncConnector is off: the engine could not be opened"
+            )
+            return False
+        return True
 
     def open(self, layout: KVLayout, namespace: Namespace) -> None:
         """Open the engine over the registered KV cache, and start the lookup server.

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -28,8 +27,6 @@ from vllm.v1.kv_cache_interface import (
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm import worker
-from lmcache_async.integration.vllm.build import build_worker
 from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
@@ -381,7 +378,7 @@ def test_a_vllm_without_data_parallelism_is_the_first_replica(config: Any):
     assert replica_of(config) == 0
 
 
-def test_the_worker_half_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):
+def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):
     opened: list[int] = []
 
     @contextlib.asynccontextmanager
@@ -390,13 +387,10 @@ def test_the_worker_half_opens_its_engine_as_that_replica(config: Any, setup: Se
         raise ConfigError("far enough")
         yield
 
-    monkeypatch.setattr(
-        worker, "WorkerConnector", functools.partial(WorkerConnector, open_engine=open_engine)
-    )
     monkeypatch.setattr(config.parallel_config, "data_parallel_index", 3)
-    half = build_worker(config, kv_cache_config(setup))
+    side = WorkerConnector.of_vllm(config, kv_cache_config(setup), open_engine=open_engine)
     layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
     with pytest.raises(ConfigError, match="far enough"):
-        half.open(layout, Rig().namespace)
+        side.open(layout, Rig().namespace)
 
     assert opened == [3]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.engine import engine as engine_module
-from lmcache_async.integration.vllm.promise import FIELD
+from lmcache_async.integration.vllm.keys import PROMISE_FIELD
 from lmcache_async.testing.fakes import FakeRegistry
 from tests.support.vllm_simulator import SimulatedVLLM
 from tests.unit.vllm.shelf import Shelf
@@ -85,7 +85,7 @@ def test_what_one_computes_the_other_decodes_from(pair: Pair, length: int, ranks
     consumer.run()
 
     whole = length - length % 16
-    assert (params[FIELD]["tokens"] if params else 0) == whole
+    assert (params[PROMISE_FIELD]["tokens"] if params else 0) == whole
     assert consumer.cached_tokens["d"] == (0, whole)
     assert consumer.computed_tokens == (length - whole or 1) + 3
     assert consumer.outputs["d"] == expected(tokens, 4)

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from lmcache_async.hashing import ChunkHasher, Extra
 from lmcache_async.integration.vllm.keys import PIECE_TOKENS, RequestKeys
-from lmcache_async.integration.vllm.lookup_protocol import Identity
+from lmcache_async.integration.vllm.lookup_server import Identity
 
 IDENTITY = Identity(1, b"r" * 16, "xxh3_128", 8, 2)
 ROOTS = (b"r" * 16, b"s" * 16, b"r" * 16)

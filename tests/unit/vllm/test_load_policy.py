@@ -14,8 +14,6 @@ from lmcache_async.integration.vllm.load_policy import (
     Hit,
     LoadPolicy,
     PrefillClock,
-)
-from lmcache_async.integration.vllm.lookup_protocol import (
     pack_costs,
     seconds_up_to,
     slowest,

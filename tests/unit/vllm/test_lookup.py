@@ -21,8 +21,7 @@ from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import LookupClient
-from lmcache_async.integration.vllm.lookup_protocol import PROTOCOL, Identity, socket_path
-from lmcache_async.integration.vllm.lookup_server import LookupServer
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from lmcache_async.integration.vllm.lookup import Lookup
-    from lmcache_async.integration.vllm.lookup_protocol import Answer
+    from lmcache_async.integration.vllm.lookup import Answer, Lookup
 
 CHUNK, BLOCK = 8, 2
 

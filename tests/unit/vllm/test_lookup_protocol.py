@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.lookup_protocol import MAX_MESSAGE_BYTES, encode, receive, socket_path
+from lmcache_async.integration.vllm.lookup_server import MAX_MESSAGE_BYTES, encode, receive, socket_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.config import roles_of
 from lmcache_async.integration.vllm.jobs import WorkerReport
-from lmcache_async.integration.vllm.promise import FIELD, Promise
+from lmcache_async.integration.vllm.keys import PROMISE_FIELD, Promise
 from lmcache_async.integration.vllm.request import Roles
 from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, Bench, hit, spans, tracker
 
@@ -169,7 +169,7 @@ def test_reports_of_ranks_are_added_and_a_zero_counts():
 # A promise on its way
 
 
-GOOD = PROMISE.params()[FIELD]
+GOOD = PROMISE.params()[PROMISE_FIELD]
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,21 @@ GOOD = PROMISE.params()[FIELD]
     ],
 )
 def test_what_is_no_promise_is_none(value: object):
-    assert Promise.of({FIELD: value}) is None
+    assert Promise.of({PROMISE_FIELD: value}) is None
 
 
 def test_a_promise_comes_through_a_proxy_with_what_else_there_is():
-    params = {"do_remote_prefill": True, "remote_host": None, FIELD: GOOD | {"later": "versions add to it"}}
+    params = {
+        "do_remote_prefill": True,
+        "remote_host": None,
+        PROMISE_FIELD: GOOD | {"later": "versions add to it"},
+    }
 
     assert Promise.of(params) == PROMISE
 
 
 def test_a_long_name_is_cut():
-    promise = Promise.of({FIELD: GOOD | {"request_id": "x" * 1000}})
+    promise = Promise.of({PROMISE_FIELD: GOOD | {"request_id": "x" * 1000}})
 
     assert promise == replace(PROMISE, request_id="x" * 64)
 

@@ -12,18 +12,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     SPACING_S,
+    Answer,
     Lookup,
     PendingLookup,
     PromiseWaiter,
     pause_s,
 )
-from lmcache_async.integration.vllm.lookup_protocol import Answer, Identity
-from lmcache_async.integration.vllm.promise import Promise
+from lmcache_async.integration.vllm.lookup_server import Identity
 from tests.simulation.loop import Trace, new_loop
 
 CHUNK, BLOCK = 8, 2

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
-from lmcache_async.integration.vllm.lookup import Answered, Lookup
-from lmcache_async.integration.vllm.lookup_protocol import MISS, Answer, Identity
+from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
+from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.request import (
     Phase,
     Release,

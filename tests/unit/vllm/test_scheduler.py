@@ -17,10 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.lookup import Answered, Lookup, PromiseCounts
-from lmcache_async.integration.vllm.lookup_protocol import MISS, Answer, Identity
-from lmcache_async.integration.vllm.promise import Promise
+from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
+from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
 from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 

@@ -20,7 +20,7 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.integration.vllm import worker as worker_module
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata
-from lmcache_async.integration.vllm.lookup_protocol import encode, receive, socket_path
+from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.types import RetrieveReport, StoreReport
