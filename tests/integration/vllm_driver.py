@@ -146,7 +146,7 @@ class Engine:
         self.wait_connected()
 
     def wait_connected(self) -> None:
-        """Until a request finds what there is: the scheduler's half has met the worker's, no reset is under way."""
+        """Until a request finds what there is: the scheduler is connected to the workers, and no reset is under way."""
         for _ in self.until("does not ask its worker"):
             if self.call("asks"):
                 return
@@ -243,7 +243,7 @@ class Engines:
 
         Args:
             transfer: Its `kv_transfer_config`.
-            unsupported: The connector is expected to turn itself off, so its halves never meet.
+            unsupported: The connector is expected to turn itself off, so the scheduler never connects to a worker.
             processes: Scheduler and worker are processes of their own, as vLLM has it by default; without,
                 all is in one, each step is the test's, and it starts in seconds.
         """

@@ -156,47 +156,47 @@ class Times:
 class Driver:
     """The calls of vLLM's scheduler to the connector."""
 
-    def __init__(self, load: Workload, half: Any) -> None:
+    def __init__(self, load: Workload, side: Any) -> None:
         from vllm.v1.core.block_pool import BlockPool
 
         self.load = load
-        self.half = half
+        self.side = side
         self.times = Times()
         self.pool = BlockPool(
             8 * load.tokens // load.block_size, enable_caching=True, hash_block_size=load.block_size
         )
         self.tables: dict[str, list[Any]] = {}
         manager = SimpleNamespace(block_pool=self.pool, get_blocks=self._table)
-        half.bind_cache_manager(manager)
+        side.bind_cache_manager(manager)
 
     def run(self, index: int) -> None:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        half, times = self.half, self.times
+        side, times = self.side, self.times
         times.number = index
         tokens = prompt(index, self.load.tokens)
         request = Request(f"r{index}", tokens, SamplingParams(max_tokens=1), None)
-        times.call("on_new_request", half.on_new_request, request)
+        times.call("on_new_request", side.on_new_request, request)
         external = self._match(request)
         blocks = self.pool.get_new_blocks(self.load.tokens // self.load.block_size)
         self.tables[request.request_id] = blocks
         table = self._table(request.request_id)
-        times.call("update_state_after_alloc", half.allocated, request, table, external)
+        times.call("update_state_after_alloc", side.allocated, request, table, external)
         times.note("until admitted")
         times.note("until admitted, hit" if external else "until admitted, miss")
         if external:
             self._load(request, external)
         else:
             self._prefill(request)
-        times.call("request_finished", half.finished, request)
+        times.call("request_finished", side.finished, request)
         self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
         times.end("hit" if external else "miss, with its stores")
 
     def _match(self, request: Any) -> int:
         """Poll as in vLLM's idle loop: once per step of a millisecond."""
         while True:
-            external, _ = self.times.call("get_num_new_matched_tokens", self.half.match, request, 0)
+            external, _ = self.times.call("get_num_new_matched_tokens", self.side.match, request, 0)
             if external is not None:
                 return int(external)
             time.sleep(0.001)
@@ -208,7 +208,7 @@ class Driver:
         self._report(finished={request.request_id})
         request.num_computed_tokens = external - 1
         self.times.call(
-            "update_state_after_alloc", self.half.allocated, request, self._table(request.request_id), 0
+            "update_state_after_alloc", self.side.allocated, request, self._table(request.request_id), 0
         )
         self._step(request, 1)
 
@@ -222,7 +222,7 @@ class Driver:
     def _step(self, request: Any, count: int) -> Any:
         name = request.request_id
         output = SimpleNamespace(num_scheduled_tokens={name: count} if count else {})
-        metadata = self.times.call("build_connector_meta", self.half.plan_step, output)
+        metadata = self.times.call("build_connector_meta", self.side.plan_step, output)
         request.num_computed_tokens += count
         return metadata
 
@@ -234,7 +234,7 @@ class Driver:
             finished_recving=finished,
             kv_connector_worker_meta=WorkerReport(copied) if copied else None,
         )
-        self.times.call("update_connector_output", self.half.update, output)
+        self.times.call("update_connector_output", self.side.update, output)
 
     def _table(self, request_id: str) -> Any:
         return SimpleNamespace(blocks=(self.tables[request_id],))
@@ -242,6 +242,7 @@ class Driver:
 
 @contextlib.contextmanager
 def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
+    from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.lookup import LookupClient
     from lmcache_async.integration.vllm.request import Roles
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
@@ -250,13 +251,14 @@ def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
         env={}, extra={"chunk_size": CHUNK, "vllm": {"lookup_timeout_s": 10, "max_pinned_fraction": 1}}
     )
     client = LookupClient([path], chunk_size=CHUNK, block_size=load.block_size, lookup_timeout_s=10.0)
-    half = SchedulerConnector(config, block_size=load.block_size, world_size=1, roles=Roles(), client=client)
+    groups = (KVGroup(0, load.block_size),)
+    side = SchedulerConnector(config, groups=groups, world_size=1, roles=Roles(), client=client)
     try:
         while not client.ready:
             time.sleep(0.01)
-        yield half
+        yield side
     finally:
-        half.close()
+        side.close()
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
@@ -277,8 +279,8 @@ def measure(load: Workload, frame: Frame) -> tuple[Times, list[float]]:
         try:
             if not ready.wait(_START_S):
                 raise RuntimeError(f"the lookup server did not start within {_START_S:.0f} s")
-            with scheduler_of(load, path) as half:
-                driver = Driver(load, half)
+            with scheduler_of(load, path) as side:
+                driver = Driver(load, side)
                 floors = [_one_request(driver, frame, index) for index in range(load.requests)]
                 return driver.times, floors
         finally:

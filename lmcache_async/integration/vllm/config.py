@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import platform
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +26,7 @@ from lmcache_async.integration.vllm.keys import local_path
 from lmcache_async.integration.vllm.request import Roles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,30 @@ def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
     return config
 
 
-def block_size_of(kv_cache_config: Any) -> int:
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of the model that share a block table in vLLM.
+
+    Attributes:
+        index: Position in vLLM's list of groups, and of the group's table among those of a request.
+        block_size: Tokens per block.
+    """
+
+    index: int
+    block_size: int
+
+
+def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
+    """The KV groups of the model; `unsupported_reason` accepts one."""
+    return tuple(
+        KVGroup(index, int(group.kv_cache_spec.block_size))
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
+def block_size_of(groups: Sequence[KVGroup]) -> int:
+    """Tokens that fill whole blocks of every group."""
+    return math.lcm(*(group.block_size for group in groups))
 
 
 def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
@@ -138,7 +162,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         hash_key=config.read_hash_key(),
         extra=(
             ("attention", _attention(vllm_config, kv_cache_config)),
-            ("block_size", str(block_size_of(kv_cache_config))),
+            ("block_size", str(block_size_of(groups_of(kv_cache_config)))),
             ("kv_cache_dtype", str(cache.cache_dtype)),
             ("kv_cache_layout", str(kv_cache_config.kv_cache_layout)),
             ("model_config", _digest(model.hf_config.to_dict())),
@@ -160,8 +184,7 @@ def replica_of(vllm_config: Any) -> int:
 
 def _replicated(kv_cache_config: Any) -> bool:
     """Whether all tensor-parallel ranks have the same KV, as with MLA, whose latents are not split by head."""
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
-    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
+    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs_of(kv_cache_config))
 
 
 def _model_name(model: Any) -> str:
@@ -213,13 +236,12 @@ def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
 
 def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
     """The attention backend, and on a CPU the page format, which depends on the instruction set."""
-    group = kv_cache_config.kv_cache_groups[0]
     backend = "+".join(sorted(backends_of(vllm_config, kv_cache_config)))
     if "CPU" not in backend:
         return backend
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    spec = next(iter(specs_of(group.kv_cache_spec)))
+    spec = next(specs_of(kv_cache_config))
     isa = _get_attn_isa(
         vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
     )
@@ -258,7 +280,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if not model.is_prefix_caching_supported:
         pooling = " with this pooling type" if model.pooler_config is not None else ""
         return f"vLLM does not support prefix caching for this model{pooling}"
-    if reason := _groups_reason(kv_cache_config.kv_cache_groups):
+    if reason := _groups_reason(kv_cache_config):
         return reason
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is on; it is not supported"
@@ -267,9 +289,10 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return _prefix_reason(vllm_config, kv_cache_config)
 
 
-def _groups_reason(groups: Sequence[Any]) -> str | None:
+def _groups_reason(kv_cache_config: Any) -> str | None:
     """Why KV cache groups of these kinds are not supported."""
-    kinds = {type(spec).__name__ for group in groups for spec in specs_of(group.kv_cache_spec)}
+    groups = kv_cache_config.kv_cache_groups
+    kinds = {type(spec).__name__ for spec in specs_of(kv_cache_config)}
     if len(groups) != 1:
         reason = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))}); one is supported"
         if kinds & _SUPPORTED and kinds <= _SUPPORTED | _LOCAL:
@@ -295,10 +318,7 @@ def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     instead.
     """
     model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
-    if any(
-        getattr(spec, "non_causal", False)
-        for spec in specs_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
-    ):
+    if any(getattr(spec, "non_causal", False) for spec in specs_of(kv_cache_config)):
         return "the model's attention is not causal; vLLM does not support prefix caching for it"
     if vllm_config.device_config.device_type != "cuda" and not (
         cache.enable_prefix_caching or scheduler.enable_chunked_prefill
@@ -318,14 +338,15 @@ def backend_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
-def specs_of(spec: Any) -> Iterable[Any]:
-    """The spec, or the spec of each layer if layers differ in size."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    return inner.values() if isinstance(inner, dict) else (spec,)
+def specs_of(kv_cache_config: Any) -> Iterator[Any]:
+    """The spec of each group, or of each of its layers if they differ in size."""
+    for group in kv_cache_config.kv_cache_groups:
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        yield from inner.values() if isinstance(inner, dict) else (group.kv_cache_spec,)
 
 
 def backends_of(vllm_config: Any, kv_cache_config: Any) -> set[str]:
     """Names of the attention backends; empty in a process without the model."""
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
-    group = kv_cache_config.kv_cache_groups[0]
-    return {layers[name].get_attn_backend().get_name() for name in group.layer_names if name in layers}
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    return {layers[name].get_attn_backend().get_name() for name in names if name in layers}

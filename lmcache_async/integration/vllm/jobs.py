@@ -17,6 +17,7 @@ from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPla
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.events import Notice
     from lmcache_async.integration.vllm.keys import RequestKeys
     from lmcache_async.integration.vllm.request import LoadSpan
@@ -31,36 +32,26 @@ def pack_blocks(block_ids: Sequence[int]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Consecutive chunks of one request to be loaded or stored; the last one may be partial.
+class JobPart:
+    """What a job reads or writes of one KV group: consecutive chunks, of which the last may be partial.
 
     Attributes:
-        job_id: Unique in the scheduler's process.
-        epoch: Number of cache resets before the job was created.
-        start: Position of the first token; a multiple of the chunk size.
+        group: Index of the KV group.
+        start: Position of the first token; a multiple of the chunk size, or of the block size if none is loaded.
         tokens: Token ids, int32 in native byte order.
-        keys: Per rank, the keys of the chunks, 16 bytes each.
-        texts: Extra text of the chunks that have one, by index in the job.
+        keys: Per rank, the keys of the chunks, 16 bytes each; empty if none is loaded and all blocks fail.
+        texts: Extra text of the chunks that have one, by index in the part.
         block_ids: Block ids, int64; SKIP for a block that is not touched.
-        layerwise: A load that the forward of the same step awaits, layer by layer.
-        hand_over: A store that is promised to another vLLM; the tiers' answers are reported.
         parents: Per rank, the key of the chunk before the first one; empty if that is the first of the prompt.
-        event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
     """
 
-    job_id: int
-    request_id: str
-    request_namespace: str
-    epoch: int
+    group: int
     start: int
     tokens: bytes
     keys: tuple[bytes, ...]
     texts: tuple[tuple[int, str], ...]
     block_ids: bytes
-    layerwise: bool = False
-    hand_over: bool = False
     parents: tuple[bytes, ...] = ()
-    event_lora_name: str | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -71,13 +62,6 @@ class Job:
 
     def touched_blocks(self) -> list[int]:
         return [block for block in self.rows().tolist() if block != SKIP]
-
-    def first_token_in(self, blocks: set[int], block_size: int) -> int | None:
-        """Position of the first token whose block is in `blocks`; None if there is none."""
-        for index, block in enumerate(self.rows().tolist()):
-            if block in blocks:
-                return self.start + index * block_size
-        return None
 
     def chunks(self, rank: int, chunk_size: int, block_size: int) -> Iterator[tuple[Chunk, BlockIds]]:
         """Each chunk of this rank with its block ids."""
@@ -90,52 +74,106 @@ class Job:
             yield chunk, rows[at // block_size : (at + len(ids)) // block_size]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Chunks of one request to be loaded or stored, in every KV group.
+
+    Attributes:
+        job_id: Unique in the scheduler's process.
+        epoch: Number of cache resets before the job was created.
+        parts: One for each KV group.
+        layerwise: A load that the forward of the same step awaits, layer by layer.
+        hand_over: A store that is promised to another vLLM; the tiers' answers are reported.
+        event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
+    """
+
+    job_id: int
+    request_id: str
+    request_namespace: str
+    epoch: int
+    parts: tuple[JobPart, ...]
+    layerwise: bool = False
+    hand_over: bool = False
+    event_lora_name: str | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(part.num_chunks for part in self.parts)
+
+    def touched_blocks(self) -> list[int]:
+        return [block for part in self.parts for block in part.touched_blocks()]
+
+    def first_token_in(self, blocks: set[int], groups: Sequence[KVGroup]) -> int | None:
+        """Position of the first token with a block in `blocks` in any group; None if there is none."""
+        positions = [
+            part.start + index * groups[part.group].block_size
+            for part in self.parts
+            for index, block in enumerate(part.rows().tolist())
+            if block in blocks
+        ]
+        return min(positions, default=None)
+
+
 def load_job(
     job_id: int,
     epoch: int,
     keys: RequestKeys,
     span: LoadSpan,
-    block_ids: Sequence[int],
+    block_ids: Sequence[Sequence[int]],
+    groups: Sequence[KVGroup],
     *,
     chunk_size: int,
-    block_size: int,
 ) -> Job:
     """The chunks that overlap the span. Blocks outside the span are skipped, because vLLM has them already.
 
     Args:
-        block_ids: Block table of the request, from its first token on.
+        block_ids: Block table of the request for each group, from its first token on.
     """
-    answer, size = span.answer, chunk_size
-    if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
-        failed = pack_blocks(block_ids[span.local // block_size :])
-        return Job(job_id, keys.request_id, "", epoch, 0, b"", (), (), failed, span.layerwise)
-    first = span.local // size
-    stop = min(answer.chunks, -(-span.hit // size))
-    packed, texts = keys.packed_keys(first, stop), keys.texts_of(first, stop)
-    end = stop * size
-    if span.hit > end and answer.partial_tokens:
-        packed = tuple(full + partial for full, partial in zip(packed, answer.partial_keys, strict=True))
-        if answer.partial_text:
-            texts[stop - first] = answer.partial_text
-        end += answer.partial_tokens
-    start = first * size
-    first_block, last_block = span.local // block_size, span.hit // block_size
-    rows = [SKIP] * (first_block - start // block_size)
-    rows += block_ids[first_block:last_block]
-    rows += [SKIP] * (end // block_size - last_block)
+    parts = tuple(
+        _load_part(keys, span, ids, group, chunk_size) for ids, group in zip(block_ids, groups, strict=True)
+    )
     return Job(
         job_id=job_id,
         request_id=keys.request_id,
         request_namespace=keys.request_namespace,
         epoch=epoch,
+        parts=parts,
+        layerwise=span.layerwise,
+        event_lora_name=keys.event_lora_name,
+    )
+
+
+def _load_part(
+    keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], group: KVGroup, chunk_size: int
+) -> JobPart:
+    answer, block_size = span.answer, group.block_size
+    if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
+        first_block = span.local // block_size
+        return JobPart(
+            group.index, first_block * block_size, b"", (), (), pack_blocks(block_ids[first_block:])
+        )
+    first = span.local // chunk_size
+    stop = min(answer.chunks, -(-span.hit // chunk_size))
+    packed, texts = keys.packed_keys(first, stop), keys.texts_of(first, stop)
+    end = stop * chunk_size
+    if span.hit > end and answer.partial_tokens:
+        packed = tuple(full + partial for full, partial in zip(packed, answer.partial_keys, strict=True))
+        if answer.partial_text:
+            texts[stop - first] = answer.partial_text
+        end += answer.partial_tokens
+    start = first * chunk_size
+    first_block, last_block = span.local // block_size, span.hit // block_size
+    rows = [SKIP] * (first_block - start // block_size)
+    rows += block_ids[first_block:last_block]
+    rows += [SKIP] * (end // block_size - last_block)
+    return JobPart(
+        group=group.index,
         start=start,
         tokens=keys.packed_tokens(start, end),
         keys=packed,
         texts=tuple(texts.items()),
         block_ids=pack_blocks(rows),
-        layerwise=span.layerwise,
         parents=keys.packed_keys(first - 1, first) if first else (),
-        event_lora_name=keys.event_lora_name,
     )
 
 

@@ -8,6 +8,7 @@ what the method returns: a lookup to release, a load to start, chunks to store.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,12 +106,13 @@ class RequestPolicy:
     """Settings that all requests of an engine share.
 
     Attributes:
+        block_sizes: Tokens per block of each KV group.
         layerwise_tokens: Longest hit that is loaded layer by layer in the step that uses it; 0 for none.
         decide: Decides how much of a hit is loaded; called as `decide(request_id, hit, promised=...)`.
     """
 
     chunk_size: int
-    block_size: int
+    block_sizes: tuple[int, ...]
     partial_chunks: bool
     generated_tokens: bool
     lookup_timeout_s: float
@@ -118,6 +120,15 @@ class RequestPolicy:
     wait_for_producer_s: float
     layerwise_tokens: int
     decide: Callable[..., Verdict]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that fill whole blocks of every group."""
+        return math.lcm(*self.block_sizes)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Number of blocks of all groups with these tokens."""
+        return sum(num_tokens // block_size for block_size in self.block_sizes)
 
     def tail_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens of a prompt's partial chunk: the whole blocks after its last full chunk."""
@@ -667,7 +678,7 @@ class RequestTracker:
 
     def _spans(self, full: int, tail: bool, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
         cursor, size = self._cursor, self._policy.chunk_size
-        blocks_per_chunk = size // self._policy.block_size
+        blocks_per_chunk = self._policy.blocks_of(size)
         hashed = self.keys.num_hashed // size
         spans: list[StoreSpan] = []
         while cursor.next_chunk < full:
@@ -684,7 +695,7 @@ class RequestTracker:
             room -= (stop - first) * blocks_per_chunk
             cursor.next_chunk = stop
         last = self.keys.num_prompt_tokens // size
-        if tail and cursor.next_chunk >= last and room >= self._tail_tokens // self._policy.block_size:
+        if tail and cursor.next_chunk >= last and room >= self._policy.blocks_of(self._tail_tokens):
             hashed_tail = self.keys.tail is not None
             spans.append(StoreSpan(last, last + 1, True, self._tail_tokens, hashed=hashed_tail))
             cursor.tail_pending = False

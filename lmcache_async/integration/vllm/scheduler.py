@@ -14,12 +14,20 @@ from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
     block_size_of,
     engine_config,
+    groups_of,
     layerwise_tokens,
     roles_of,
     steps_overlap,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES
-from lmcache_async.integration.vllm.jobs import Job, StepMetadata, WorkerReport, load_job, pack_blocks
+from lmcache_async.integration.vllm.jobs import (
+    Job,
+    JobPart,
+    StepMetadata,
+    WorkerReport,
+    load_job,
+    pack_blocks,
+)
 from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import LookupClient
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lmcache_async.config import EngineConfig
+    from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.events import Notice
     from lmcache_async.integration.vllm.keys import Promise
     from lmcache_async.integration.vllm.lookup import PromiseCounts
@@ -129,13 +138,17 @@ class BlockPins:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStore:
-    """A store whose blocks are pinned. It is sent to the workers when its chunks have keys."""
+    """A store whose blocks are pinned. It is sent to the workers when its chunks have keys.
+
+    Attributes:
+        block_ids: For each group, the ids of its blocks.
+    """
 
     job_id: int
     keys: RequestKeys
     span: StoreSpan
     epoch: int
-    block_ids: bytes
+    block_ids: tuple[bytes, ...]
     deadline: float
     hand_over: bool
 
@@ -150,13 +163,19 @@ class StoreQueue:
     """
 
     def __init__(
-        self, pins: BlockPins, metrics: SchedulerMetrics, *, world_size: int, chunk_size: int, block_size: int
+        self,
+        pins: BlockPins,
+        metrics: SchedulerMetrics,
+        groups: Sequence[KVGroup],
+        *,
+        world_size: int,
+        chunk_size: int,
     ) -> None:
         self._pins = pins
         self._metrics = metrics
         self._world_size = world_size
         self._chunk_size = chunk_size
-        self._block_size = block_size
+        self._groups = groups
         self._planned: list[_PlannedStore] = []
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
         self._copied: dict[int, int] = {}
@@ -167,7 +186,7 @@ class StoreQueue:
         job_id: int,
         tracker: RequestTracker,
         span: StoreSpan,
-        blocks: Sequence[Any],
+        blocks: Sequence[Sequence[Any]],
         *,
         epoch: int,
         now: float,
@@ -175,20 +194,22 @@ class StoreQueue:
         """Pin the blocks of a store.
 
         Args:
-            blocks: All blocks of the request, as vLLM has them.
+            blocks: All blocks of the request for each group, as vLLM has them.
 
         Raises:
             RuntimeError: The request does not have these blocks.
         """
-        start = span.first * self._chunk_size // self._block_size
-        count = span.num_tokens // self._block_size
-        pinned = blocks[start : start + count]
-        if len(pinned) != count:
-            raise RuntimeError(
-                f"request {tracker.request_id} does not have blocks {start} to {start + count}"
-            )
-        self._pins.pin(job_id, pinned)
-        ids = pack_blocks([block.block_id for block in pinned])
+        pinned = []
+        for group, table in zip(self._groups, blocks, strict=True):
+            start = span.first * self._chunk_size // group.block_size
+            stop = start + span.num_tokens // group.block_size
+            pinned.append(table[start:stop])
+            if len(pinned[-1]) != stop - start:
+                raise RuntimeError(
+                    f"request {tracker.request_id} does not have blocks {start} to {stop} of group {group.index}"
+                )
+        self._pins.pin(job_id, [block for some in pinned for block in some])
+        ids = tuple(pack_blocks(_ids(some)) for some in pinned)
         store = _PlannedStore(
             job_id, tracker.keys, span, epoch, ids, now + HASH_WAIT_S, hand_over=tracker.hands_over
         )
@@ -244,18 +265,19 @@ class StoreQueue:
             packed = keys.packed_keys(span.first, span.stop)
             texts = keys.texts_of(span.first, span.stop)
         has_parent = bool(start) and not span.is_tail
+        tokens = keys.packed_tokens(start, stop)
+        parents = keys.packed_keys(span.first - 1, span.first) if has_parent else ()
+        parts = tuple(
+            JobPart(group.index, start, tokens, packed, tuple(texts.items()), block_ids, parents)
+            for group, block_ids in zip(self._groups, store.block_ids, strict=True)
+        )
         return Job(
             job_id=store.job_id,
             request_id=keys.request_id,
             request_namespace=keys.request_namespace,
             epoch=store.epoch,
-            start=start,
-            tokens=keys.packed_tokens(start, stop),
-            keys=packed,
-            texts=tuple(texts.items()),
-            block_ids=store.block_ids,
+            parts=parts,
             hand_over=store.hand_over,
-            parents=keys.packed_keys(span.first - 1, span.first) if has_parent else (),
             event_lora_name=None if span.is_tail else keys.event_lora_name,
         )
 
@@ -273,7 +295,7 @@ class SchedulerConnector:
     """The connector in vLLM's EngineCore process.
 
     Args:
-        block_size: Tokens per block of vLLM's cache.
+        groups: KV groups of the model.
         world_size: Number of ranks.
         roles: What this vLLM does.
         client: Looks requests up.
@@ -292,7 +314,7 @@ class SchedulerConnector:
         self,
         config: EngineConfig,
         *,
-        block_size: int,
+        groups: Sequence[KVGroup],
         world_size: int,
         roles: Roles,
         client: LookupClient,
@@ -302,7 +324,7 @@ class SchedulerConnector:
         tier_media: Mapping[str, Medium] | None = None,
     ) -> None:
         self._config = config
-        self._block_size = block_size
+        self._groups = tuple(groups)
         self.roles = roles
         self._media = media or MediaIdentity()
         self._client = client
@@ -313,7 +335,7 @@ class SchedulerConnector:
         )
         self._policy = RequestPolicy(
             chunk_size=config.chunk_size,
-            block_size=block_size,
+            block_sizes=tuple(group.block_size for group in groups),
             partial_chunks=config.store.partial_chunks,
             generated_tokens=config.store.generated_tokens,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
@@ -332,9 +354,9 @@ class SchedulerConnector:
         self._stores = StoreQueue(
             self._pins,
             self.metrics,
+            self._groups,
             world_size=world_size,
             chunk_size=config.chunk_size,
-            block_size=block_size,
         )
         self._next_job = 0
         self._repeats_left = MAX_REPEATS
@@ -355,7 +377,8 @@ class SchedulerConnector:
             ConfigError: A key or value is wrong.
         """
         transfer = vllm_config.kv_transfer_config
-        block_size = block_size_of(kv_cache_config)
+        groups = groups_of(kv_cache_config)
+        block_size = block_size_of(groups)
         world_size = vllm_config.parallel_config.world_size
         config = engine_config(vllm_config, block_size)
         capabilities = tier_capabilities(config, Registry())
@@ -370,7 +393,7 @@ class SchedulerConnector:
         )
         return cls(
             config,
-            block_size=block_size,
+            groups=groups,
             world_size=world_size,
             roles=roles_of(transfer, config),
             client=client,
@@ -640,9 +663,9 @@ class SchedulerConnector:
             self._client.epoch,
             tracker.keys,
             span,
-            [block.block_id for block in blocks.blocks[0]],
+            [_ids(blocks.blocks[group.index]) for group in self._groups],
+            self._groups,
             chunk_size=self._policy.chunk_size,
-            block_size=self._block_size,
         )
         self._new_loads.append(job)
         load = self._loads[tracker.request_id] = _Load(tracker, job, span.local)
@@ -659,15 +682,17 @@ class SchedulerConnector:
 
     def _loads_failed(self, bad_blocks: set[int]) -> None:
         for request_id, load in self._loads.items():
-            first_token = load.job.first_token_in(bad_blocks, self._block_size)
+            first_token = load.job.first_token_in(bad_blocks, self._groups)
             if first_token is None:
                 continue
             if load.tracker.load_tokens_failed(first_token):
                 self.metrics.load_failed()
             if load.job.layerwise:
                 # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
-                own = self._block_ids(request_id)[first_token // self._block_size :]
-                self._manager.evict_blocks({*own, *(bad_blocks & set(load.job.touched_blocks()))})
+                bad = bad_blocks & set(load.job.touched_blocks())
+                for group, blocks in zip(self._groups, self._blocks(request_id), strict=True):
+                    bad.update(_ids(blocks[first_token // group.block_size :]))
+                self._manager.evict_blocks(bad)
             logger.report(
                 "load",
                 "a load of request %s failed; its tokens from %d on are computed",
@@ -700,15 +725,12 @@ class SchedulerConnector:
             self._stores.add(self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now)
             tracker.store_started(self._next_job, span)
 
-    def _blocks(self, request_id: str) -> Sequence[Any]:
-        """All blocks of the request, as vLLM has them."""
+    def _blocks(self, request_id: str) -> list[Sequence[Any]]:
+        """All blocks of the request for each group, as vLLM has them."""
         if self._manager is None:
             raise RuntimeError(f"the cache manager with the blocks of request {request_id} was never bound")
-        blocks: Sequence[Any] = self._manager.get_blocks(request_id).blocks[0]
-        return blocks
-
-    def _block_ids(self, request_id: str) -> list[int]:
-        return [block.block_id for block in self._blocks(request_id)]
+        tables = self._manager.get_blocks(request_id).blocks
+        return [tables[group.index] for group in self._groups]
 
 
 def _warn_of_lost_writes(
@@ -726,6 +748,10 @@ def _warn_of_lost_writes(
             timeout_s,
             config.shutdown_timeout_s,
         )
+
+
+def _ids(blocks: Sequence[Any]) -> list[int]:
+    return [block.block_id for block in blocks]
 
 
 def _keys_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestKeys:

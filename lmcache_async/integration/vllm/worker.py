@@ -20,6 +20,7 @@ from lmcache_async.integration.vllm.config import (
     backend_reason,
     block_size_of,
     engine_config,
+    groups_of,
     namespace_of,
     replica_of,
 )
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from lmcache_async.config import EngineConfig
     from lmcache_async.device.copier import Copier, Fence
     from lmcache_async.hashing import Namespace
-    from lmcache_async.integration.vllm.jobs import Job
+    from lmcache_async.integration.vllm.config import KVGroup
+    from lmcache_async.integration.vllm.jobs import Job, JobPart
     from lmcache_async.tiers.layers.notice import Watcher
     from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
 
@@ -87,14 +89,15 @@ class Transfers:
         *,
         rank: int,
         chunk_size: int,
-        block_size: int,
+        groups: Sequence[KVGroup],
         notices: Notices | None = None,
     ) -> None:
         self._engine = engine
         self._loop = loop
         self._rank = rank
         self._notices = notices
-        self._sizes = (chunk_size, block_size)
+        self._chunk_size = chunk_size
+        self._groups = groups
         self._epoch = 0
         self._lock = threading.Lock()
         self._finished: set[str] = set()
@@ -210,68 +213,82 @@ class Transfers:
                 group.create_task(self._store(job, fence))
 
     async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
-        failed = job.touched_blocks()  # until the engine reports otherwise
+        missing = job.touched_blocks()  # until the engine reports otherwise
         try:
-            if not job.keys:
-                return
-            parts = self._parts(job)
-            report = await self._engine.retrieve_chunks(
-                RetrieveRequest(
-                    request_id=job.request_id,
-                    chunks=tuple(chunk for chunk, _ in parts),
-                    rows=tuple(rows for _, rows in parts),
-                    request_namespace=job.request_namespace,
-                    fence=fence,
-                    progress=progress,
-                )
-            )
-            missing = parts[report.hit_chunks :]
-            failed = [block for _, rows in missing for block in rows.tolist() if block != SKIP]
+            loaded = [await self._load_part(job, part, fence, progress) for part in job.parts]
+            missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
                 logging.ERROR, repr(error), "load of %s failed: %r", job.request_id, error, exc_info=True
             )
         finally:
-            self._load_ended(job, failed)
+            self._load_ended(job, missing)
             if progress is not None:
                 progress.end()
 
+    async def _load_part(
+        self, job: Job, part: JobPart, fence: Fence | None, progress: LoadProgress | None
+    ) -> list[int]:
+        """Load a part and return its blocks that were not loaded."""
+        if not part.keys:
+            return part.touched_blocks()
+        chunks, rows = self._chunks(job, part)
+        report = await self._engine.retrieve_chunks(
+            RetrieveRequest(
+                request_id=job.request_id,
+                chunks=chunks,
+                rows=rows,
+                request_namespace=job.request_namespace,
+                fence=fence,
+                progress=progress,
+            )
+        )
+        return [block for ids in rows[report.hit_chunks :] for block in ids.tolist() if block != SKIP]
+
     async def _store(self, job: Job, fence: Fence | None) -> None:
-        copied = _Once(lambda: self._copy_ended(job))
+        copied = _Countdown(len(job.parts), lambda: self._copy_ended(job))
         unshared: int | None = job.num_chunks
         try:
             if job.epoch < self._epoch:
                 return
-            parts = self._parts(job)
-            report = await self._engine.store_chunks(
-                StoreRequest(
-                    request_id=job.request_id,
-                    chunks=tuple(chunk for chunk, _ in parts),
-                    rows=tuple(rows for _, rows in parts),
-                    request_namespace=job.request_namespace,
-                    fence=fence,
-                    on_copied=copied,
-                )
-            )
-            unshared = len(parts) - report.present - report.shared
-            if not unshared and not report.shared:
+            reports = [await self._store_part(job, part, fence, copied.one) for part in job.parts]
+            present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
+            unshared = job.num_chunks - present - shared
+            if not unshared and not shared:
                 unshared = None  # stored before: that says nothing about the tiers now
         except Exception as error:  # the store is dropped
             logger.log(
                 logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True
             )
         finally:
-            copied()
+            copied.end()
             if job.hand_over and unshared is not None:
                 with self._lock:
                     self._unshared[job.job_id] = unshared
 
-    def _parts(self, job: Job) -> list[tuple[Chunk, BlockIds]]:
-        parts = list(job.chunks(self._rank, *self._sizes))
+    async def _store_part(
+        self, job: Job, part: JobPart, fence: Fence | None, copied: Callable[[], None]
+    ) -> StoreReport:
+        chunks, rows = self._chunks(job, part)
+        return await self._engine.store_chunks(
+            StoreRequest(
+                request_id=job.request_id,
+                chunks=chunks,
+                rows=rows,
+                request_namespace=job.request_namespace,
+                fence=fence,
+                on_copied=copied,
+            )
+        )
+
+    def _chunks(self, job: Job, part: JobPart) -> tuple[tuple[Chunk, ...], tuple[BlockIds, ...]]:
+        """The chunks of a part with their block ids. They are announced to the KV events."""
+        block_size = self._groups[part.group].block_size
+        pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
+        chunks = tuple(chunk for chunk, _ in pairs)
         if self._notices is not None:
-            parent = job.parents[self._rank] if job.parents else b""
-            self._notices.know([chunk for chunk, _ in parts], parent, job.event_lora_name)
-        return parts
+            self._notices.know(chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name)
+        return chunks, tuple(rows for _, rows in pairs)
 
     def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
         with self._lock:
@@ -305,13 +322,19 @@ class Transfers:
                 self._copied[job.job_id] = 1
 
 
-class _Once:
-    """A callable that calls a function once."""
+class _Countdown:
+    """Calls a function once: when `one` was called `count` times, or at `end`."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, count: int, function: Callable[[], None]) -> None:
+        self._left = count
         self._function: Callable[[], None] | None = function
 
-    def __call__(self) -> None:
+    def one(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self.end()
+
+    def end(self) -> None:
         function, self._function = self._function, None
         if function is not None:
             function()
@@ -472,6 +495,7 @@ class WorkerConnector:
 
     Args:
         rank: Rank of this worker in the engine; selects its keys in a job.
+        groups: KV groups of the model.
         socket: Path of the lookup server's socket.
         open_engine: Opens the engine.
         kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
@@ -483,7 +507,7 @@ class WorkerConnector:
         config: EngineConfig,
         *,
         rank: int,
-        block_size: int,
+        groups: Sequence[KVGroup],
         socket: Path,
         open_engine: OpenEngine = CacheEngine.open,
         kv_events: bool = False,
@@ -492,7 +516,7 @@ class WorkerConnector:
         self.config = config
         self._replica = replica
         self.rank = rank
-        self._block_size = block_size
+        self._groups = tuple(groups)
         self.socket = socket
         self._open_engine = open_engine
         self._loop: LoopThread | None = None
@@ -516,14 +540,14 @@ class WorkerConnector:
         Raises:
             ConfigError: A key or value is wrong.
         """
-        block_size = block_size_of(kv_cache_config)
-        config = engine_config(vllm_config, block_size)
+        groups = groups_of(kv_cache_config)
+        config = engine_config(vllm_config, block_size_of(groups))
         rank = vllm_config.parallel_config.rank
         events = vllm_config.kv_events_config
         return cls(
             config,
             rank=rank,
-            block_size=block_size,
+            groups=groups,
             socket=socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank),
             kv_events=events is not None and events.enable_kv_cache_events,
             replica=replica_of(vllm_config),
@@ -542,7 +566,7 @@ class WorkerConnector:
             return False
         try:
             layout = KVLayout.from_block_views(
-                kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=self._block_size
+                kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=block_size_of(self._groups)
             )
             self.open(layout, namespace_of(vllm_config, kv_cache_config, self.config, layout.text))
         except (ConfigError, MissingDependencyError):
@@ -587,7 +611,7 @@ class WorkerConnector:
             loop,
             rank=self.rank,
             chunk_size=self.config.chunk_size,
-            block_size=self._block_size,
+            groups=self._groups,
             notices=self._notices,
         )
         self._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
@@ -701,6 +725,6 @@ class WorkerConnector:
             root=namespace.root(),
             algorithm=self.config.hash_algorithm,
             chunk_size=self.config.chunk_size,
-            block_size=self._block_size,
+            block_size=block_size_of(self._groups),
             hash_key_id=hash_key_id(namespace.hash_key),
         )

@@ -47,7 +47,7 @@ def made(setup: Setup, role: KVConnectorRole = KVConnectorRole.SCHEDULER, **kv: 
 
 
 class Broken:
-    """A half in which everything fails."""
+    """A side of the connector in which every call fails."""
 
     def __getattr__(self, name: str) -> Any:
         def fail(*args: Any) -> Any:

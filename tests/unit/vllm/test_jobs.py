@@ -6,15 +6,13 @@ from array import array
 import numpy as np
 import pytest
 
-from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.config import KVGroup
+from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 
 
-def job(num_tokens: int = 10, *, blocks: tuple[int, ...] = (5, SKIP, 7, 8, 9)) -> Job:
-    return Job(
-        job_id=1,
-        request_id="r",
-        request_namespace="tenant",
-        epoch=0,
+def part(num_tokens: int = 10, *, group: int = 0, blocks: tuple[int, ...] = (5, SKIP, 7, 8, 9)) -> JobPart:
+    return JobPart(
+        group=group,
         start=8,
         tokens=array("i", range(num_tokens)).tobytes(),
         keys=(b"a" * 16 + b"b" * 16 + b"c" * 16, b"x" * 48),
@@ -23,8 +21,12 @@ def job(num_tokens: int = 10, *, blocks: tuple[int, ...] = (5, SKIP, 7, 8, 9)) -
     )
 
 
-def test_a_job_splits_into_its_rank_s_chunks_with_their_blocks():
-    parts = list(job().chunks(0, chunk_size=4, block_size=2))
+def job(*parts: JobPart) -> Job:
+    return Job(job_id=1, request_id="r", request_namespace="tenant", epoch=0, parts=parts or (part(),))
+
+
+def test_a_part_splits_into_its_rank_s_chunks_with_their_blocks():
+    parts = list(part().chunks(0, chunk_size=4, block_size=2))
 
     assert [chunk.key for chunk, _ in parts] == [b"a" * 16, b"b" * 16, b"c" * 16]
     assert [(chunk.start, chunk.stop) for chunk, _ in parts] == [(8, 12), (12, 16), (16, 18)]
@@ -34,7 +36,7 @@ def test_a_job_splits_into_its_rank_s_chunks_with_their_blocks():
 
 
 def test_each_rank_has_keys_of_its_own():
-    first, _ = next(job().chunks(1, chunk_size=4, block_size=2))
+    first, _ = next(part().chunks(1, chunk_size=4, block_size=2))
 
     assert first.key == b"x" * 16
 
@@ -43,11 +45,22 @@ def test_skipped_blocks_are_no_touched_blocks():
     assert job().touched_blocks() == [5, 7, 8, 9]
 
 
+def test_the_first_failed_token_is_that_of_the_group_with_the_largest_loss():
+    groups = (KVGroup(0, 2), KVGroup(1, 5))
+    both = job(part(), part(group=1, blocks=(20, 21)))
+
+    assert both.touched_blocks() == [5, 7, 8, 9, 20, 21]
+    assert both.first_token_in({21, 9}, groups) == 13
+    assert both.first_token_in({8, 21}, groups) == 13
+    assert both.first_token_in({8}, groups) == 14
+    assert both.first_token_in({6}, groups) is None
+
+
 def test_metadata_travels_by_pickle_and_is_small():
     data = pickle.dumps(StepMetadata(loads=(job(),), stores=(job(),)))
 
     assert pickle.loads(data) == StepMetadata(loads=(job(),), stores=(job(),))
-    assert len(data) < 1000
+    assert len(data) < 1100
 
 
 def test_reports_of_ranks_add_up():
@@ -62,4 +75,4 @@ def test_a_report_is_truthy_or_vllm_would_drop_it():
 
 def test_metadata_cannot_be_changed():
     with pytest.raises(AttributeError):
-        job().start = 0  # type: ignore[misc]
+        job().epoch = 1  # type: ignore[misc]

@@ -48,7 +48,7 @@ def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPoli
         "layerwise_tokens": 0,
         "decide": decider.decide,
     }
-    return RequestPolicy(chunk_size=CHUNK, block_size=BLOCK, **{**given, **options})
+    return RequestPolicy(chunk_size=CHUNK, block_sizes=(BLOCK,), **{**given, **options})
 
 
 def keys_of(num_tokens: int, *, hashed: bool = True) -> RequestKeys:

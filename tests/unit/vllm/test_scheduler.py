@@ -16,6 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
+from lmcache_async.integration.vllm.config import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
@@ -86,14 +87,21 @@ class Bench:
     """A scheduler connector, and the little of vLLM's scheduler that calls it."""
 
     def __init__(
-        self, *, num_blocks: int = 1001, roles: Roles | None = None, layerwise_tokens: int = 0, **options: Any
+        self,
+        *,
+        num_blocks: int = 1001,
+        roles: Roles | None = None,
+        layerwise_tokens: int = 0,
+        groups: int = 1,
+        **options: Any,
     ) -> None:
         self.client = Client()
+        self.groups = groups
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
         config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
         self.scheduler = SchedulerConnector(
             config,
-            block_size=BLOCK,
+            groups=[KVGroup(index, BLOCK) for index in range(groups)],
             world_size=RANKS,
             roles=roles or Roles(),
             client=self.client,
@@ -104,7 +112,7 @@ class Bench:
         self.scheduler.bind_cache_manager(
             SimpleNamespace(
                 block_pool=self.pool,
-                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),)),
+                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),) * groups),
                 evict_blocks=self.evicted.update,
             )
         )
@@ -130,7 +138,7 @@ class Bench:
         return mine
 
     def allocate(self, request: Request, external: int, num_tokens: int) -> None:
-        blocks = SimpleNamespace(blocks=(self.blocks_of(request, num_tokens),))
+        blocks = SimpleNamespace(blocks=(self.blocks_of(request, num_tokens),) * self.groups)
         self.scheduler.allocated(request, blocks, external)
 
     def step(self, *scheduled: tuple[Request, int]) -> StepMetadata:
@@ -179,7 +187,7 @@ def tracker(bench: Bench, request: Request) -> RequestTracker:
 
 
 def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
-    return [(job.start, job.start + len(job.tokens) // 4) for job in jobs]
+    return [(part.start, part.start + len(part.tokens) // 4) for job in jobs for part in job.parts]
 
 
 def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
@@ -287,7 +295,7 @@ def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
 
     (load,) = bench.step().loads
     assert spans((load,)) == [(0, 8)]
-    assert load.rows().tolist() == [block.block_id for block in bench.blocks[request.request_id][:4]]
+    assert load.parts[0].rows().tolist() == [block.block_id for block in bench.blocks[request.request_id][:4]]
     bench.report(finished={request.request_id})
     request.num_computed_tokens = 8
     assert spans(bench.step((request, 32)).stores) == [(8, 40)]
@@ -431,13 +439,16 @@ def test_a_load_is_of_the_chunks_that_overlap_and_skips_the_blocks_that_vllm_has
     request, job = load(bench, hit(chunks, partial * BLOCK), num_tokens=60, local=local_tokens)
     ids = [block.block_id for block in bench.blocks[request.request_id]]
 
-    assert job.start == local_tokens // CHUNK * CHUNK
-    assert job.start + len(job.tokens) // 4 == total
-    expected = [ids[block] if block >= local else SKIP for block in range(job.start // BLOCK, total // BLOCK)]
-    assert job.rows().tolist() == expected
-    assert array("i", job.tokens).tolist() == list(request.all_token_ids[job.start : total])
-    assert {len(keys) for keys in job.keys} == {16 * -(-len(job.tokens) // 4 // CHUNK)}
-    parts = list(job.chunks(1, CHUNK, BLOCK))
+    (part,) = job.parts
+    assert part.start == local_tokens // CHUNK * CHUNK
+    assert part.start + len(part.tokens) // 4 == total
+    expected = [
+        ids[block] if block >= local else SKIP for block in range(part.start // BLOCK, total // BLOCK)
+    ]
+    assert part.rows().tolist() == expected
+    assert array("i", part.tokens).tolist() == list(request.all_token_ids[part.start : total])
+    assert {len(keys) for keys in part.keys} == {16 * -(-len(part.tokens) // 4 // CHUNK)}
+    parts = list(part.chunks(1, CHUNK, BLOCK))
     if partial:
         assert parts[-1][0].key == b"q" * 16
     assert sum(len(rows) for _, rows in parts) == len(expected)
@@ -523,7 +534,7 @@ def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
     bench.scheduler.lose_load(request, blocks)
 
     (job,) = bench.scheduler.take_loads()
-    assert job.keys == ()
+    assert job.parts[0].keys == ()
     assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
 
 
@@ -638,7 +649,7 @@ def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
     bench.scheduler.lose_load(request, blocks)
 
     (job,) = bench.scheduler.take_loads()
-    assert (job.keys, job.layerwise) == ((), True)
+    assert (job.parts[0].keys, job.layerwise) == ((), True)
 
 
 # Stores
@@ -660,7 +671,21 @@ def test_a_job_reads_exactly_the_blocks_of_its_tokens():
     jobs = bench.step((request, 37)).stores
     ids = [block.block_id for block in bench.blocks[request.request_id]]
 
-    assert [job.rows().tolist() for job in jobs] == [ids[:16], ids[16:18]]
+    assert [job.parts[0].rows().tolist() for job in jobs] == [ids[:16], ids[16:18]]
+
+
+def test_a_job_has_a_part_for_each_group():
+    bench = Bench(groups=2)
+    request, load_of_both = load(bench, hit(2), num_tokens=36, local=0)
+    bench.report(finished={request.request_id})
+    (store, *_) = bench.step((request, 20)).stores
+
+    for job in (load_of_both, store):
+        assert [part.group for part in job.parts] == [0, 1]
+        assert spans((job,)) == [spans((job,))[0]] * 2
+    assert bench.scheduler.pinned_blocks == 2 * (8 + 2)  # two chunks, and the partial one
+    bench.complete((store,))
+    assert bench.scheduler.pinned_blocks == 2 * 2
 
 
 def test_what_the_lookup_found_is_not_stored_again():
@@ -800,7 +825,7 @@ def test_a_long_prefill_is_several_jobs():
     request = bench.request(CHUNK * (2 * MAX_JOB_CHUNKS + 1))
     jobs = bench.step((request, request.num_tokens)).stores
 
-    assert [len(job.tokens) // 4 // CHUNK for job in jobs] == [MAX_JOB_CHUNKS, MAX_JOB_CHUNKS, 1]
+    assert [job.num_chunks for job in jobs] == [MAX_JOB_CHUNKS, MAX_JOB_CHUNKS, 1]
 
 
 def test_chunks_without_keys_wait_for_them():
@@ -887,7 +912,7 @@ def test_whatever_happens_every_block_comes_back_and_only_computed_ones_are_read
             request = data.draw(st.sampled_from(live))
             left = request.num_tokens - request.num_computed_tokens
             jobs = bench.step((request, data.draw(st.integers(0, left)))).stores
-            assert all(job.start + len(job.tokens) // 4 <= request.num_computed_tokens for job in jobs)
+            assert all(stop <= request.num_computed_tokens for _, stop in spans(jobs))
             flying.extend(jobs)
         elif action == "grow" and live:
             data.draw(st.sampled_from(live)).append_output_token_ids([1] * data.draw(st.integers(1, 9)))

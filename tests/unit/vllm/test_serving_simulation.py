@@ -1,4 +1,4 @@
-"""The connector's halves in the simulation: every request gets its own answer, and a seed replays to the letter."""
+"""The connectors in the simulation: every request gets its own answer, and a seed replays to the letter."""
 
 from __future__ import annotations
 

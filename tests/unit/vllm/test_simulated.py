@@ -1,4 +1,4 @@
-"""Both halves under vLLM's real scheduler, with the real engine, over a KV cache whose values are known.
+"""Scheduler and worker connectors under vLLM's real scheduler, with the real engine, over a KV cache whose values are known.
 
 The simulator fails a test by itself when a request would read KV that is not the KV of its tokens.
 """

@@ -1,4 +1,4 @@
-"""What comes out of vLLM's own /metrics: both halves under its real scheduler, and its real Prometheus client."""
+"""Series of vLLM's own /metrics, with both connectors under its real scheduler, and its real Prometheus client."""
 
 from __future__ import annotations
 

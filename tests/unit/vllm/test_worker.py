@@ -19,7 +19,8 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.integration.vllm import worker as worker_module
-from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata
+from lmcache_async.integration.vllm.config import KVGroup
+from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -76,11 +77,16 @@ def job(job_id: int = 1, *, blocks: tuple[int, ...] = (10, 11, 12, 13, 14), epoc
         request_id=f"r{job_id}",
         request_namespace="tenant",
         epoch=epoch,
-        start=0,
-        tokens=array("i", range(num_tokens)).tobytes(),
-        keys=(b"0" * 16 * 3, b"1" * 16 * 3),
-        texts=(),
-        block_ids=array("q", blocks).tobytes(),
+        parts=(
+            JobPart(
+                group=0,
+                start=0,
+                tokens=array("i", range(num_tokens)).tobytes(),
+                keys=(b"0" * 16 * 3, b"1" * 16 * 3),
+                texts=(),
+                block_ids=array("q", blocks).tobytes(),
+            ),
+        ),
     )
 
 
@@ -99,7 +105,7 @@ class Worker(WorkerConnector):
         super().__init__(
             load_config(env={}, extra={"chunk_size": CHUNK}),
             rank=1,
-            block_size=BLOCK,
+            groups=(KVGroup(0, BLOCK), KVGroup(1, BLOCK)),
             socket=socket_path(socket_dir, "engine", 1),
             open_engine=open_engine,
         )
@@ -115,11 +121,11 @@ def layout() -> KVLayout:
 
 @pytest.fixture
 def worker(socket_dir: Path, layout: KVLayout) -> Iterator[Worker]:
-    half = Worker(Engine(), socket_dir)
-    half.open(layout, NAMESPACE)
-    yield half
-    half.engine.gate.set()
-    half.close()
+    side = Worker(Engine(), socket_dir)
+    side.open(layout, NAMESPACE)
+    yield side
+    side.engine.gate.set()
+    side.close()
 
 
 Until = Callable[[Callable[[], bool]], None]
@@ -182,11 +188,24 @@ def test_an_engine_that_raises_is_a_load_with_every_block_failed(worker: Worker,
 
 
 def test_one_broken_load_harms_no_other(worker: Worker, until: Until):
-    broken = Job(2, "r2", "", 0, 0, b"\0" * 16, (), (), array("q", [3, 4]).tobytes())
+    broken = Job(2, "r2", "", 0, (JobPart(0, 0, b"\0" * 16, (), (), array("q", [3, 4]).tobytes()),))
     worker.begin_step(StepMetadata(loads=(broken, job())))
 
     names, failed = finished(worker, until, 2)
     assert (sorted(names), failed) == (["r1", "r2"], {3, 4})
+
+
+def test_a_job_with_two_groups_ends_once_with_the_failures_of_both(worker: Worker, until: Until):
+    (first,) = job().parts
+    parts = (first, replace(first, group=1, block_ids=array("q", [1, 2, 3, 4, 5]).tobytes()))
+    both = replace(job(), parts=parts)
+    worker.engine.hit_chunks = 2
+    worker.begin_step(StepMetadata(loads=(both,), stores=(replace(both, job_id=8),)))
+    worker.start_stores()
+
+    assert finished(worker, until) == (["r1"], {14, 5})
+    assert copied(worker, until) == {8: 1}
+    assert len(worker.engine.retrieved) == len(worker.engine.stored) == 2
 
 
 def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Until):
@@ -296,62 +315,62 @@ async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker
 
 
 def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout: KVLayout):
-    half = Worker(Engine(), socket_dir)
-    half.open(layout, NAMESPACE)
-    half.close()
-    half.close()
+    side = Worker(Engine(), socket_dir)
+    side.open(layout, NAMESPACE)
+    side.close()
+    side.close()
 
-    assert half.closed
-    assert not half.socket.exists()
+    assert side.closed
+    assert not side.socket.exists()
 
 
 def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVLayout):
-    half = Worker(Engine(), socket_dir)
-    half.open(layout, NAMESPACE)
-    half.close()
-    half.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    half.start_stores()
+    side = Worker(Engine(), socket_dir)
+    side.open(layout, NAMESPACE)
+    side.close()
+    side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    side.start_stores()
 
-    assert half.take_finished() == {"r1"}
-    assert half.take_failed_blocks() == {10, 11, 12, 13, 14}
-    assert half.take_report() is not None
+    assert side.take_finished() == {"r1"}
+    assert side.take_failed_blocks() == {10, 11, 12, 13, 14}
+    assert side.take_report() is not None
 
 
 def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm_goes_on(
     socket_dir: Path, layout: KVLayout, until: Until, monkeypatch: pytest.MonkeyPatch
 ):
     loops = BrokenLoops(monkeypatch)
-    half = Worker(Engine(), socket_dir)
-    half.open(layout, NAMESPACE)
-    half.engine.gate.clear()
-    half.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    half.start_stores()
-    until(lambda: bool(half.engine.retrieved and half.engine.stored))
+    side = Worker(Engine(), socket_dir)
+    side.open(layout, NAMESPACE)
+    side.engine.gate.clear()
+    side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
+    side.start_stores()
+    until(lambda: bool(side.engine.retrieved and side.engine.stored))
 
-    loops.break_one(half._loop_thread.call_soon)
-    assert finished(half, until) == (["r1"], {10, 11, 12, 13, 14})
-    assert copied(half, until) == {2: 1}
-    half.engine.gate.set()
+    loops.break_one(side._loop_thread.call_soon)
+    assert finished(side, until) == (["r1"], {10, 11, 12, 13, 14})
+    assert copied(side, until) == {2: 1}
+    side.engine.gate.set()
 
-    half.begin_step(StepMetadata(loads=(job(3, blocks=(1, 2)),), stores=(job(4),)))
-    half.start_stores()
-    assert finished(half, until) == (["r3"], {1, 2})
-    assert copied(half, until) == {4: 1}
-    assert half.take_stats() is not None
-    half.close()
-    assert half.take_finished() == set()
-    assert half.take_report() is None
+    side.begin_step(StepMetadata(loads=(job(3, blocks=(1, 2)),), stores=(job(4),)))
+    side.start_stores()
+    assert finished(side, until) == (["r3"], {1, 2})
+    assert copied(side, until) == {4: 1}
+    assert side.take_stats() is not None
+    side.close()
+    assert side.take_finished() == set()
+    assert side.take_report() is None
 
 
 def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):
-    half = WorkerConnector(
+    side = WorkerConnector(
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
         rank=0,
-        block_size=BLOCK,
+        groups=(KVGroup(0, BLOCK),),
         socket=socket_path(socket_dir, "engine", 0),
     )
     with pytest.raises(ConfigError, match="nonsense"):
-        half.open(layout, NAMESPACE)
+        side.open(layout, NAMESPACE)
 
 
 # Layer-wise loads
@@ -362,11 +381,11 @@ def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker with two layers; what should begin in time has all the time it needs."""
     monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
     layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
-    half = Worker(Engine(), socket_dir)
-    half.open(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE)
-    yield half
-    half.engine.gate.set()
-    half.close()
+    side = Worker(Engine(), socket_dir)
+    side.open(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE)
+    yield side
+    side.engine.gate.set()
+    side.close()
 
 
 def waited_load(job_id: int = 1) -> StepMetadata:
