@@ -48,9 +48,6 @@ class SchedulerMetrics(Metrics):
     Args:
         policy: Decides between loading and recomputation, and counts its decisions.
         promises: Returns the counts of the promises of producers.
-
-    Attributes:
-        skipped_chunks: Computed chunks that are not stored, by cause.
     """
 
     def __init__(self, policy: LoadPolicy, promises: Callable[[], PromiseCounts]) -> None:

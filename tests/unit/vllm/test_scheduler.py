@@ -219,7 +219,7 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     bench.client.time = 0.2
 
     assert [bench.scheduler.match(request, 0) for _ in range(2)] == [(0, False)] * 2
-    assert bench.scheduler.metrics.late_lookups == 1
+    assert bench.scheduler.metrics.counter("late_lookups_total").value == 1
 
 
 def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():
@@ -501,7 +501,7 @@ def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again
     request.num_computed_tokens = 10
     stores = bench.step((request, 27)).stores
 
-    assert bench.scheduler.metrics.failed_loads == 1
+    assert bench.scheduler.metrics.counter("failed_loads_total").value == 1
     assert spans(stores) == [(8, 32), (32, 36)]
 
 
@@ -600,7 +600,7 @@ def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
     assert bench.evicted == set(ids[5:])
     state = tracker(bench, request)
     assert (state.is_loading, state.load_failed, state.next_chunk) == (False, True, 1)
-    assert bench.scheduler.metrics.failed_loads == 1
+    assert bench.scheduler.metrics.counter("failed_loads_total").value == 1
 
 
 def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either():
@@ -817,7 +817,7 @@ def test_what_does_not_fit_under_the_cap_at_the_end_is_dropped_and_counted():
     bench.finish(request)
 
     assert bench.idle().stores == ()
-    assert bench.scheduler.metrics.skipped_chunks == {"blocks": 3}
+    assert bench.scheduler.metrics.counter("skipped_chunks_total", "blocks").value == 3
 
 
 def test_a_long_prefill_is_several_jobs():
@@ -868,7 +868,7 @@ def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back(
     assert bench.idle().stores == ()
     assert not bench.scheduler.has_work
     assert bench.pool.get_num_free_blocks() == 1000
-    assert bench.scheduler.metrics.skipped_chunks == {"keys": 3}
+    assert bench.scheduler.metrics.counter("skipped_chunks_total", "keys").value == 3
 
 
 # Reset

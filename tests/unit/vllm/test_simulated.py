@@ -288,7 +288,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 
     assert sim.outputs["warm"] == expected(tokens, 4)
     assert "length" in sim.finish_reasons["warm"]
-    assert scheduler_of(sim).metrics.failed_loads == 1
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 1
     assert_nothing_is_held(sim)
 
 
@@ -313,7 +313,7 @@ def test_nobody_reads_what_a_layerwise_load_that_failed_left_behind(simulators: 
     scheduler = scheduler_of(sim)
     names = ["warm", "sharing"] if when == "at once" else ["warm"]
     simulators.until(lambda: all(scheduler.tracker(name).phase is Phase.DECIDED for name in names))
-    while not scheduler_of(sim).metrics.failed_loads:
+    while not scheduler_of(sim).metrics.counter("failed_loads_total").value:
         sim.step()
     sim.abort("warm")  # so that it does not compute what is missing
     if when == "later":
@@ -332,7 +332,7 @@ def test_a_lookup_that_is_late_is_a_miss_and_never_a_delay(simulators: Simulator
         simulators.settle(sim)
 
     assert sim.outputs["warm"] == expected(tokens, 4)
-    assert scheduler_of(sim).metrics.late_lookups + sim.cached_tokens["warm"][1] > 0
+    assert scheduler_of(sim).metrics.counter("late_lookups_total").value + sim.cached_tokens["warm"][1] > 0
     assert_nothing_is_held(sim)
 
 
