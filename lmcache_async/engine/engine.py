@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +35,6 @@ from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.layers.notice import Watcher
 from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
-T = TypeVar("T")
 AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 NO_NAMESPACE = RequestNamespace()
@@ -76,7 +76,8 @@ class CacheEngine:
         self._runners = parts.runners
         self._instrument = Several(self.metrics, instrument)
         self._closed = False
-        self._running: set[asyncio.Task[Any]] = set()
+        self._calls: set[_Call] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
         self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
         self._lookups = Lookups(
@@ -258,16 +259,41 @@ class CacheEngine:
         Returns when the slowest tier has stored or refused them, or at the deadline.
         """
         copied = _Once(request.on_copied)
-        return await self._track(self._do_store(request, copied), ended=copied)
+        try:
+            with self._call():
+                start = time.perf_counter()
+                left = _countdown(self.config.store.timeout_s)
+                try:
+                    batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
+                except (BudgetExceededError, TierError) as error:
+                    batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
+                waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
+                if waiting:
+                    await asyncio.wait(waiting, timeout=left())
+                report = _merge_stored(batches, start, copied.time or start)
+                self._instrument.stored(request.request_id, report)
+                return report
+        finally:
+            copied()
 
     async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
         """Load the longest stored prefix of the request's chunks into its rows."""
-        return await self._track(self._do_retrieve(request))
+        with self._call():
+            start = time.perf_counter()
+            try:
+                batches = await self._runners.retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
+            except (BudgetExceededError, TierError) as error:
+                batches = [RetrieveReport(cause=type(error).__name__)]
+            asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
+            report = _merge_retrieved(batches, asked, start)
+            if not request.waited_for:  # otherwise the time includes computation of the model
+                self._costs.note(report)
+            self._instrument.retrieved(request.request_id, report)
+            return report
 
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
         """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""
-
-        async def do() -> int:
+        with self._call():
             try:
                 batches: list[Batch] = await self._runners.prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
@@ -275,8 +301,6 @@ class CacheEngine:
             except (BudgetExceededError, TierError):
                 return 0
             return sum(len(chunk.tokens) for batch in batches for chunk in batch.chunks)
-
-        return await self._track(do())
 
     async def clear(self, *, memory_only: bool = False) -> int:
         """Delete all chunks and return their number.
@@ -292,7 +316,7 @@ class CacheEngine:
         """
         self._check_open()
         timeout_s = self.config.store.timeout_s
-        if running := self._running - {asyncio.current_task()}:
+        if running := self._running(but=asyncio.current_task()):
             _, late = await asyncio.wait(running, timeout=timeout_s)
             if late:
                 raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
@@ -337,7 +361,9 @@ class CacheEngine:
 
     def statistics(self) -> EngineStatistics:
         parts, pinned = self._parts, self._pins.count
-        return EngineStatistics.of(parts.arena, parts.stack, pinned_chunks=pinned, running=len(self._running))
+        return EngineStatistics.of(
+            parts.arena, parts.stack, pinned_chunks=pinned, running=len(self._running())
+        )
 
     def _root(self, namespace: RequestNamespace) -> bytes:
         own = self.namespace
@@ -383,69 +409,26 @@ class CacheEngine:
         ids[: -(-skip_tokens // unit)] = -1
         return ids
 
-    async def _do_store(self, request: StoreRequest, copied: _Once) -> StoreReport:
-        start = time.perf_counter()
-        left = _countdown(self.config.store.timeout_s)
-        try:
-            batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
-        except (BudgetExceededError, TierError) as error:
-            batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
-        waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=left())
-        report = _merge_stored(batches, start, copied.time or start)
-        self._instrument.stored(request.request_id, report)
-        return report
+    def _call(self) -> _Call:
+        """Return the context manager of a call of the engine.
 
-    async def _do_retrieve(self, request: RetrieveRequest) -> RetrieveReport:
-        start = time.perf_counter()
-        try:
-            batches = await self._runners.retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
-        except (BudgetExceededError, TierError) as error:
-            batches = [RetrieveReport(cause=type(error).__name__)]
-        asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
-        report = _merge_retrieved(batches, asked, start)
-        if not request.waited_for:  # otherwise the time includes computation of the model
-            self._costs.note(report)
-        self._instrument.retrieved(request.request_id, report)
-        return report
-
-    async def _track(
-        self, coroutine: Coroutine[Any, Any, T], *, ended: Callable[[], None] = lambda: None
-    ) -> T:
-        """Run the coroutine as a task of the engine, so that closing can cancel it.
-
-        Args:
-            ended: Called when the task has ended. A caller that is cancelled twice returns before that.
+        Raises:
+            EngineClosedError: The engine is closed.
         """
-        try:
-            self._check_open()
-        except EngineClosedError:
-            coroutine.close()
-            ended()
-            raise
-        task = asyncio.ensure_future(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: ended())
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self._closed and task.cancelled() and not _caller_is_cancelled():
-                raise EngineClosedError("the engine was closed during the call") from None
-            task.cancel()
-            await asyncio.wait({task})
-            raise
-        finally:
-            del task  # its traceback refers to views of slabs, and an exception may refer to this frame
+        self._check_open()
+        return _Call(self._calls)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run background work that closing cancels."""
         if self._closed:
             return work.close()
         task = asyncio.ensure_future(work)
-        self._running.add(task)
-        return task.add_done_callback(self._running.discard)
+        self._background.add(task)
+        return task.add_done_callback(self._background.discard)
+
+    def _running(self, *, but: asyncio.Task[Any] | None = None) -> set[asyncio.Future[None]]:
+        """Return the ends of the running calls and background work, but not those of one task."""
+        return {call.ended for call in self._calls if call.task is not but} | self._background
 
     def _check_open(self) -> None:
         if self._closed:
@@ -457,8 +440,8 @@ class CacheEngine:
         timeout_s = self.config.shutdown_timeout_s
         left = _countdown(timeout_s)
         try:
-            if self._running:
-                await asyncio.wait(self._running, timeout=timeout_s)
+            if running := self._running():
+                await asyncio.wait(running, timeout=timeout_s)
         except asyncio.CancelledError:
             left = _countdown(0.0)
             raise
@@ -467,10 +450,62 @@ class CacheEngine:
                 steps.callback(self._parts.free)
                 steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
                 steps.callback(self._pins.close)
-                for task in self._running:
+                for call in self._calls:
+                    call.cancel()
+                for task in self._background:
                     task.cancel()
-                if self._running:
-                    await asyncio.wait(self._running, timeout=timeout_s)
+                if running := self._running():
+                    await asyncio.wait(running, timeout=timeout_s)
+
+
+class _Call:
+    """A running call of the engine, in the task of its caller.
+
+    Closing the engine cancels the call: like `asyncio.timeout`, it cancels the task of the caller, and the end
+    of the block turns the cancellation into an EngineClosedError.
+
+    Args:
+        calls: The running calls; this one is a member in the block.
+
+    Attributes:
+        task: Task of the caller.
+        ended: Future that is done when the block has ended.
+    """
+
+    __slots__ = ("_calls", "_cancelled", "_cancels", "ended", "task")
+
+    def __init__(self, calls: set[_Call]) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an engine is used in a task of its event loop, and there is no running task")
+        self.task = task
+        self.ended: asyncio.Future[None] = task.get_loop().create_future()
+        self._calls = calls
+        self._cancels = task.cancelling()
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the call because the engine is closed."""
+        if not self._cancelled:
+            self._cancelled = True
+            self.task.cancel()
+
+    def __enter__(self) -> Self:
+        self._calls.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.discard(self)
+        self.ended.set_result(None)
+        if (
+            self._cancelled
+            and self.task.uncancel() <= self._cancels
+            and kind is not None
+            and issubclass(kind, asyncio.CancelledError)
+        ):
+            raise EngineClosedError("the engine was closed during the call") from None
 
 
 class _Once:
@@ -492,12 +527,6 @@ def _countdown(timeout_s: float) -> Callable[[], float]:
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
     return lambda: max(0.0, deadline - clock())
-
-
-def _caller_is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not only the task that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:

@@ -239,22 +239,27 @@ class PlannedBatch(Batch):
     def cuts(self, size: int, most: int) -> list[int]:
         """Return the positions at which the batches of a request end, in order.
 
-        Chunks in host memory form one batch, because there is nothing to read during its copy. Of chunks that
-        have to be read, the last batches get smaller and smaller, because nothing is read during the copy of
-        the last one.
+        Leading chunks in host memory form batches of `most` chunks, because there is nothing to read during
+        their copy. Of chunks that have to be read, the last batches get smaller and smaller, because nothing
+        is read during the copy of the last one.
 
         Args:
             size: Chunks of a batch.
             most: Maximum number of chunks in flight.
         """
         count = len(self.chunks)
-        first = count if self.request.waited_for else min(self.resident, most)
-        if first == count:
-            return [first] if first > size else Batch.cuts(self, size, most)
-        ends = [first] if first >= size else [0]
-        while (left := count - ends[-1]) > 0:
-            ends.append(ends[-1] + min(size, left, max(size // _LAST, -(-left // 2))))
-        return ends if ends[0] else ends[1:]
+        if self.request.waited_for:
+            return [count]
+        ends = [*range(most, self.resident + 1, most)]
+        done = ends[-1] if ends else 0
+        if self.resident - done >= size or done < self.resident == count:
+            done = self.resident
+            ends.append(done)
+        while done < count:
+            left = count - done
+            done += min(size, left, max(size // _LAST, -(-left // 2)))
+            ends.append(done)
+        return ends or [0]
 
     def part(self, start: int, stop: int) -> Self:
         last = stop >= len(self.chunks)

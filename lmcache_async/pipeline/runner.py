@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.budget import ByteBudget
-from lmcache_async.memory.tasks import is_ending, running_task
+from lmcache_async.memory.tasks import Task, is_ending, running_task
 from lmcache_async.observability.logging import describe
 from lmcache_async.pipeline.batch import Batch, Request
 from lmcache_async.pipeline.chain import Chain
@@ -80,19 +81,45 @@ class Runner(Generic[Out]):
             LMCacheAsyncError: A stage for whole requests failed, or did not end by the deadline.
         """
         gate = _Gate(on_copied)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         try:
+            head: Any = request
             async with asyncio.timeout_at(deadline):
-                head: Any = request
                 for info in self.chain.head:
                     head = await pass_through(info, head)
-            batches = self._split(head)
-            gate.expect(len(batches))
-            return await self._run_batches(batches, deadline, gate)
+            run = _Run[Out](self._split(head), gate)
+            timer = loop.call_at(deadline, run.give_up)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for index, batch in enumerate(run.batches):
+                        nbytes = min(batch.budget_chunks * self._chunk_bytes, self._budget.max_bytes)
+                        try:
+                            if self._admit is not None:
+                                await self._admit(batch, run.num_chunks, deadline - loop.time())
+                            if nbytes and not self._budget.reserve_nowait(nbytes):
+                                await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
+                        except BudgetExceededError:
+                            batch.scope.close()
+                            break
+                        except BaseException:
+                            batch.scope.close()
+                            raise
+                        if run.ended:
+                            batch.scope.close()
+                            self._budget.release(nbytes)
+                            break
+                        task = group.create_task(self._run_batch(run, index))
+                        run.tasks.append(task)
+                        # Not in `finally`: a task that is cancelled before its first step runs no code.
+                        task.add_done_callback(partial(self._finish, run, index, nbytes))
+            finally:
+                timer.cancel()
         except TimeoutError as error:
             raise BudgetExceededError(f"no answer from {self.chain!r} in {timeout_s} s") from error
         finally:
             gate.open()
+        return self._results(run)
 
     def _split(self, batch: Batch) -> list[Batch]:
         most = max(self._batch_chunks, self._budget.max_bytes // self._chunk_bytes)
@@ -101,57 +128,27 @@ class Runner(Generic[Out]):
             return [batch]
         return [batch.part(start, stop) for start, stop in pairwise([0, *cuts])]
 
-    async def _run_batches(self, batches: list[Batch], deadline: float, gate: _Gate) -> list[Out]:
-        run = _Run[Out](batches)
-        num_chunks = sum(len(batch.chunks) for batch in batches)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(deadline, run.give_up)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, batch in enumerate(batches):
-                    nbytes = min(batch.budget_chunks * self._chunk_bytes, self._budget.max_bytes)
-                    try:
-                        if self._admit is not None:
-                            await self._admit(batch, num_chunks, deadline - loop.time())
-                        if nbytes:
-                            await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
-                    except BudgetExceededError:
-                        batch.scope.close()
-                        break
-                    except BaseException:
-                        batch.scope.close()
-                        raise
-                    if run.ended:
-                        batch.scope.close()
-                        self._budget.release(nbytes)
-                        break
-                    task = group.create_task(self._run_one(run, index, gate))
-                    run.tasks.append(task)
-                    # A callback instead of `finally`: a task that is cancelled before its first step runs no code.
-                    task.add_done_callback(lambda _, i=index, n=nbytes: self._finish(run, i, n, gate))  # type: ignore[misc]
-        finally:
-            timer.cancel()
-        results: list[Out] = []
-        for batch, result in zip(batches, run.results, strict=True):
-            results.append(self._failed(batch, "deadline") if result is None else result)
-            if self._ends(results[-1]):
-                break
-        return results
-
-    async def _run_one(self, run: _Run[Out], index: int, gate: _Gate) -> None:
+    async def _run_batch(self, run: _Run[Out], index: int) -> None:
+        """Pass a batch through the stages of the tail. The calls are those of `pass_through`."""
         batch = run.batches[index]
+        task = asyncio.current_task()
+        value: Any = batch
         try:
-            value: Any = batch
             for info in self.chain.tail:
                 if info.ordered and index and not await run.turn(index):
                     return
                 if info.writes_device:
                     run.writing.add(index)
-                value = await pass_through(info, value)
+                try:
+                    value = await info.stage(value)
+                except BaseException as error:
+                    raise_unexpected(info, error, task)
+                    raise
+                check_result(info, value)
                 if isinstance(value, Batch) and value.scope is not batch.scope:
                     run.scopes[index].append(value.scope)  # the stage created a new scope
                 if info.reads_device:
-                    gate.pass_one(index)
+                    run.gate.pass_one(index)
             run.results[index] = value
         except LMCacheAsyncError as error:
             run.results[index] = self._failed(batch, error_cause(error))
@@ -161,15 +158,23 @@ class Runner(Generic[Out]):
             traceback.clear_frames(error.__traceback__)
             raise
 
-    def _finish(self, run: _Run[Out], index: int, nbytes: int, gate: _Gate) -> None:
+    def _results(self, run: _Run[Out]) -> list[Out]:
+        results: list[Out] = []
+        for batch, result in zip(run.batches, run.results, strict=True):
+            results.append(self._failed(batch, "deadline") if result is None else result)
+            if self._ends(results[-1]):
+                break
+        return results
+
+    def _finish(self, run: _Run[Out], index: int, nbytes: int, _: asyncio.Task[None]) -> None:
         for scope in run.scopes[index]:
             scope.close()
         self._budget.release(nbytes)
-        gate.pass_one(index)
+        run.gate.pass_one(index)
         result = run.results[index]
         if result is None or self._ends(result):
             run.end_after(index)
-        run.done[index].set()
+        run.note_done(index)
 
 
 async def pass_through(info: StageInfo, value: Any) -> Any:
@@ -189,16 +194,31 @@ async def pass_through(info: StageInfo, value: Any) -> Any:
     task = running_task()
     try:
         result = await info.stage(value)
-    except Exception:
-        raise
     except BaseException as error:
-        if is_ending(error, task):
-            raise
-        text = f"stage {info.name!r} raised {type(error).__name__}: {describe(error)}"
-        raise RuntimeError(text) from error
+        raise_unexpected(info, error, task)
+        raise
+    check_result(info, result)
+    return result
+
+
+def raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
+    """Raise RuntimeError if a stage raised an exception that must not reach the event loop.
+
+    Args:
+        info: The stage.
+        error: Exception raised by the stage.
+        task: Task that ran the stage.
+    """
+    if isinstance(error, Exception) or is_ending(error, task):
+        return
+    text = f"stage {info.name!r} raised {type(error).__name__}: {describe(error)}"
+    raise RuntimeError(text) from error
+
+
+def check_result(info: StageInfo, result: object) -> None:
+    """Raise TypeError if the result of a stage is not of the annotated type."""
     if isinstance(info.gives, type) and not isinstance(result, info.gives):
         raise TypeError(f"stage {info.name!r} gave {type(result).__name__}, not {info.gives.__name__}")
-    return result
 
 
 def error_cause(error: LMCacheAsyncError) -> str:
@@ -219,21 +239,34 @@ _CAUSES: dict[type[LMCacheAsyncError], str] = {
 class _Run(Generic[Out]):
     """State of one run: batches that have ended, and whether one of them ended the run."""
 
-    def __init__(self, batches: list[Batch]) -> None:
+    def __init__(self, batches: list[Batch], gate: _Gate) -> None:
         count = len(batches)
         self.batches = batches
+        self.num_chunks = sum(len(batch.chunks) for batch in batches)
+        self.gate = gate
         self.scopes = [[batch.scope] for batch in batches]
         self.results: list[Out | None] = [None] * count
-        self.done = [asyncio.Event() for _ in range(count)]
         self.tasks: list[asyncio.Task[None]] = []
         self.ended = False
         self.writing: set[int] = set()
+        self._done = [False] * count
+        self._turns: dict[int, asyncio.Future[None]] = {}  # by the batch that is waited for
         self._last = count
+        gate.expect(count)
 
     async def turn(self, index: int) -> bool:
         """Wait for the batch before. Return False if the run ended before this batch."""
-        await self.done[index - 1].wait()
+        if not self._done[index - 1]:
+            turn = self._turns[index - 1] = asyncio.get_running_loop().create_future()
+            await turn
         return index <= self._last
+
+    def note_done(self, index: int) -> None:
+        """Let the batch after `index` continue."""
+        self._done[index] = True
+        turn = self._turns.pop(index, None)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
 
     def end_after(self, index: int) -> None:
         """Cancel the batches after `index`; their tasks release what they hold."""

@@ -1,5 +1,7 @@
 """The simulation finds each of these planted bugs within its budget."""
 
+from dataclasses import replace
+
 import pytest
 
 from lmcache_async.engine.engine import CacheEngine
@@ -41,7 +43,7 @@ def lease_kept_on_cancel(patch):
 
     def leaky(self, run, index, nbytes, gate):
         if run.tasks[index].cancelled():
-            run.batches[index].scope._buffers.clear()
+            run.batches[index].scope._leases.clear()
         finish(self, run, index, nbytes, gate)
 
     patch(Runner, "_finish", leaky)
@@ -146,13 +148,14 @@ def pins_forgotten(patch):
 
 def device_read_too_late(patch):
     """The caller is notified that its memory may be reused before the copy."""
-    store = CacheEngine._do_store
+    store = CacheEngine.store_chunks
 
-    def early(self, request, copied):
-        copied()
-        return store(self, request, copied)
+    def early(self, request):
+        if request.on_copied is not None:
+            request.on_copied()
+        return store(self, replace(request, on_copied=None))
 
-    patch(CacheEngine, "_do_store", early)
+    patch(CacheEngine, "store_chunks", early)
 
 
 def late_call_loses_its_lease(patch):

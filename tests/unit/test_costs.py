@@ -69,13 +69,13 @@ async def test_a_tier_that_nobody_loads_from_is_measured_beside_a_lookup(engine,
     now = loop.time()
 
     await engine.lookup_keys(keys)
-    assert not engine._running  # measured just now
+    assert not engine._background  # measured just now
     monkeypatch.setattr(costs, "_noted", dict.fromkeys(costs._noted, now - STALE_S - 1))
     first = (await engine.lookup_keys(keys)).costs
-    assert len(engine._running) == 1
+    assert len(engine._background) == 1
     await engine.lookup_keys(keys)
-    assert len(engine._running) == 1  # one at a time
-    await asyncio.wait(engine._running)
+    assert len(engine._background) == 1  # one at a time
+    await asyncio.wait(engine._background)
 
     assert (await engine.lookup_keys(keys)).costs[-1][1] < first[-1][1]
     assert not engine._parts.arena.statistics().leased_slabs
@@ -106,12 +106,12 @@ async def test_a_measurement_ends_with_the_engine():
 
         engine._parts.stack.tiers[1].tier.get = hangs
         engine._spawn(engine._costs.measure(b"\0" * 16, 1))
-        (task,) = engine._running
+        (task,) = engine._background
         await turns(2)
 
     assert task.cancelled()
     engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is begun any more
-    assert not engine._running
+    assert not engine._background
 
 
 def engine_tokens():

@@ -234,7 +234,7 @@ async def test_a_bug_in_a_stage_propagates():
 
 
 @given(count=st.integers(0, 60), resident=st.integers(0, 60), size=st.integers(1, 9), most=st.integers(1, 30))
-def test_cuts_make_batches_that_cover_the_request_once_and_only_the_resident_one_is_large(
+def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_are_large(
     count, resident, size, most
 ):
     resident, most = min(resident, count), max(size, most)
@@ -249,8 +249,8 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_the_resident_one
     lengths = [stop - start for start, stop in zip(starts, cuts, strict=True)]
     assert cuts[-1] == count
     assert all(length > 0 for length in lengths) or count == 0
-    assert all(length <= size for length in lengths[1:])
-    assert lengths[0] <= max(size, min(resident, most))
+    assert all(length <= most for length in lengths)
+    assert all(length <= size for stop, length in zip(cuts, lengths, strict=True) if stop > resident)
     if resident > size:
         assert lengths[0] == min(resident, most)
 
@@ -263,6 +263,8 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_the_resident_one
         (40, 2, 16, [16, 12, 6, 3, 2, 1]),
         (50, 30, 16, [30, 10, 5, 3, 2]),
         (50, 50, 16, [50]),
+        (150, 150, 16, [64, 64, 22]),
+        (150, 70, 16, [64, 16, 16, 16, 16, 11, 6, 3, 2]),
         (3, 0, 16, [2, 1]),
         (3, 3, 16, [3]),
     ],

@@ -47,13 +47,13 @@ async def test_a_store_counts_what_others_can_read(tiers, shared):
     settings = {"tiers": ["cpu", *tiers], "store.batch_bytes": rig.slab_bytes}
     async with rig.open(registry=FakeRegistry(tiers=tiers), **settings) as engine:
         reports = []
-        store_chunks = engine._do_store
+        store_chunks = engine.store_chunks
 
-        async def store(request, copied):
-            reports.append(await store_chunks(request, copied))
+        async def store(request):
+            reports.append(await store_chunks(request))
             return reports[-1]
 
-        engine._do_store = store
+        engine.store_chunks = store
         await engine.store(TOKENS, TOKENS)
 
     [report] = reports
