@@ -6,7 +6,6 @@ traceback would keep views of a slab alive.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import heapq
@@ -19,13 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import aiofiles.os
-
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.proof import prove
-from lmcache_async.memory.threads import WorkerPool, run_shielded, wait_done
+from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -127,14 +124,6 @@ class RecordFiles:
         except (OSError, TierError) as error:
             return _without_traceback(error)
         return None
-
-    def has(self, key: ChunkKey, nbytes: int) -> bool:
-        """Return whether the record has a file of that size."""
-        try:
-            status = self._status(key)
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
 
     def make_room(
         self, victims: Sequence[ChunkKey], undeletable: Sequence[ChunkKey]
@@ -427,10 +416,6 @@ class DiskThreads:
         """
         self._helpers.submit(call)
 
-    async def run(self, call: Callable[..., T], *args: Any) -> T:
-        """Run a short call without buffers. If cancelled, it waits for the end of the call first."""
-        return await run_shielded(aiofiles.os.wrap(call)(*args, executor=self.executor))
-
     def close(self) -> None:
         """Wait for running calls. There are none when every `wait_ended` has returned."""
         for pool in self._pools:
@@ -457,35 +442,6 @@ def _submit(pool: WorkerPool, call: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(call, *args)
     except RuntimeError as error:
         raise TierClosedError(f"the disk tier was closed: {error}") from error
-
-
-async def wait_ended(future: Future[Any], *, abandon: bool = False) -> None:
-    """Wait until the call has ended. Its outcome is in `future` and is not raised.
-
-    If cancelled, a call that no thread has begun is withdrawn (`future.cancelled()`). A call that has begun
-    is awaited: its memory must not be reused before.
-
-    Args:
-        abandon: If cancelled, do not wait for the call, which uses no memory of the caller.
-    """
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def set_ended() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def notify_loop(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(set_ended)
-
-    future.add_done_callback(notify_loop)
-    try:
-        await asyncio.wait([ended])
-    except asyncio.CancelledError:
-        if not future.cancel() and not abandon:
-            await wait_done(ended)
-        raise
 
 
 def pages(nbytes: int) -> int:

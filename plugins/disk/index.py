@@ -123,13 +123,20 @@ class DiskIndex:
     @contextlib.contextmanager
     def reading(self, key: ChunkKey) -> Iterator[None]:
         """Exclude the record from eviction in the block."""
-        self._readers[key] += 1
+        self.begin_reading(key)
         try:
             yield
         finally:
-            self._readers[key] -= 1
-            if not self._readers[key]:
-                del self._readers[key]
+            self.end_reading(key)
+
+    def begin_reading(self, key: ChunkKey) -> None:
+        """Exclude the record from eviction until `end_reading`."""
+        self._readers[key] += 1
+
+    def end_reading(self, key: ChunkKey) -> None:
+        self._readers[key] -= 1
+        if not self._readers[key]:
+            del self._readers[key]
 
     def reserve(
         self, key: ChunkKey, nbytes: int, *, busy: Collection[ChunkKey], evict_bytes: int = 0

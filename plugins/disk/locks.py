@@ -71,9 +71,8 @@ class PrioritySemaphore:
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
-    @contextlib.asynccontextmanager
-    async def slot(self, priority: int) -> AsyncIterator[None]:
-        """Wait for a slot and hold it in the block.
+    async def acquire(self, priority: int) -> None:
+        """Wait for a slot.
 
         Waiters are admitted in ascending order of `priority`, then in order of arrival. If the call is
         cancelled while waiting, no slot is taken.
@@ -81,13 +80,6 @@ class PrioritySemaphore:
         Args:
             priority: Number of the call; lower is older.
         """
-        await self._acquire(priority)
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _acquire(self, priority: int) -> None:
         if self._free:
             self._free -= 1
             return
@@ -97,10 +89,11 @@ class PrioritySemaphore:
             await admitted
         except asyncio.CancelledError:
             if not admitted.cancelled():
-                self._release()
+                self.release()
             raise
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Release a slot, to the next waiter if there is one."""
         while self._waiting:
             *_, admitted = heapq.heappop(self._waiting)
             if not admitted.done():

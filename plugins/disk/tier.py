@@ -10,9 +10,13 @@ import itertools
 import logging
 import mmap
 import stat
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import aiofiles.os
+
 from lmcache_async.errors import (
+    BudgetExceededError,
     ChunkCorruptError,
     TierClosedError,
     TierError,
@@ -22,14 +26,15 @@ from lmcache_async.errors import (
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.memory.threads import wait_done, wait_ended
 from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
-from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long, wait_ended
+from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long
 from lmcache_async.plugins.disk.index import DiskIndex
 from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
-from lmcache_async.tiers.answers import reads, settle
+from lmcache_async.tiers.answers import memory_was_short, no_memory, reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 
@@ -123,30 +128,32 @@ class DiskTier(Tier):
         return len(keys)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        with self._call() as store:
-            buffer = None
-            try:
-                async with store.in_use([key]):
-                    buffer = await store.read(key, allocate, next(self._numbers))
-            except BaseException:
-                if buffer is not None:
-                    buffer.release()
-                raise
-            return buffer
+        (result,) = await self.get_many([key], allocate)
+        if isinstance(result, TierError):
+            raise result.__cause__ if memory_was_short(result) and result.__cause__ else result
+        return result
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """`get` for each key. If there is no memory for a chunk in time, the chunks after it are misses."""
+        """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""
         with self._call() as store, reads(len(keys)) as results:
-            left = iter([(index, key) for index, key in enumerate(keys) if key in store.index])
             call = next(self._numbers)
-
-            async def work() -> None:
-                for index, key in left:
-                    if not await settle(results, index, store.read(key, allocate, call)):
-                        collections.deque(left, maxlen=0)
-
+            reading = BatchRead(store, results)
             async with store.in_use(keys):
-                await self._run_concurrently(work, len(keys))
+                try:
+                    for position, key in enumerate(keys):
+                        if (entry := reading.begin(position, key)) is None:
+                            continue
+                        try:
+                            buffer = results[position] = await allocate(entry.nbytes)
+                        except BudgetExceededError as error:  # the chunks that got memory are usable
+                            results[position] = no_memory(error)
+                            break
+                        await store.read_slots.acquire(call)
+                        reading.start(position, buffer)
+                    await reading.wait()
+                finally:
+                    await reading.end()
+            await reading.drop_unreadable()
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -299,6 +306,9 @@ class RecordStore:
         directory: Locked by this process; not open in a forked child.
         corrupt: Number of corrupt records, by cause.
         max_record_bytes: Maximum size of a file. A longer one is corrupt.
+        threads: Threads of the tier.
+        files: The record files.
+        read_slots: Limit of concurrent reads; the priority is the number of the call of the tier.
     """
 
     def __init__(
@@ -313,13 +323,13 @@ class RecordStore:
         self.index = index
         self.corrupt: collections.Counter[str] = collections.Counter(corrupt)
         self.max_record_bytes = MAX_RECORD_BYTES
-        self._threads = threads
+        self.threads = threads
         self.directory = directory
-        self._files = files
+        self.files = files
         self._logger = LimitedLogger(logger)
         self._locks = KeyLocks()
         # While each thread reads one record, another one waits for it.
-        self._read_slots = PrioritySemaphore(2 * config.io_threads)
+        self.read_slots = PrioritySemaphore(2 * config.io_threads)
 
     @classmethod
     async def open(cls, config: DiskConfig) -> RecordStore:
@@ -346,7 +356,7 @@ class RecordStore:
             raise
 
     def close(self) -> None:
-        self._threads.close()
+        self.threads.close()
         self.directory.close()
 
     def close_later(self) -> None:
@@ -354,39 +364,7 @@ class RecordStore:
 
         The directory stays locked until then, so these calls do not write to a directory of another owner.
         """
-        self._threads.close_later(self.directory.close)
-
-    async def read(self, key: ChunkKey, allocate: Allocate, call: int) -> Buffer | None:
-        """Read the record into a buffer of `allocate`; None if it does not exist or is corrupt.
-
-        Args:
-            call: Number of the call of the tier; reads of lower numbers come first.
-
-        Raises:
-            TierUnavailableError: The file cannot be read.
-        """
-        entry = self.index.entry(key)
-        if entry is None:
-            return None
-        if entry.nbytes > self.max_record_bytes:
-            await self._drop_unreadable(key, entry, too_long(key, entry.nbytes, self.max_record_bytes))
-            return None
-        with self.index.reading(key):
-            buffer = await allocate(entry.nbytes)
-            try:
-                async with self._read_slots.slot(call):
-                    future = self._threads.start(self._files.read, key, buffer.padded_view)
-                    await wait_ended(future)
-                result = future.result()
-                if isinstance(result, int):
-                    buffer.resize(result)
-                    return buffer
-            except BaseException:
-                buffer.release()
-                raise
-            buffer.release()
-        await self._drop_unreadable(key, entry, result)
-        return None
+        self.threads.close_later(self.directory.close)
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Publish the record unless it exists. A running write of the same key is awaited first.
@@ -478,7 +456,7 @@ class RecordStore:
         """Note the use of chunks of one prompt, in memory and, while the block reads them, on disk."""
         self.index.touch(keys, gapless=True)
         stamps = self.index.restamp(keys)
-        stamped = self._threads.start(self._files.set_stamps, stamps) if stamps else None
+        stamped = self.threads.start(self.files.set_stamps, stamps) if stamps else None
         try:
             yield
         finally:
@@ -487,14 +465,14 @@ class RecordStore:
 
     async def _verify(self, key: ChunkKey, entry: Entry, scratch: memoryview) -> Failure | None:
         with self.index.reading(key):
-            future = self._threads.start(self._files.verify, key, entry.nbytes, scratch)
+            future = self.threads.start(self.files.verify, key, entry.nbytes, scratch)
             await wait_ended(future)
         error = future.result()
         if error is not None:
-            await self._drop_unreadable(key, entry, error)
+            await self.drop_unreadable(key, entry, error)
         return error
 
-    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: Failure) -> None:
+    async def drop_unreadable(self, key: ChunkKey, entry: Entry, error: Failure) -> None:
         """Remove a record that is missing or corrupt from the index.
 
         Raises:
@@ -519,8 +497,15 @@ class RecordStore:
         entry = self.index.entry(key)
         if entry is None:
             return False
-        if await self._threads.run(self._files.has, key, entry.nbytes):
-            return True
+        with contextlib.suppress(OSError):
+            status = await aiofiles.os.stat(
+                self.directory.record_name(key),
+                dir_fd=self.directory.fd,
+                follow_symlinks=False,
+                executor=self.threads.executor,
+            )
+            if stat.S_ISREG(status.st_mode) and status.st_size == entry.nbytes:
+                return True
         await self._delete([key])
         return False
 
@@ -542,12 +527,12 @@ class RecordStore:
         with self._locks.locked_now([*victims, *undeletable]):
             try:
                 if victims or undeletable:
-                    room = self._threads.start_deletion(self._files.make_room, victims, undeletable)
+                    room = self.threads.start_deletion(self.files.make_room, victims, undeletable)
                     await wait_ended(room)
                     _, error = room.result()
                     if error is not None:
                         return error
-                written = self._threads.start(self._files.write, key, view, reservation.entry.stamp)
+                written = self.threads.start(self.files.write, key, view, reservation.entry.stamp)
                 await wait_ended(written)
                 return written.result()
             finally:
@@ -564,7 +549,7 @@ class RecordStore:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
             return 0
-        future = self._threads.start(self._files.delete, tuple(entries))
+        future = self.threads.start(self.files.delete, tuple(entries))
         try:
             await wait_ended(future)
         finally:
@@ -582,7 +567,7 @@ class RecordStore:
         entry = self.index.take(key)
         if entry is None:
             return False
-        future = self._threads.start(self._files.reject, key, cause)
+        future = self.threads.start(self.files.reject, key, cause)
         try:
             await wait_ended(future)
         finally:
@@ -598,6 +583,103 @@ class RecordStore:
 
     def _path(self, key: ChunkKey) -> str:
         return str(self.directory.record_path(key))
+
+
+class BatchRead:
+    """Reads of one call: each record in a thread, into the buffer at its position in the results.
+
+    Args:
+        store: The records.
+        results: Results of the call. A record that cannot be read is a miss there, or its error.
+    """
+
+    def __init__(self, store: RecordStore, results: list[Buffer | TierError | None]) -> None:
+        self._store = store
+        self._results = results
+        self._loop = asyncio.get_running_loop()
+        self._begun: dict[int, tuple[ChunkKey, Entry]] = {}  # excluded from eviction
+        self._running: dict[int, Future[int | Failure]] = {}
+        self._failures: list[tuple[int, ChunkKey, Entry, Failure]] = []
+        self._bug: BaseException | None = None  # of a read
+        self._idle: asyncio.Future[None] | None = None  # done when `_running` is empty
+
+    def begin(self, position: int, key: ChunkKey) -> Entry | None:
+        """Exclude a record from eviction until its read has ended. Return None if there is no valid one."""
+        store = self._store
+        entry = store.index.entry(key)
+        if entry is None:
+            return None
+        if entry.nbytes > store.max_record_bytes:
+            error = too_long(key, entry.nbytes, store.max_record_bytes)
+            self._failures.append((position, key, entry, error))
+            return None
+        store.index.begin_reading(key)
+        self._begun[position] = key, entry
+        return entry
+
+    def start(self, position: int, buffer: Buffer) -> None:
+        """Start the read of a record in a thread. The caller has acquired a slot, which is released at its end."""
+        store = self._store
+        try:
+            future = store.threads.start(store.files.read, self._begun[position][0], buffer.padded_view)
+        except BaseException:
+            store.read_slots.release()
+            raise
+        self._running[position] = future
+        future.add_done_callback(partial(self._notify_loop, position))
+
+    async def wait(self) -> None:
+        """Wait until the started reads have ended."""
+        if self._running:
+            self._idle = self._loop.create_future()
+            await asyncio.wait([self._idle])
+        if self._bug is not None:
+            raise self._bug
+
+    async def end(self) -> None:
+        """Withdraw the reads that no thread has begun, and wait for the others, also if cancelled."""
+        for future in self._running.values():
+            future.cancel()
+        if self._running:
+            self._idle = self._loop.create_future()
+            await wait_done(self._idle)
+        for key, _ in self._begun.values():  # of which no read was started
+            self._store.index.end_reading(key)
+        self._begun.clear()
+
+    async def drop_unreadable(self) -> None:
+        """Remove the records that are missing or corrupt from the index."""
+        for position, key, entry, error in self._failures:
+            try:
+                await self._store.drop_unreadable(key, entry, error)
+            except TierError as failure:
+                self._results[position] = failure
+
+    def _notify_loop(self, position: int, _: Future[int | Failure]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._finish, position)
+
+    def _finish(self, position: int) -> None:
+        """Note the end of a read, on the loop."""
+        future = self._running.pop(position)
+        key, entry = self._begun.pop(position)
+        self._store.read_slots.release()
+        self._store.index.end_reading(key)
+        outcome: int | Failure | None = None
+        if not future.cancelled():
+            self._bug = self._bug or future.exception()
+            outcome = None if future.exception() else future.result()
+        buffer = self._results[position]
+        assert isinstance(buffer, Buffer)
+        if isinstance(outcome, int):
+            buffer.resize(outcome)
+        else:
+            self._results[position] = None
+            buffer.release()
+            if outcome is not None:
+                self._failures.append((position, key, entry, outcome))
+        if not self._running and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
 
 def _open_store(config: DiskConfig, threads: DiskThreads) -> RecordStore:

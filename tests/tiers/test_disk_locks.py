@@ -35,9 +35,12 @@ class Caller:
         self.task = asyncio.ensure_future(self._run(semaphore, call, log))
 
     async def _run(self, semaphore: PrioritySemaphore, call: int, log: list[int]) -> None:
-        async with semaphore.slot(call):
+        await semaphore.acquire(call)
+        try:
             log.append(call)
             await self.go_on.wait()
+        finally:
+            semaphore.release()
 
     async def end(self) -> None:
         self.go_on.set()
@@ -76,8 +79,7 @@ async def test_a_cancelled_caller_passes_its_slot_on(moment: str) -> None:
     await third.end()
 
     assert log in ([1, 3], [1, 2, 3])
-    async with semaphore.slot(9):
-        await asyncio.sleep(0)
+    await asyncio.wait_for(semaphore.acquire(9), 30)
 
 
 async def test_a_batch_is_read_before_the_next_one(

@@ -9,6 +9,7 @@ HEADER = "lmcache_async/memory/header.py"
 DIRECTORY = "plugins/disk/directory.py"
 INDEX = "plugins/disk/index.py"
 FILES = "plugins/disk/files.py"
+TIER = "plugins/disk/tier.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
 TEST_LEFT_BEHIND = (
     "tests/unit/vllm/test_simulated.py::test_nobody_reads_what_a_layerwise_load_that_failed_left_behind",
@@ -243,9 +244,9 @@ DISK = (
     ),
     Mutation(
         "a cancelled disk call does not wait for its thread",
-        FILES,
-        "if not future.cancel() and not abandon:",
-        "if False:",
+        TIER,
+        "            await wait_done(self._idle)",
+        "            pass",
         ("tests/tiers/test_disk.py::test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended",),
     ),
 )
