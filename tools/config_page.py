@@ -103,6 +103,8 @@ def _type(name: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         [annotation] = [one for one in typing.get_args(annotation) if one is not types.NoneType]
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if name.endswith("_bytes"):

@@ -25,12 +25,12 @@ from lmcache_async.config.values import (
     Fraction,
     Name,
     Names,
+    OptionalFile,
     OptionalRate,
     OptionalSize,
     Seconds,
     Size,
     Wait,
-    expand_home,
     format_size,
     is_loopback,
     parse_list,
@@ -127,11 +127,6 @@ class LayerSpec(PluginSpec):
     kind: ClassVar[str] = "layer"
 
 
-def _parse_layers(value: object) -> list[Any] | None:
-    value = unless_none(value)
-    return None if value is None else parse_list(value)
-
-
 class TierSpec(PluginSpec):
     """A tier by the name of its entry point. Keys that are not fields are options of the tier."""
 
@@ -141,7 +136,9 @@ class TierSpec(PluginSpec):
     open_timeout_s: Seconds = Field(
         default=60.0, description="Longest time to open the tier at start-up, in seconds."
     )
-    layers: Annotated[tuple[LayerSpec, ...] | None, BeforeValidator(_parse_layers)] = Field(
+    layers: Annotated[
+        Annotated[tuple[LayerSpec, ...], BeforeValidator(parse_list)] | None, BeforeValidator(unless_none)
+    ] = Field(
         default=None,
         description="Layers around the tier, outermost first; none for the default layers, an empty list for no layer.",
     )
@@ -306,30 +303,16 @@ class TracingConfig(Section):
     )
 
 
-def _parse_optional_listen(value: object) -> Endpoint | None:
-    if isinstance(value, Endpoint):
-        return value
-    value = unless_none(value)
-    return None if value is None else parse_listen(value)
-
-
-def _parse_optional_file(value: object) -> Path | None:
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str | Path):
-        raise ValueError("expected the path of a file")
-    return None if value is None else expand_home(value)
-
-
-OptionalFile = Annotated[
-    Path | None, BeforeValidator(_parse_optional_file, json_schema_input_type=str | None)
-]
+def _parse_listen(value: object) -> Endpoint:
+    return value if isinstance(value, Endpoint) else parse_listen(value)
 
 
 class HTTPConfig(Section):
     """The read-only server of the status page, its data as JSON, and Prometheus metrics."""
 
     listen: Annotated[
-        Endpoint | None, BeforeValidator(_parse_optional_listen, json_schema_input_type=str | None)
+        Annotated[Endpoint, BeforeValidator(_parse_listen)] | None,
+        BeforeValidator(unless_none, json_schema_input_type=str | None),
     ] = Field(
         default=None,
         description="Address of the status page and the metrics, as host:port. The rank is added to the port; port 0"
@@ -383,11 +366,10 @@ class HTTPConfig(Section):
         return context
 
 
-def _parse_directory(value: object) -> Path | None:
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str | Path):
-        raise ValueError("expected the path of a directory")
-    return None if value is None else Path(value)
+def _parse_directory(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise ValueError("expected the path of a directory")  # noqa: TRY004 - pydantic reads ValueError
+    return Path(value)
 
 
 class VLLMConfig(Section):
@@ -435,7 +417,9 @@ class VLLMConfig(Section):
     consumer_stores: Flag = Field(
         default=False, description="Whether a vLLM with kv_role kv_consumer stores computed chunks."
     )
-    socket_dir: Annotated[Path | None, BeforeValidator(_parse_directory)] = Field(
+    socket_dir: Annotated[
+        Annotated[Path, BeforeValidator(_parse_directory)] | None, BeforeValidator(unless_none)
+    ] = Field(
         default=None,
         description="Directory of the sockets between scheduler and workers; none for a private temporary one.",
     )

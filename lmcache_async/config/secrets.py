@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, m
 
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import unless_none
+from lmcache_async.config.values import OptionalFile, unless_none
 from lmcache_async.errors import ConfigError
 
 SECRET_BYTES = 32
@@ -22,24 +22,18 @@ SECRET_PATHS = {("hash_key",): "hash_key_file", ("encryption", "keys"): "encrypt
 _FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
 
 
-def _parse_text(value: object) -> SecretStr | None:
+def _parse_text(value: object) -> object:
     if isinstance(value, SecretStr):
-        value = value.get_secret_value()
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str):
-        raise ValueError("expected text")
-    return None if value is None else SecretStr(value)
+        return value
+    if not isinstance(value, str):
+        raise ValueError("expected text")  # noqa: TRY004 - pydantic reads ValueError
+    return value
 
 
-def _parse_file(value: object) -> Path | None:
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str | Path):
-        raise ValueError("expected the path of a file")
-    return None if value is None else Path(value)
-
-
-SecretText = Annotated[SecretStr | None, BeforeValidator(_parse_text)]
-SecretFile = Annotated[Path | None, BeforeValidator(_parse_file)]
+SecretText = Annotated[
+    Annotated[SecretStr, BeforeValidator(_parse_text)] | None, BeforeValidator(unless_none)
+]
+SecretFile = OptionalFile
 
 
 class EncryptionConfig(BaseModel):

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from lmcache_async.config.files import MAX_YAML_BYTES, YAMLTextError, read_bounded, read_yaml
 from lmcache_async.config.model import EngineConfig
@@ -128,16 +122,14 @@ def merge(settings: Iterable[Setting]) -> tuple[dict[str, Any], dict[KeyPath, Or
     Returns:
         The nested content, and the origin of each key.
     """
-    layers: dict[Rank, dict[str, Any]] = {rank: {} for rank in Rank}
+    content: dict[str, Any] = {}
     origins: dict[KeyPath, Origin] = {}
     for setting in sorted(settings, key=lambda setting: setting.rank):
-        section = layers[setting.rank]
+        section = content
         for part in setting.path[:-1]:
             section = section.setdefault(str(part), {})
         section[str(setting.path[-1])] = setting.value
         origins[setting.path] = setting.origin
-    sources = [InitSettingsSource(_Merged, {"content": layers[rank]}) for rank in sorted(Rank, reverse=True)]
-    content: dict[str, Any] = _Merged(sources=sources).content
     return content, origins
 
 
@@ -176,29 +168,6 @@ def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict
     if node is not None:
         _number_lines(path, node, (), lines, problems)
     return {str(key): value for key, value in content.items()}, Origin(str(path), lines)
-
-
-class _Merged(BaseSettings):
-    """Merges the content of the given `sources`, highest precedence first, without validation."""
-
-    content: Any = {}
-
-    def __init__(self, *, sources: Iterable[PydanticBaseSettingsSource]) -> None:
-        super().__init__(sources=tuple(sources))
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        del settings_cls, env_settings, dotenv_settings, file_secret_settings
-        assert isinstance(init_settings, InitSettingsSource)
-        sources: tuple[PydanticBaseSettingsSource, ...] = init_settings.init_kwargs["sources"]
-        return sources
 
 
 class _VariableNames(EngineConfig, BaseSettings):

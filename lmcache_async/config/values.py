@@ -10,7 +10,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -80,18 +80,12 @@ def parse_flag(value: object) -> bool:
 
 def parse_count(value: object) -> int:
     """Parse a whole number of at least 1."""
-    count = _whole_or_none(value)
-    if count is None or count < 1:
-        raise ValueError("expected a whole number of at least 1")
-    return _bounded(count)
+    return _parse_whole(value, 1)
 
 
 def parse_seed(value: object) -> int:
     """Parse the seed of a random generator: a whole number of at least 0."""
-    seed = _whole_or_none(value)
-    if seed is None or seed < 0:
-        raise ValueError("expected a whole number of at least 0")
-    return _bounded(seed)
+    return _parse_whole(value, 0)
 
 
 def parse_number(value: object) -> float:
@@ -111,40 +105,29 @@ def parse_number(value: object) -> float:
 
 def parse_rate(value: object) -> float:
     """Parse a rate per second, above 0."""
-    rate = _number_or_nan(value)
-    if not 0 < rate <= MAX_RATE:
-        raise ValueError(f"expected a number above 0 and at most {MAX_RATE:.0f}")
-    return rate
+    return _parse_range(
+        value, f"a number above 0 and at most {MAX_RATE:.0f}", lambda rate: 0 < rate <= MAX_RATE
+    )
 
 
 def parse_seconds(value: object) -> float:
     """Parse a time in seconds, above 0."""
-    seconds = _number_or_nan(value)
-    if not seconds > 0:
-        raise ValueError("expected a number of seconds above 0")
-    return _bounded_seconds(seconds)
+    return _bounded_seconds(_parse_range(value, "a number of seconds above 0", lambda seconds: seconds > 0))
 
 
 def parse_wait(value: object) -> float:
     """Parse a time in seconds, 0 or more; 0 means no wait."""
-    seconds = _number_or_nan(value)
-    if not seconds >= 0:
-        raise ValueError("expected a number of seconds, 0 or more")
-    return _bounded_seconds(seconds)
+    return _bounded_seconds(
+        _parse_range(value, "a number of seconds, 0 or more", lambda seconds: seconds >= 0)
+    )
 
 
 def parse_fraction(value: object) -> float:
-    fraction = _number_or_nan(value)
-    if not 0 < fraction <= 1:
-        raise ValueError("expected a fraction above 0 and at most 1")
-    return fraction
+    return _parse_range(value, "a fraction above 0 and at most 1", lambda fraction: 0 < fraction <= 1)
 
 
 def parse_probability(value: object) -> float:
-    probability = _number_or_nan(value)
-    if not 0 <= probability <= 1:
-        raise ValueError("expected a probability from 0 to 1")
-    return probability
+    return _parse_range(value, "a probability from 0 to 1", lambda probability: 0 <= probability <= 1)
 
 
 def parse_list(value: object) -> list[Any]:
@@ -284,15 +267,30 @@ def expand_home(text: str | Path) -> Path:
         raise ValueError("expected a path; there is no home for its ~ on this machine") from None
 
 
-def _whole_or_none(value: object) -> int | None:
+def parse_file(value: object) -> Path:
+    """Parse the path of a file, with `~`."""
+    if not isinstance(value, str | Path):
+        raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic reads ValueError
+    return expand_home(value)
+
+
+def _parse_whole(value: object, least: int) -> int:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", value.strip(), re.ASCII):
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _bounded(number: int) -> int:
-    if number > MAX_COUNT:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected a whole number of at least {least}")
+    if value > MAX_COUNT:
         raise ValueError(f"expected a whole number of at most {MAX_COUNT}")
+    return value
+
+
+def _parse_range(value: object, expected: str, accepts: Callable[[float], bool]) -> float:
+    try:
+        number = parse_number(value)
+    except ValueError:
+        number = math.nan
+    if not accepts(number):
+        raise ValueError(f"expected {expected}")
     return number
 
 
@@ -300,13 +298,6 @@ def _bounded_seconds(seconds: float) -> float:
     if seconds > MAX_SECONDS:
         raise ValueError(f"expected a number of seconds of at most {MAX_SECONDS:.0f}")
     return seconds
-
-
-def _number_or_nan(value: object) -> float:
-    try:
-        return parse_number(value)
-    except ValueError:
-        return math.nan
 
 
 def _read_flow(text: str, opening: str) -> object:
@@ -345,34 +336,19 @@ NameList = Annotated[list[NameText], Field(min_length=1)]
 NamesText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ ,.-]+$")]
 
 
-def _parse_optional_rate(value: object) -> float | None:
-    value = unless_none(value)
-    return None if value is None else parse_rate(value)
-
-
-def _parse_optional_seed(value: object) -> int | None:
-    value = unless_none(value)
-    return None if value is None else parse_seed(value)
-
-
-def _parse_optional_size(value: object) -> int | None:
-    value = unless_none(value)
-    return None if value is None else parse_size(value)
-
-
 Flag = Annotated[bool, BeforeValidator(parse_flag, json_schema_input_type=bool | FlagText)]
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=CountInput)]
 Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=SizeInput)]
 OptionalSize = Annotated[
-    int | None, BeforeValidator(_parse_optional_size, json_schema_input_type=SizeInput | NoneText | None)
+    Size | None, BeforeValidator(unless_none, json_schema_input_type=SizeInput | NoneText | None)
 ]
 Seed = Annotated[int, BeforeValidator(parse_seed, json_schema_input_type=SeedInput)]
 OptionalSeed = Annotated[
-    int | None, BeforeValidator(_parse_optional_seed, json_schema_input_type=SeedInput | NoneText | None)
+    Seed | None, BeforeValidator(unless_none, json_schema_input_type=SeedInput | NoneText | None)
 ]
 OptionalRate = Annotated[
-    float | None,
-    BeforeValidator(_parse_optional_rate, json_schema_input_type=RateInput | NoneText | None),
+    Annotated[float, BeforeValidator(parse_rate)] | None,
+    BeforeValidator(unless_none, json_schema_input_type=RateInput | NoneText | None),
 ]
 Seconds = Annotated[float, BeforeValidator(parse_seconds, json_schema_input_type=SecondsInput)]
 Wait = Annotated[float, BeforeValidator(parse_wait, json_schema_input_type=WaitInput)]
@@ -381,3 +357,5 @@ Probability = Annotated[float, BeforeValidator(parse_probability, json_schema_in
 Name = Annotated[str, BeforeValidator(parse_name, json_schema_input_type=NameText)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names, json_schema_input_type=NameList | NamesText)]
 SocketPath = Annotated[Path, AfterValidator(check_socket)]
+OptionalFile = Annotated[Annotated[Path, BeforeValidator(parse_file)] | None, BeforeValidator(unless_none)]
+"""Path of a file, with `~`; none by default."""
