@@ -24,7 +24,7 @@ def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
         OSError: The file cannot be read, is not regular or has more than `max_bytes`; `strerror` has the reason.
     """
     if "\0" in str(path):
-        raise OSError(0, "no file has a null character in its name")
+        raise OSError(0, "the name of a file cannot contain a null character")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode

@@ -190,7 +190,7 @@ def _replaced_tiers(own: Iterable[Setting], translated: Iterable[Setting]) -> li
     tiers = ("tiers",)
     theirs = next((setting for setting in translated if setting.path == tiers), None)
     return [
-        f"{setting.origin.at(tiers)}: tiers: {theirs.origin.name} comes before the file"
+        f"{setting.origin.at(tiers)}: tiers: {theirs.origin.name} takes precedence over the file"
         for setting in own
         if setting.path == tiers and theirs is not None
     ]

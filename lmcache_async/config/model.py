@@ -495,7 +495,7 @@ class EngineConfig(Section):
         keys = read_secrets(self.hash_key, self.hash_key_file, "hash_key", "hash_key_file")
         if len(keys) > 1:
             name = "hash_key_file" if self.hash_key is None else "hash_key"
-            raise ConfigError(f"{name}: there are {len(keys)} keys; a hash has one")
+            raise ConfigError(f"{name}: expected one key, found {len(keys)}")
         return keys[0] if keys else b""
 
     @model_validator(mode="after")

@@ -98,7 +98,7 @@ def _parse_keys(text: str, where: str) -> tuple[bytes, ...]:
         raise ConfigError(f"{where}: there is no key; expected {_FORM}")
     keys = tuple(_parse_key(word, f"{where}: key {number}") for number, word in enumerate(words, 1))
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{where}: the same key is there twice")
+        raise ConfigError(f"{where}: the same key is given twice")
     return keys
 
 
@@ -114,5 +114,7 @@ def _parse_key(word: str, where: str) -> bytes:
     if len(key) != SECRET_BYTES:
         raise ConfigError(f"{where} has {len(word)} characters; expected {_FORM}")
     if len(set(key)) == 1:
-        raise ConfigError(f"{where} is one byte {SECRET_BYTES} times, which is no secret; expected {_FORM}")
+        raise ConfigError(
+            f"{where} is one byte repeated {SECRET_BYTES} times, which is not a secret; expected {_FORM}"
+        )
     return key

@@ -230,8 +230,7 @@ def _leaves(
             yield (*above, str(raw_key)), value
         elif section is None and rest:
             problems.append(
-                f"{origin_of(path).at(path)}: {spell_path(path)} has no keys of its own, such as {rest};"
-                " it is given as a whole"
+                f"{origin_of(path).at(path)}: {spell_path(path)} is not a section, so it has no key {rest}"
             )
         elif section is None:
             yield path, value

@@ -57,7 +57,7 @@ class TenantOptions(BaseModel):
     """Quota of a tenant.
 
     Attributes:
-        max_bytes: Most bytes it may hold; the whole pool by default.
+        max_bytes: Maximum bytes of its records; the whole pool by default.
         reserved_bytes: Bytes that other tenants do not evict.
     """
 
@@ -74,7 +74,7 @@ class TenantOptions(BaseModel):
     def _check(self, info: ValidationInfo) -> Self:
         del info
         if self.max_bytes is not None and self.reserved_bytes > self.max_bytes:
-            raise disagree("it is more than max_bytes", "reserved_bytes", "max_bytes")
+            raise disagree("it exceeds max_bytes", "reserved_bytes", "max_bytes")
         return self
 
 
@@ -84,13 +84,13 @@ class DaemonConfig(BaseModel):
     Attributes:
         socket: Path of the socket for clients; by default one of this user, see `default_socket`.
         max_bytes: Size of the pool. It is shared memory, which counts against a container's limit.
-        segment_bytes: Most bytes of a segment, which holds records of one size.
+        segment_bytes: Maximum size of a segment, which holds records of one size.
         huge_pages: Request huge pages, if the kernel has them for shared memory.
         prefault: Touch all pages in the background after the start.
         allow_uids: Other users whose processes may connect. The socket's mode is then 0666, and the daemon checks users.
-        max_clients: Most connections at the same time; each rank of each engine has one.
-        max_client_bytes: Most bytes of leases and reservations of one client; a quarter of the pool by default.
-        greeting_timeout_s: Longest time until a new client has sent its greeting, in seconds.
+        max_clients: Maximum number of connections; each rank of each engine has one.
+        max_client_bytes: Maximum bytes of leases and reservations of one client; a quarter of the pool by default.
+        greeting_timeout_s: Maximum time until a new client has sent its first message, in seconds.
         tenants: Quotas by tenant.
         other_tenants: Quota of each tenant that `tenants` does not name; without `reserved_bytes`.
         http: Status page and metrics; off by default.
@@ -116,14 +116,14 @@ class DaemonConfig(BaseModel):
         if self.max_bytes < MIN_BYTES:
             raise disagree(f"a pool has at least {MIN_BYTES} bytes", "max_bytes")
         if sum(tenant.reserved_bytes for tenant in self.tenants.values()) > self.max_bytes:
-            raise disagree("tenants have reserved more than max_bytes together", "tenants", "max_bytes")
+            raise disagree("the reservations of all tenants exceed max_bytes", "tenants", "max_bytes")
         if self.other_tenants.reserved_bytes:
-            raise disagree("only tenants with a name reserve", "other_tenants")
+            raise disagree("only named tenants can reserve bytes", "other_tenants")
         return self
 
     @property
     def client_bytes(self) -> int:
-        """Most bytes of leases that one client may have."""
+        """Maximum bytes of leases of one client."""
         return self.max_bytes // 4 if self.max_client_bytes is None else self.max_client_bytes
 
 

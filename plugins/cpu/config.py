@@ -8,8 +8,8 @@ class CPUConfig(TierConfig):
     """Options of the cpu tier.
 
     Attributes:
-        max_bytes: Most bytes of the arena, counted in whole slabs, that chunks may keep; all of it
-            by default. The rest is left to requests on their way to and from other tiers.
+        max_bytes: Maximum bytes of stored chunks, counted in whole slabs; by default the whole arena. The rest of
+            the arena is kept free for transfers to and from other tiers.
     """
 
     max_bytes: OptionalSize = None

@@ -13,7 +13,7 @@ from lmcache_async.cli.app import app
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of ours from outside, and messages as wide as they are."""
+    """Remove our environment variables, and make the terminal wide enough for every message."""
     for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "200")
@@ -21,13 +21,13 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def invoke() -> Callable[..., Result]:
-    """Run the command with arguments."""
+    """Return a function that runs the command with arguments."""
     return lambda *arguments: CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path, for distributions of somebody else's."""
+    """A directory on sys.path for third-party distributions."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)

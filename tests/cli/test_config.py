@@ -1,4 +1,4 @@
-"""`lmcache-async config`: values with their sources, and files that are right or wrong."""
+"""`lmcache-async config`: values with their sources, and errors of files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_value_has_its_source(invoke, file, monkeypatch):
     assert shown["tiers[2].password_variable"] == ("SOME_PASSWORD", f"{file}, line 9")
 
 
-def test_every_key_of_the_config_is_there(invoke):
+def test_every_key_of_the_config_is_shown(invoke):
     shown = values(invoke("config", "show", "--json"))
 
     for name, info in EngineConfig.model_fields.items():
@@ -96,8 +96,8 @@ tiers:
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_no_secret_is_shown_of_what_does_not_hold_either(invoke, tmp_path, form):
-    """Options that do not validate are shown as given, whatever their shape, but for what is secret in them."""
+def test_no_secret_of_invalid_options_is_shown(invoke, tmp_path, form):
+    """Invalid options are shown as given, whatever their shape, without secrets."""
     file = tmp_path / "kv.yaml"
     file.write_text(HIDING)
 
@@ -127,8 +127,8 @@ class Nested(BaseModel):
     use_token: bool
 
 
-def test_of_what_holds_only_secrets_are_hidden():
-    """A name that its owner chose makes no secret of a number; a name of an option does."""
+def test_only_secrets_of_valid_options_are_hidden():
+    """The name of an option can make a number secret; a name chosen by the user cannot."""
     nested = Nested(
         servers=(Inner(host="a", password="hunter1"),),
         passwords={"a": 7654321},
@@ -145,7 +145,7 @@ def test_of_what_holds_only_secrets_are_hidden():
     assert shown["use_token"] == "true"
 
 
-def test_no_message_shows_a_secret_inside_of_a_wrong_value(invoke, tmp_path):
+def test_no_message_shows_a_secret_inside_an_invalid_value(invoke, tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text("chunk_size: {password: hunter1}\narena: [{api_key: 11223344}]\n")
 
@@ -158,7 +158,7 @@ def test_no_message_shows_a_secret_inside_of_a_wrong_value(invoke, tmp_path):
         assert "11223344" not in result.output
 
 
-def test_only_what_was_changed(invoke, file):
+def test_defaults_can_be_omitted(invoke, file):
     assert set(values(invoke("config", "show", file, "--changed", "--json"))) == {
         "chunk_size",
         "arena.max_bytes",
@@ -169,7 +169,7 @@ def test_only_what_was_changed(invoke, file):
     }
 
 
-def test_a_file_of_lmcaches_is_shown_as_what_it_means(invoke, tmp_path):
+def test_a_file_of_lmcache_is_shown_with_our_keys(invoke, tmp_path):
     file = tmp_path / "lmcache.yaml"
     file.write_text("local_cpu: true\nmax_local_cpu_size: 2\nenable_blending: true\n")
 
@@ -180,7 +180,7 @@ def test_a_file_of_lmcaches_is_shown_as_what_it_means(invoke, tmp_path):
     assert "enable_blending" in result.stderr
 
 
-def test_the_daemons_file_too(invoke, tmp_path):
+def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     file = tmp_path / "host.yaml"
     file.write_text("max_bytes: 2GiB\ntenants:\n  chat:\n    reserved_bytes: 1GiB\n")
 
@@ -192,7 +192,7 @@ def test_the_daemons_file_too(invoke, tmp_path):
     assert invoke("config", "check", file, "--daemon").exit_code == 0
 
 
-def test_a_right_file_is_said_to_be(invoke, file, monkeypatch):
+def test_a_valid_file_is_reported_as_valid(invoke, file, monkeypatch):
     monkeypatch.setenv("SOME_PASSWORD", SECRET)
 
     result = invoke("config", "check", file)
@@ -204,7 +204,7 @@ def test_a_right_file_is_said_to_be(invoke, file, monkeypatch):
     ("extra", "told"),
     [("{", "--extra: not JSON: "), ("3", '--extra: expected a mapping, such as {"arena.max_bytes": "8GiB"}')],
 )
-def test_extra_that_is_none_is_refused(invoke, file, extra, told):
+def test_an_extra_config_that_is_not_a_json_mapping_is_refused(invoke, file, extra, told):
     for command in ("show", "check"):
         result = invoke("config", command, file, "--extra", extra)
 
@@ -212,7 +212,7 @@ def test_extra_that_is_none_is_refused(invoke, file, extra, told):
         assert result.stderr.startswith(told)
 
 
-def test_wrong_values_are_not_shown_but_told(invoke, file):
+def test_show_of_an_invalid_config_prints_its_errors(invoke, file):
     result = invoke("config", "show", file, "--extra", '{"chunk_size": 0}')
 
     assert result.exit_code == 1
@@ -255,7 +255,7 @@ documents = st.dictionaries(names | st.text(max_size=6), trees, max_size=4) | st
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(documents)
-def test_whatever_the_file_says_each_problem_is_a_line(tmp_path, document):
+def test_every_problem_of_any_file_is_one_printable_line(tmp_path, document):
     file = tmp_path / "kv.yaml"
     file.write_text(json.dumps(document))  # JSON is YAML
 

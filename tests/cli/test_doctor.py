@@ -1,4 +1,4 @@
-"""`lmcache-async doctor`: directories, servers and the whole command, against real ones."""
+"""`lmcache-async doctor`: the whole command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lmcache_async.tiers.diagnosis import Outcome, ok
 
 
 def quick(monkeypatch) -> None:
-    """Without the import of a whole vLLM."""
-    monkeypatch.setattr(doctor.versions, "check_plugin", lambda: [ok("vllm plug-in", "not asked")])
+    """Skip the import of vLLM."""
+    monkeypatch.setattr(doctor.versions, "check_plugin", lambda: [ok("vllm plug-in", "skipped")])
 
 
 def test_the_command_as_json_and_as_text(invoke, tmp_path, monkeypatch):
@@ -37,7 +37,7 @@ def test_the_command_as_json_and_as_text(invoke, tmp_path, monkeypatch):
     assert text.stdout.splitlines()[-1].endswith("0 fail")
 
 
-def test_what_is_wrong_with_the_config_fails_and_the_rest_is_checked(invoke, tmp_path, monkeypatch):
+def test_errors_of_the_config_fail_and_the_rest_is_checked(invoke, tmp_path, monkeypatch):
     quick(monkeypatch)
     file = tmp_path / "kv.yaml"
     file.write_text("tiers:\n- {name: disk, path: /x}\n- {name: dsk}\n")
@@ -50,8 +50,7 @@ def test_what_is_wrong_with_the_config_fails_and_the_rest_is_checked(invoke, tmp
     assert "open files" in result.stdout
 
 
-def test_a_config_that_cannot_even_be_looked_at_is_a_failed_check(invoke, monkeypatch):
-    """Whatever its reading raises: a bug of ours is told as one, and the rest is checked."""
+def test_an_exception_while_the_config_is_read_is_a_failed_check(invoke, monkeypatch):
     quick(monkeypatch)
     monkeypatch.setattr(doctor, "survey_config", lambda file: 1 // 0)
 
@@ -62,7 +61,7 @@ def test_a_config_that_cannot_even_be_looked_at_is_a_failed_check(invoke, monkey
     assert "open files" in result.stdout
 
 
-def test_a_sample_that_is_no_size_is_refused(invoke):
+def test_a_sample_that_is_not_a_size_is_refused(invoke):
     result = invoke("doctor", "--sample", "much")
 
     assert (result.exit_code, result.stderr) == (
@@ -80,7 +79,7 @@ app(["doctor"])
 """
 
 
-def test_what_hangs_does_not_keep_the_command():
+def test_the_command_ends_although_a_check_hangs():
     ran = subprocess.run(
         [sys.executable, "-c", HANG], capture_output=True, text=True, check=False, timeout=120
     )
@@ -89,7 +88,7 @@ def test_what_hangs_does_not_keep_the_command():
     assert "fail  stuck: it did not end in 0.1 s" in ran.stdout
 
 
-def test_the_flag_that_keeps_queued_writes_is_named_where_a_tier_outlives_the_process(tmp_path):
+def test_the_shutdown_option_is_named_for_persistent_tiers_only(tmp_path):
     kept = tmp_path / "kept.yaml"
     kept.write_text(f"tiers: [cpu, {{name: disk, id: slow, path: {tmp_path}/kv, max_bytes: 1GiB}}]\n")
     memory = tmp_path / "memory.yaml"
@@ -112,7 +111,7 @@ def test_the_flag_that_keeps_queued_writes_is_named_where_a_tier_outlives_the_pr
     assert checks[memory] == []
 
 
-def test_a_close_shorter_than_the_queue_is_warned_of_where_a_tier_outlives_the_process(tmp_path):
+def test_closing_faster_than_the_queue_is_a_warning_for_persistent_tiers_only(tmp_path):
     disk = f"{{name: disk, path: {tmp_path}/kv, max_bytes: 1GiB}}"
     found = {}
     for name, tiers in (("disk", f"[cpu, {disk}]"), ("memory", "[cpu]")):

@@ -1,4 +1,4 @@
-"""What the command imports: nothing of torch where no tensor is needed."""
+"""Modules that the command imports: no torch where it needs no tensor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def complete(*words: str) -> dict[str, str]:
 
 
 def run(*calls: tuple[list[str], dict[str, str], list[str]]) -> list[list[object]]:
-    """Exit code and unwanted modules of each call of the command: arguments, environment, unwanted."""
+    """Return arguments, exit code and unwanted modules of each call: arguments, environment, unwanted modules."""
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(calls)],
         capture_output=True,
@@ -59,7 +59,7 @@ def run(*calls: tuple[list[str], dict[str, str], list[str]]) -> list[list[object
     return json.loads(ran.stdout)
 
 
-def test_the_list_of_commands_imports_none_of_them():
+def test_listing_the_commands_imports_none_of_them():
     light = [*HEAVY, "numpy", "lmcache_async.config"]
     calls = [(["--version"], {}, light), (["--help"], {}, light), ([], complete("co"), light)]
 

@@ -1,4 +1,4 @@
-"""The entry point without the packages that it needs."""
+"""The entry point without its packages."""
 
 import builtins
 import sys
@@ -25,7 +25,7 @@ def test_without_typer_the_command_names_the_extra(monkeypatch, capsys):
     assert "pip install 'lmcache-async[cli]'" in capsys.readouterr().err
 
 
-def test_another_missing_package_is_no_matter_of_the_extra(monkeypatch):
+def test_another_missing_package_is_not_blamed_on_the_extra(monkeypatch):
     import_ = builtins.__import__
 
     def without_torch(name, *arguments, **options):

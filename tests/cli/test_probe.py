@@ -37,7 +37,7 @@ def probed(spec: TierSpec) -> dict[str, Check]:
     return by_name(probe_tier(spec, make_tier(spec, Registry(), third_party=True)))
 
 
-def test_a_record_goes_to_a_real_server_and_back_and_is_gone(server):
+def test_a_record_is_stored_in_a_real_server_read_and_removed(server):
     checks = probed(spec_of(url=f"unix://{server.socket}"))
 
     assert {check.outcome for check in checks.values()} == {Outcome.OK}
@@ -46,7 +46,7 @@ def test_a_record_goes_to_a_real_server_and_back_and_is_gone(server):
     assert server.ask("DBSIZE") == 0
 
 
-def test_a_server_that_is_not_there_fails_in_words():
+def test_an_unreachable_server_fails_with_advice():
     checks = probed(spec_of(url="valkey://127.0.0.1:1"))
 
     failed = [check for check in checks.values() if check.outcome is Outcome.FAIL]
@@ -150,7 +150,7 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
         ),
     ],
 )
-def test_the_probe_is_removed_whatever_happens_or_told(tier_class, outcome, told, left):
+def test_the_probe_is_removed_or_reported(tier_class, outcome, told, left):
     tier = tier_class()
 
     check = by_name(probe_tier(TierSpec(name="x", id="x", timeout_s=0.2, open_timeout_s=0.2), tier))["record"]

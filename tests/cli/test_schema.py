@@ -1,4 +1,4 @@
-"""The JSON schema for editors: it takes the configs of the docs, and marks wrong ones where they are wrong."""
+"""The JSON schema accepts the configurations of the documentation and marks errors at their place."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ENGINE_FILES = [
 
 
 def examples() -> list[str]:
-    """Every config in the docs and the examples."""
+    """Return every configuration of the documentation and the examples."""
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
     pages += sorted((ROOT / "plugins").rglob("README.md"))
     blocks = [block for page in pages for block in FENCE.findall(page.read_text(encoding="utf-8"))]
     blocks = [
         block for block in blocks if "\nlocal_cpu:" not in block
-    ]  # LMCache's own keys have no schema of ours
+    ]  # the schema does not include LMCache's keys
     return blocks + [file.read_text(encoding="utf-8") for file in ENGINE_FILES]
 
 
@@ -44,7 +44,7 @@ CHECK = jsonschema.Draft202012Validator(ENGINE_SCHEMA)
 CHECK_DAEMON = jsonschema.Draft202012Validator(daemon_schema())
 
 
-def test_the_command_prints_what_is_a_schema(invoke):
+def test_the_command_prints_a_valid_schema(invoke):
     for arguments, schema in (((), ENGINE_SCHEMA), (("--daemon",), daemon_schema())):
         printed = json.loads(invoke("config", "schema", *arguments).stdout)
 
@@ -53,17 +53,17 @@ def test_the_command_prints_what_is_a_schema(invoke):
 
 
 @pytest.mark.parametrize("text", examples(), ids=lambda text: text.strip().splitlines()[0][:50])
-def test_configs_of_the_docs_and_examples_are_right(text):
+def test_configs_of_the_docs_and_examples_are_valid(text):
     CHECK.validate(yaml.safe_load(text))
 
 
-def test_there_are_examples_of_every_bundled_tier_but_the_aliases():
+def test_every_bundled_tier_except_aliases_has_an_example():
     named = set(re.findall(r"(?:- |name: )(\w+)$|name: (\w+)", "\n".join(examples()), re.MULTILINE))
 
     assert set(Registry().available(TIERS)) - {"redis"} <= {name for pair in named for name in pair}
 
 
-def test_the_daemons_config_of_the_docs_is_right():
+def test_the_daemon_config_of_the_docs_is_valid():
     page = (ROOT / "docs/tiers/host.md").read_text(encoding="utf-8")
     [text] = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "max_bytes" in block]
 
@@ -71,18 +71,18 @@ def test_the_daemons_config_of_the_docs_is_right():
 
 
 NOT_IN_A_SCHEMA = re.compile(
-    "cannot be read|may read it|there is no key; |characters; |is no secret|there are 2 keys|is there twice"
+    "cannot be read|may read it|there is no key; |characters; |is not a secret|expected one key|is given twice"
     "|takes no hash key|both have the id|never open|above max|neither max_calls|other options|belong together"
     "|alone, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
     "|without a password|that holds the password|is empty|cannot be used|has no TLS|tls is false|the URL|several hosts"
     "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
     "|expected (the path of a socket|a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
     "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
-    "|reserved|with a name|nobody would|without a token|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
+    "|reserv|exceeds max_bytes|nobody would|without a token|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
     "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|requires tls_cert_file|a size between"
     "|no home for its ~|null characters|without TLS"
 )
-"""What no schema of a file tells: how values go together, what is in files, the inside of a URL, a few bounds."""
+"""Errors that a schema cannot express: constraints between values, contents of files, parts of a URL, some bounds."""
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ NOT_IN_A_SCHEMA = re.compile(
         if not all(NOT_IN_A_SCHEMA.search(line) for line in lines)
     ],
 )
-def test_wrong_configs_are_marked(check, text):
+def test_invalid_configs_are_rejected(check, text):
     assert not check.is_valid(yaml.safe_load(text.replace("{dir}", "/dir")))
 
 
-def test_a_mistake_is_marked_where_it_is():
+def test_an_error_is_marked_at_its_place():
     config = yaml.safe_load("tiers:\n- cpu\n- {name: disk, path: /x, max_bytes: 1GiB, fsync: perhaps}")
 
     [error] = CHECK.iter_errors(config)
@@ -106,7 +106,7 @@ def test_a_mistake_is_marked_where_it_is():
     assert list(error.absolute_path) == ["tiers", 1, "fsync"]
 
 
-def test_each_key_has_its_meaning():
+def test_each_key_has_its_description():
     disk = ENGINE_SCHEMA["$defs"]["tier-disk"]["properties"]
 
     assert disk["fsync"]["description"].startswith("Whether a put returns only when")
@@ -114,7 +114,7 @@ def test_each_key_has_its_meaning():
     assert ENGINE_SCHEMA["$defs"]["ArenaConfig"]["properties"]["max_bytes"]["description"]
 
 
-def test_all_plug_ins_are_in_it_those_of_others_too(others):
+def test_the_schema_includes_third_party_plug_ins(others):
     install(others, "shelf", {"shelf": "Shelf"}, GOOD)
     install(others, "gone", {"gone": "Gone"}, "import nothing_like_it\n")
     schema = engine_schema(Registry())
@@ -160,8 +160,8 @@ keys = st.sampled_from([key for key in ENGINE_SCHEMA["properties"] if "." in key
 
 
 @given(st.dictionaries(keys, spellings, max_size=3))
-def test_what_it_takes_the_loader_takes(config):
-    """But for how values go together, and for texts whose form is told in words."""
+def test_the_loader_accepts_what_the_schema_accepts(config):
+    """Except for constraints between values and for formats that a schema cannot express."""
     told = loaded(config) if CHECK.is_valid(config) else ""
 
     assert not told or re.search(
@@ -171,7 +171,7 @@ def test_what_it_takes_the_loader_takes(config):
 
 
 def loaded(config: dict[str, object]) -> str:
-    """What the loader says is wrong."""
+    """Return the message of the loader."""
     try:
         load_config(env={}, extra=config)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`lmcache-async serve --json`: one line that says that it is ready, for whoever started it."""
+"""`lmcache-async serve --json`: one line when it is ready."""
 
 from __future__ import annotations
 

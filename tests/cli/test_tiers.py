@@ -1,4 +1,4 @@
-"""`lmcache-async tiers`: what is installed, and nothing that is broken breaks it."""
+"""`lmcache-async tiers`: installed plug-ins, including broken ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = {
 }
 
 
-def test_all_that_is_installed_is_listed_with_its_distribution(invoke):
+def test_every_plug_in_is_listed_with_its_distribution(invoke):
     result = invoke("tiers")
 
     registry = Registry()
@@ -34,7 +34,7 @@ def test_all_that_is_installed_is_listed_with_its_distribution(invoke):
     assert "cannot be used" not in result.stdout
 
 
-def test_one_tier_is_told_with_options_and_abilities(invoke):
+def test_a_tier_is_described_with_options_and_capabilities(invoke):
     [entry] = json.loads(invoke("tiers", "disk", "--json").stdout)
 
     options = {option["name"]: option for option in entry["options"]}
@@ -48,7 +48,7 @@ def test_one_tier_is_told_with_options_and_abilities(invoke):
     assert {"get_many", "scrub"} <= set(entry["details"]["overrides"])
 
 
-def test_every_option_of_what_is_bundled_has_a_meaning_and_a_kind(invoke):
+def test_every_bundled_option_has_a_description_and_a_type(invoke):
     entries = json.loads(invoke("tiers", "--json").stdout)
 
     options = [(entry["name"], option) for entry in entries for option in entry["options"]]
@@ -60,7 +60,7 @@ def test_every_option_of_what_is_bundled_has_a_meaning_and_a_kind(invoke):
     ] == []
 
 
-def test_every_bundled_tier_tells_its_abilities(invoke):
+def test_every_bundled_tier_has_its_capabilities(invoke):
     entries = json.loads(invoke("tiers", "--json").stdout)
 
     assert [
@@ -68,13 +68,13 @@ def test_every_bundled_tier_tells_its_abilities(invoke):
     ] == []
 
 
-def test_a_stage_is_told_with_what_it_takes_and_gives(invoke):
+def test_a_stage_is_described_with_its_types(invoke):
     [entry] = json.loads(invoke("tiers", "seal", "--json").stdout)
 
     assert (entry["details"]["takes"], entry["details"]["gives"]) == ("FilledBatch", "SealedBatch")
 
 
-def test_a_tier_of_somebody_else_is_told_like_ours(invoke, others):
+def test_a_third_party_tier_is_described_like_a_bundled_one(invoke, others):
     install(others, "shelf", {"shelf": "Shelf"}, GOOD)
 
     [entry] = json.loads(invoke("tiers", "shelf", "--json").stdout)
@@ -89,7 +89,7 @@ def test_a_tier_of_somebody_else_is_told_like_ours(invoke, others):
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_one_is_told_and_the_others_too(invoke, others, how):
+def test_a_broken_plug_in_is_reported_and_the_others_are_listed(invoke, others, how):
     module, told = BROKEN[how]
     install(others, "shelf", {"shelf": "Shelf"}, module)
 

@@ -36,7 +36,7 @@ def message(**sources) -> str:
         ({"zzz": 1}, "there is no key zzz"),
         ({7: 1}, "there is no key 7"),
         ({"local_cpu": 1}, "there is no key local_cpu; it is LMCache's, here it is tiers"),
-        ({"tiers.disk": 1}, "tiers has no keys of its own, such as disk; it is given as a whole"),
+        ({"tiers.disk": 1}, "tiers is not a section, so it has no key disk"),
         ({"arena": {"prefault": 1}, "arena.prefault": 0}, "arena.prefault is given twice"),
         ({"arena": 3}, 'arena is 3: expected a mapping, such as {"key": "value"}'),
         ({"config_file": 3}, "config_file is 3: expected the path of a YAML file"),

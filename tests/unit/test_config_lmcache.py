@@ -227,7 +227,7 @@ def test_it_is_told_when_a_variable_of_lmcache_replaces_the_tiers_of_our_file(tm
     config = load_config(ours, env={"LMCACHE_LOCAL_CPU": "yes"})
 
     assert tiers(config) == [("cpu", {})]
-    assert f"{ours}, line 1: tiers: LMCACHE_LOCAL_CPU comes before the file" in caplog.text
+    assert f"{ours}, line 1: tiers: LMCACHE_LOCAL_CPU takes precedence over the file" in caplog.text
 
 
 @pytest.mark.parametrize("scheme", ["hf3fs", "lm", "nixl"])

@@ -209,7 +209,7 @@ def test_another_mistake_hides_none_of_a_tier(tmp_path, text):
 OF_OTHER_KEYS = [
     text
     for text, lines in DAEMON
-    if text.startswith("max_bytes: 1GiB\n") and "\nhttp" not in text and "together" not in lines[0]
+    if text.startswith("max_bytes: 1GiB\n") and "\nhttp" not in text and "of all tenants" not in lines[0]
 ]
 
 
