@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -66,22 +66,29 @@ def sites() -> list[Site]:
 
 
 @contextmanager
-def passed() -> Iterator[set[tuple[str, int]]]:
-    """File and line of all that is executed in files of ours within the block."""
+def passed(wanted: Iterable[Site]) -> Iterator[set[tuple[str, int]]]:
+    """Record the executed lines, as file and number, of every function that contains one of these places.
+
+    Other functions are not traced line by line: that would take most of the time.
+    """
+    by_file: dict[str, list[Site]] = {}
+    for site in wanted:
+        by_file.setdefault(str((ROOT / site.file).resolve()), []).append(site)
     lines: set[tuple[str, int]] = set()
-    names: dict[str, str | None] = {}
+    names: dict[CodeType, str] = {}
 
     def local(frame: FrameType, event: str, argument: Any) -> Any:
         del argument
         if event == "line":
-            lines.add((names[frame.f_code.co_filename] or "", frame.f_lineno))
+            lines.add((names[frame.f_code], frame.f_lineno))
         return local
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        if file not in names:
-            names[file] = _ours(file)
-        return local if names[file] else None
+        del event, argument
+        code = frame.f_code
+        if code not in names:
+            names[code] = _file_of(code, by_file.get(str(Path(code.co_filename).resolve()), []))
+        return local if names[code] else None
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -95,9 +102,13 @@ def was_passed(site: Site, lines: set[tuple[str, int]]) -> bool:
     return any((site.file, line) in lines for line in range(site.first, site.last + 1))
 
 
-def _ours(file: str) -> str | None:
-    path = Path(file).resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and "tests" not in path.parts else None
+def _file_of(code: CodeType, sites: Sequence[Site]) -> str:
+    """Return the file of the sites if one of them is within the lines of `code`, else an empty string."""
+    numbers = [number for _, _, number in code.co_lines() if number]
+    for site in sites:
+        if min(numbers, default=0) <= site.last and site.first <= max(numbers, default=0):
+            return site.file
+    return ""
 
 
 def _in_file(name: str, tree: ast.Module) -> Iterator[Site]:
@@ -115,9 +126,16 @@ def _in_file(name: str, tree: ast.Module) -> Iterator[Site]:
             called = node.value.func
             if isinstance(called, ast.Name) and called.id in ERRORS:
                 wanted = node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "problems.append":
+        elif isinstance(node, ast.Call) and _is_problems_append(node.func):
             wanted = node
         if wanted is not None:
             yield Site(
                 name, node.lineno, node.end_lineno or node.lineno, " ".join(ast.unparse(wanted).split())
             )
+
+
+def _is_problems_append(called: ast.expr) -> bool:
+    match called:
+        case ast.Attribute(value=ast.Name(id="problems"), attr="append"):
+            return True
+    return False

@@ -101,7 +101,7 @@ def test_the_command_prints_the_lines_and_ends_with_1(folder):
 
 def test_no_place_that_refuses_a_config_is_without_a_test(folder):
     everywhere = sites()
-    with passed() as lines:
+    with passed(everywhere) as lines:
         for run in runs(folder):
             run()
     missed = {site.name for site in everywhere if not was_passed(site, lines)}
@@ -116,7 +116,10 @@ def test_what_is_said_to_be_tested_elsewhere_is(file, text):
 
 
 def runs(folder: Path) -> Iterator[Callable[[], object]]:
-    """All cases of this file and of the tests of the loader, each to be run."""
+    """Return all cases of this file and of the tests of the loader, except YAML beyond the loader's limits.
+
+    Such a text takes half a second to parse, and other cases pass the same place.
+    """
     for text, _ in ENGINE:
         yield lambda text=text: checked(written(folder, text))
     for text, _ in DAEMON:
@@ -126,7 +129,8 @@ def runs(folder: Path) -> Iterator[Callable[[], object]]:
     for name, value, _ in table_of(errors.test_a_wrong_variable):
         yield lambda name=name, value=value: refused(env={f"LMCACHE_ASYNC_{name}": value})
     for text, _ in table_of(errors.test_a_wrong_file):
-        yield lambda text=text: refused(path=written(folder, text))
+        if len(text) < 1000:
+            yield lambda text=text: refused(path=written(folder, text))
     yield lambda: refused(path=folder / "none")
     for number, (start, _) in enumerate(AT_START):
         yield lambda start=start, number=number: refused_at_start(start, folder / f"start-{number}")
