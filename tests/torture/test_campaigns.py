@@ -160,6 +160,8 @@ def test_fuzzing_shares_its_time_and_reports_failures(
     (tmp_path / "tests" / "fuzz").mkdir(parents=True)
     (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most take longer to import than the test runs
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
     outcome = fuzz.run(seconds=0.5)
 
