@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from examples.demo.documents import make_document
-from examples.demo.model import make_model
+from examples.demo.model import DEMO, make_model
 from examples.vllm.asking import long_text
+from tests.integration.model_families import LLAMA
 from tests.integration.serving import COMMANDS, MODEL, Serving, serving
 from tests.integration.vllm_driver import Engines, Reference
 
@@ -38,10 +40,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tokenizer, for `vllm serve`."""
     directory = tmp_path_factory.mktemp("model") / "small"
-    make_model(
-        directory,
-        [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))],
-    )
+    texts = [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))]
+    make_model(directory, texts, size=replace(LLAMA, vocabulary=DEMO.vocabulary, max_tokens=DEMO.max_tokens))
     return directory
 
 

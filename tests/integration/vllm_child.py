@@ -17,7 +17,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.integration import vision, vllm_worker_calls
+from tests.integration import forking, vision, vllm_worker_calls
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -209,6 +209,7 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
 def main() -> None:
     """Fork an engine for each message, which carries the engine's channel and its log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
+    forking.fork_instead_of_spawn()
     images = vision.prepare()
     for name in _IMPORTS:
         importlib.import_module(name)
