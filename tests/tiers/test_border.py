@@ -43,12 +43,9 @@ def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier(
         thread.submit(case.serves_the_rest()).result(DEADLINE_S)
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if not mode.ends_loop], ids=str)
-def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(
-    mode: Misbehaviour, layers: Sequence[object] | None
-) -> None:
-    case = _Case(mode, layers)
+def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(mode: Misbehaviour) -> None:
+    case = _Case(mode, layers=None)
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):

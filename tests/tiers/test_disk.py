@@ -63,7 +63,7 @@ class DiskConformance(TierConformance, SuffixEvictionConformance):
 
 
 class TestDiskTier(DiskConformance):
-    many_keys = 10_000
+    many_keys = 3000
 
 
 class TestDiskTierBuffered(DiskConformance):

@@ -32,7 +32,7 @@ class Cases:
         many_keys: Number of records of the test with many records. Reduce it for a slow backend.
     """
 
-    many_keys: ClassVar[int] = 10_000
+    many_keys: ClassVar[int] = 2000
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Mark every async test for pytest-asyncio, as its strict mode requires."""
