@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -33,6 +34,16 @@ hypothesis.settings.load_profile(
 
 TOGETHER = "tests/integration/"
 """Its engines and servers are shared by all of its files, and take minutes to start."""
+
+FIRST = (
+    TOGETHER,
+    "tests/packaging/",
+    "tests/hosts/",
+    "tests/torture/",
+    "tests/simulation/",
+    "tests/maintenance/",
+)
+"""Files whose tests take seconds each. Started last, one of them would keep a single process busy at the end."""
 
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -59,6 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """pytest-xdist's hook: each file is one process's own, and all that start a real vLLM are the same one's."""
     from xdist.scheduler import LoadScopeScheduling
 
+    config.option.loadscopereorder = False  # the order is that of the collection, see below
+
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
@@ -67,12 +80,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`gpu` tests need a GPU; nothing else is ever skipped."""
+@pytest.hookimpl(trylast=True)  # after pytest-randomly
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files for pytest-xdist, and skip `gpu` tests without a GPU; nothing else is ever skipped."""
     import torch
+
+    if hasattr(config, "workerinput"):
+        sizes = Counter(item.location[0] for item in items)
+        items.sort(key=lambda item: (_rank(item.location[0]), -sizes[item.location[0]]))
 
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _rank(file: str) -> int:
+    """Return the place of the file's folder in FIRST."""
+    return next((rank for rank, folder in enumerate(FIRST) if file.startswith(folder)), len(FIRST))
