@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from lmcache_async.config import load_config
+from tests.support import forked_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -25,18 +23,6 @@ FENCE = re.compile(
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<text>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-
-# A block may await at its top level, as a reader would write it in a notebook.
-RUNNER = """
-import ast, asyncio, inspect, pathlib, sys, types
-path = pathlib.Path(sys.argv[1])
-code = compile(path.read_text(), str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-module = types.ModuleType("__main__")
-sys.modules["__main__"] = module
-result = types.FunctionType(code, vars(module))()
-if inspect.iscoroutine(result):
-    asyncio.run(result)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +61,9 @@ def test_a_python_example_runs(block: Block, tmp_path: Path) -> None:
         if other.title and other.page == block.page:
             (tmp_path / other.title).write_text(other.text, encoding="utf-8")
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, "-c", RUNNER, "example.py"],
-        cwd=tmp_path,
-        env=os.environ | ({"PYTHONPATH": str(ROOT)} if block.page in OF_A_CHECKOUT else {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-    )
+    ended = forked_python.run("example.py", cwd=tmp_path, path=[ROOT] if block.page in OF_A_CHECKOUT else [])
 
-    assert ran.returncode == 0, f"{block}\n{ran.stderr}"
+    assert ended.status == 0, f"{block}\n{ended.output}"
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
