@@ -46,7 +46,7 @@ Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=Size
 
 def _parse_user(value: object) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
-        raise ValueError("expected the number of a user")
+        raise ValueError("expected a user id, such as 1000")
     return int(str(value))
 
 

@@ -48,10 +48,12 @@ class _Call(Generic[T]):
 async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
     """Run `function` on the executor and return its result.
 
-    If the call is cancelled, it waits until the function has ended, then raises CancelledError. The buffers
-    of the function are in use until then.
+    If the call is cancelled, a function that no thread has begun is withdrawn. A running function is awaited
+    before CancelledError is raised, because it uses its buffers until then.
     """
-    return await run_shielded(asyncio.get_running_loop().run_in_executor(executor, function))
+    future = executor.submit(function)
+    await wait_ended(future)
+    return future.result()
 
 
 async def run_shielded(work: Awaitable[T]) -> T:

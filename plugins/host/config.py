@@ -34,7 +34,7 @@ def _parse_user(value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
-        raise ValueError("expected the number of a user")
+        raise ValueError("expected a user id, such as 1000")
     return int(str(value))
 
 
@@ -42,17 +42,17 @@ class HostConfig(TierConfig):
     """Options of the host tier.
 
     Attributes:
-        socket: Socket of the daemon; by default the daemon's own default.
-        tenant: Name of the tenant. Engines of one tenant share their records and see no others.
-        daemon_uid: User that the daemon must run as; by default the own user or root.
-        connect_timeout_s: Maximum time to connect, in seconds.
-        lookup_timeout_s: Maximum time of a lookup or a removal, in seconds.
-        transfer_timeout_s: Maximum time to get leases or reservations, in seconds.
-        max_lease_bytes: Maximum bytes of leases and reservations of this engine; the default and the upper limit
-            are set by the daemon.
-        copy_threads: Number of threads that copy records into the pool.
-        pin: Whether the pool is pinned for CUDA, in the background, if the engine pins its arena.
-        prefault: Whether the pages of the pool are mapped in the background, so that first reads are not slower.
+        socket: Path of the daemon's socket; by default the default path of the daemon.
+        tenant: Tenant of the records. Engines of one tenant share records and see no others.
+        daemon_uid: User id that the daemon must run as; by default that of this process or root.
+        connect_timeout_s: Longest time to connect, in seconds.
+        lookup_timeout_s: Longest time of a lookup or a removal, in seconds.
+        transfer_timeout_s: Longest wait for leases or reservations, in seconds.
+        max_lease_bytes: Limit of the leases and reservations of this engine, in bytes; by default, and at
+            most, the limit of the daemon.
+        copy_threads: Threads that copy records into the pool.
+        pin: Pin the pool for CUDA, in the background, if the engine pins its arena.
+        prefault: Map the pages of the pool in the background, so that first reads cause no page faults.
     """
 
     socket: SocketPath | None = None

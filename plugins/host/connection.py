@@ -1,39 +1,57 @@
-"""A connection to the daemon. Requests are answered in the order in which they were sent."""
+"""Connections to the daemon: handshake, mapping of its memory, requests and answers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from lmcache_async.daemon.address import check_directory, peer_of
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
+    PROTOCOL,
+    WELCOME_BYTES,
     Figures,
     Frames,
+    Hello,
     Op,
     ProtocolError,
+    Refusal,
+    Welcome,
     frame,
+    pack_hello,
     pack_numbers,
     unpack_figures,
     unpack_grants,
+    unpack_welcome,
 )
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.memory.region import Region
+from lmcache_async.plugins.host.mapping import Mapping
 
 if TYPE_CHECKING:
     from lmcache_async.daemon.messages import Grant
-    from lmcache_async.plugins.host.mapping import Mapping
+
+T = TypeVar("T")
 
 MAX_UNANSWERED = 256
 """Maximum number of unanswered requests. Further requests fail, except commits."""
 MAX_UNANSWERED_BYTES = 16 << 20
 CLOSE_S = 1.0
 """Longest wait for `connection_lost` after an abort, in seconds."""
+_MSG_CMSG_CLOEXEC = 0x40000000
 
 
 @dataclass(eq=False, slots=True)
-class _Question:
+class _Request:
     op: Op
     nbytes: int
     answer: asyncio.Future[bytes]
@@ -51,7 +69,7 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         figures: Figures of the tenant in the last answer.
-        questions: Number of requests sent.
+        requests: Number of requests sent.
     """
 
     def __init__(
@@ -61,11 +79,11 @@ class Connection(asyncio.Protocol):
         self.daemon = daemon
         self.mapping = mapping
         self.figures = Figures()
-        self.questions = 0
+        self.requests = 0
         self._gone = asyncio.get_running_loop().create_future()
         self._ended = ended
         self._frames = Frames()
-        self._questions: deque[_Question] = deque()
+        self._requests: deque[_Request] = deque()
         self._unanswered_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._error: TierError | None = None
@@ -99,29 +117,33 @@ class Connection(asyncio.Protocol):
         Raises:
             TierUnavailableError: The connection has ended or ends, or there is no answer in time.
         """
-        question = self._send(op, parts, unwanted)
+        request = self._send(op, parts, unwanted)
         try:
             async with asyncio.timeout(timeout_s):
-                return await question.answer
+                return await request.answer
         except TimeoutError as error:
-            _forget(question)
+            _forget(request)
             raise TierUnavailableError(
                 f"{self.where}: no answer to {op.name} within {timeout_s} s"
             ) from error
         except asyncio.CancelledError:
-            _forget(question)
+            _forget(request)
             raise
 
-    def unpack(self, answer: bytes, count: int) -> list[Grant]:
-        """Decode `count` grants.
+    def parse(self, decode: Callable[[], T]) -> T:
+        """Return the result of `decode`, which decodes an answer.
 
         Raises:
             TierUnavailableError: The answer does not match the request. The connection is closed.
         """
         try:
-            return unpack_grants(answer, count, self.mapping.nbytes)
+            return decode()
         except ProtocolError as error:
             raise self.fail(error) from error
+
+    def parse_grants(self, answer: bytes, count: int) -> list[Grant]:
+        """Decode `count` grants, as `parse`."""
+        return self.parse(partial(unpack_grants, answer, count, self.mapping.nbytes))
 
     def give_back(self, leases: list[int]) -> None:
         """Release leases and reservations. The end of the connection releases them too."""
@@ -165,45 +187,176 @@ class Connection(asyncio.Protocol):
         if self._error is None:
             reason = f": {error}" if error else ""
             self._error = TierUnavailableError(f"{self.where}: the connection was lost{reason}")
-        questions, self._questions = self._questions, deque()
-        for question in questions:
-            if not question.answer.done():
-                question.answer.set_exception(self._error.with_traceback(None))
+        requests, self._requests = self._requests, deque()
+        for request in requests:
+            if not request.answer.done():
+                request.answer.set_exception(self._error.with_traceback(None))
         self.mapping.end()
         self._gone.set_result(None)
         self._ended(self)
 
-    def _send(self, op: Op, parts: tuple[bytes, ...], unwanted: Callable[[bytes], None] | None) -> _Question:
+    def _send(self, op: Op, parts: tuple[bytes, ...], unwanted: Callable[[bytes], None] | None) -> _Request:
         self.check()
         assert self._transport is not None
         nbytes = sum(map(len, parts))
-        behind = len(self._questions) >= MAX_UNANSWERED
+        behind = len(self._requests) >= MAX_UNANSWERED
         behind |= self._unanswered_bytes + nbytes > MAX_UNANSWERED_BYTES
         if behind and op is not Op.COMMIT:  # commits end reservations, whose number is limited
-            raise TierUnavailableError(f"{self.where}: {len(self._questions)} questions have no answer yet")
-        question = _Question(op, nbytes, asyncio.get_running_loop().create_future(), unwanted)
-        self._questions.append(question)
+            raise TierUnavailableError(
+                f"{self.where}: {len(self._requests)} requests are unanswered, the limit"
+            )
+        request = _Request(op, nbytes, asyncio.get_running_loop().create_future(), unwanted)
+        self._requests.append(request)
         self._unanswered_bytes += nbytes
-        self.questions += 1
+        self.requests += 1
         self._transport.write(frame(op, *parts))
-        return question
+        return request
 
     def _answered(self, op: Op, body: bytes) -> None:
-        if not self._questions or self._questions[0].op is not op:
-            raise ProtocolError(f"an answer to {op.name}, which was not asked")
+        if not self._requests or self._requests[0].op is not op:
+            raise ProtocolError(f"the answer to {op.name} does not match a request")
         self.figures, answer = unpack_figures(body)
-        question = self._questions.popleft()
-        self._unanswered_bytes -= question.nbytes
-        if not question.answer.done():
-            question.answer.set_result(answer)
-        elif question.unwanted is not None:
-            question.unwanted(answer)
+        request = self._requests.popleft()
+        self._unanswered_bytes -= request.nbytes
+        if not request.answer.done():
+            request.answer.set_result(answer)
+        elif request.unwanted is not None:
+            request.unwanted(answer)
 
 
-def _forget(question: _Question) -> None:
+def _forget(request: _Request) -> None:
     """Drop the waiter of a request. An answer that came in the same loop iteration goes to `unwanted`."""
-    answer = question.answer
+    answer = request.answer
     if answer.cancelled() or not answer.done():
         answer.cancel()
-    elif answer.exception() is None and question.unwanted is not None:
-        question.unwanted(answer.result())
+    elif answer.exception() is None and request.unwanted is not None:
+        request.unwanted(answer.result())
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """Opens connections to the daemon.
+
+    Attributes:
+        path: Path of the socket.
+        hello: First message to the daemon.
+        users: User ids that the daemon may run as.
+        timeout_s: Longest time to connect, in seconds.
+        pin: Whether to pin the memory for CUDA.
+        pin_device: See `Region`.
+        prefault: See `Region`.
+    """
+
+    path: Path
+    hello: Hello
+    users: frozenset[int]
+    timeout_s: float
+    pin: bool
+    pin_device: int | None
+    prefault: bool
+
+    @property
+    def where(self) -> str:
+        return f"daemon at {self.path}"
+
+    async def dial(self, ended: Callable[[Connection], None]) -> Connection:
+        """Connect and wait for a first answer. If the call is cancelled, no connection is left open.
+
+        Args:
+            ended: Called once, after the connection has ended.
+
+        Raises:
+            TierUnavailableError: The daemon cannot be reached, is not ready, runs as another user, or breaks
+                the protocol.
+        """
+        try:
+            check_directory(self.path, make=False)
+            async with asyncio.timeout(self.timeout_s):
+                return await self._dial(ended)
+        except TimeoutError as error:
+            raise TierUnavailableError(
+                f"{self.where}: no connection within connect_timeout_s of {self.timeout_s} s"
+            ) from error
+        except (OSError, ProtocolError, ConfigError) as error:
+            raise TierUnavailableError(f"{self.where}: cannot connect: {error}") from error
+
+    async def _dial(self, ended: Callable[[Connection], None]) -> Connection:
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as undo:
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            undo.callback(connected.close)
+            await loop.sock_connect(connected, os.fspath(self.path))
+            _, user = peer_of(connected)
+            if user not in self.users:
+                expected = " or ".join(map(str, sorted(self.users)))
+                raise PermissionError(
+                    f"it runs as user {user}, expected {expected}; set daemon_uid to its user if it is trusted"
+                )
+            await loop.sock_sendall(connected, pack_hello(self.hello))
+            anchor = connected.dup()
+            undo.callback(anchor.close)
+            welcome, region = await self._receive(connected)
+            mapping = Mapping(region, anchor)
+            undo.callback(mapping.end)
+            connection = Connection(self.where, welcome.daemon, mapping, ended)
+            await loop.create_unix_connection(lambda: connection, sock=connected)
+            undo.pop_all()
+        try:
+            await connection.ask(Op.CONTAINS, timeout_s=self.timeout_s)  # waits for the first figures
+        except BaseException:
+            connection.close(TierUnavailableError(f"{self.where}: the connection attempt was abandoned"))
+            await connection.wait_closed()
+            raise
+        return connection
+
+    async def _receive(self, connected: socket.socket) -> tuple[Welcome, Region]:
+        """Receive the daemon's answer and map its memory."""
+        await _readable(connected)
+        message, descriptors, _, _ = socket.recv_fds(connected, WELCOME_BYTES, 4, _MSG_CMSG_CLOEXEC)
+        try:
+            if len(message) != WELCOME_BYTES:
+                raise ProtocolError(
+                    "it closed the connection"
+                    if not message
+                    else f"its answer has {len(message)} bytes, expected {WELCOME_BYTES}"
+                )
+            welcome = unpack_welcome(message)
+            _check(welcome)
+            if len(descriptors) != 1:
+                raise ProtocolError(f"its answer has {len(descriptors)} file descriptors, expected one")
+            return welcome, self._map(descriptors[0], welcome.nbytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _map(self, descriptor: int, nbytes: int) -> Region:
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError("its memory is not sealed against shrinking")
+        return Region(
+            nbytes,
+            grain_bytes=nbytes,  # a record at any offset must be within one pinned range
+            pin=self.pin,
+            pin_device=self.pin_device,
+            huge_pages=True,
+            prefault=self.prefault,
+            fd=descriptor,
+        )
+
+
+def _check(welcome: Welcome) -> None:
+    if welcome.refusal is Refusal.TOO_MUCH:
+        raise ProtocolError("it has reached its limit of clients")
+    if welcome.refusal is not Refusal.NONE:
+        raise ProtocolError(
+            f"its protocol version is {welcome.protocol}, expected {PROTOCOL}: run the same version of lmcache-async in both"
+        )
+
+
+async def _readable(connected: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(connected, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connected)

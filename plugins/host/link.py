@@ -12,8 +12,7 @@ from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from lmcache_async.daemon.messages import Figures
-    from lmcache_async.plugins.host.connection import Connection
-    from lmcache_async.plugins.host.dialer import Dialer
+    from lmcache_async.plugins.host.connection import Connection, Dialer
     from lmcache_async.plugins.host.mapping import Mapping
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -68,7 +67,9 @@ class Link:
         try:
             await self._dial()
         except TierUnavailableError as error:
-            logger.report("open", "the host tier begins without its daemon: %s", error)
+            logger.report(
+                "open", "the host tier misses every chunk until its daemon can be reached: %s", error
+            )
             self._lost.set()
         self._task = asyncio.create_task(self._keep())
 
@@ -102,7 +103,7 @@ class Link:
     async def _dial(self) -> None:
         connection = await self._dialer.dial(self._ended)
         if not connection.usable:
-            raise TierUnavailableError(f"{self._dialer.where}: the connection was lost at once")
+            raise TierUnavailableError(f"{self._dialer.where}: the connection was lost during the handshake")
         self._lost.clear()
         self._connection = connection
         self._first = connection.figures.evictions
@@ -119,5 +120,7 @@ class Link:
         self._lost.set()
         if not isinstance(self._reason, TierClosedError):
             logger.report(
-                "lost", "%s: the connection was lost; until it is back all is a miss", connection.where
+                "lost",
+                "%s: the connection was lost; the host tier misses every chunk until it is restored",
+                connection.where,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from lmcache_async.daemon.address import default_socket
 from lmcache_async.daemon.messages import (
@@ -24,13 +24,12 @@ from lmcache_async.daemon.messages import (
     unpack_keys,
     unpack_numbers,
 )
-from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
+from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.host.answers import TOO_MUCH, leases_of, outcome_of, parsed, parts
 from lmcache_async.plugins.host.config import HostConfig
+from lmcache_async.plugins.host.connection import Dialer
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
-from lmcache_async.plugins.host.dialer import Dialer
 from lmcache_async.plugins.host.link import Link
 from lmcache_async.tiers.answers import reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
@@ -44,6 +43,10 @@ if TYPE_CHECKING:
     from lmcache_async.plugins.host.connection import Connection
     from lmcache_async.tiers.diagnosis import Check
     from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
+
+_TOO_MUCH = "this engine has reached its limit of leased bytes in the daemon's pool; see max_lease_bytes"
 
 
 class HostTier(Tier):
@@ -108,20 +111,20 @@ class HostTier(Tier):
             if grant.lease:
                 return connection.mapping.lend(grant)
         if grant.refusal is Refusal.TOO_MUCH:
-            raise BudgetExceededError(TOO_MUCH)
+            raise BudgetExceededError(_TOO_MUCH)
         return None
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key, in one message per `MAX_ITEMS` keys."""
         del allocate
         with self._call() as connection, reads(0) as results:
-            for part in parts(keys):
+            for part in _parts(keys):
                 for grant in await self._lease(connection, part):
                     if grant.lease:
                         results.append(connection.mapping.lend(grant))
                     else:
                         refused = grant.refusal is Refusal.TOO_MUCH
-                        results.append(TierError(TOO_MUCH) if refused else None)
+                        results.append(TierError(_TOO_MUCH) if refused else None)
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -136,7 +139,7 @@ class HostTier(Tier):
         """
         results: list[TierError | None] = []
         with self._call() as connection:
-            for part in parts(items):
+            for part in _parts(items):
                 results += await self._put(connection, part)
         return results
 
@@ -153,7 +156,7 @@ class HostTier(Tier):
         """Remove all records of the tenant, including those of other engines."""
         with self._call() as connection:
             answer = await self._ask(connection, Op.CLEAR)
-            [count] = parsed(connection, partial(unpack_numbers, answer))
+            [count] = connection.parse(partial(unpack_numbers, answer))
         return count
 
     def statistics(self) -> TierStatistics:
@@ -216,9 +219,9 @@ class HostTier(Tier):
     async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[int]:
         flags: list[int] = []
         with self._call() as connection:
-            for part in parts(keys):
+            for part in _parts(keys):
                 answer = await self._ask(connection, op, pack_keys(part))
-                flags += parsed(connection, partial(unpack_flags, answer, len(part)))
+                flags += connection.parse(partial(unpack_flags, answer, len(part)))
         return flags
 
     async def _listed(self) -> list[ChunkKey]:
@@ -228,7 +231,7 @@ class HostTier(Tier):
             with self._call() as connection:
                 while True:
                     answer = await self._ask(connection, Op.KEYS, pack_numbers([len(found)]))
-                    piece = parsed(connection, partial(unpack_keys, answer))
+                    piece = connection.parse(partial(unpack_keys, answer))
                     found += piece
                     if len(piece) < MAX_ITEMS:
                         return found
@@ -241,35 +244,35 @@ class HostTier(Tier):
 
         def unwanted(answer: bytes) -> None:
             with contextlib.suppress(TierError):
-                connection.give_back(leases_of(connection.unpack(answer, count)))
+                connection.give_back(_leases_of(connection.parse_grants(answer, count)))
 
         connection.mapping.flush()  # ended leases must not count against the limit of this engine
         answer = await connection.ask(op, body, timeout_s=self._config.transfer_timeout_s, unwanted=unwanted)
         connection.check()  # if it was lost after the answer, the leases have ended
-        return connection.unpack(answer, count)
+        return connection.parse_grants(answer, count)
 
     async def _put(
         self, connection: Connection, items: Sequence[tuple[ChunkKey, Buffer]]
     ) -> list[TierError | None]:
         wishes = pack_wishes((key, buffer.nbytes) for key, buffer in items)
         grants = await self._granted(connection, Op.RESERVE, wishes, len(items))
-        results: list[TierError | None] = [outcome_of(grant) for grant in grants]
+        results: list[TierError | None] = [_outcome_of(grant) for grant in grants]
         given = [position for position, grant in enumerate(grants) if grant.lease]
         if any(grants[position].nbytes != items[position][1].nbytes for position in given):
-            raise connection.fail(ProtocolError("a reservation is not of the length that was asked for"))
+            raise connection.fail(ProtocolError("a reservation does not have the requested length"))
         if not given:
             return results
         try:
             await self._copy(connection, [(grants[position], items[position][1]) for position in given])
         except BaseException:
-            connection.give_back(leases_of(grants))
+            connection.give_back(_leases_of(grants))
             raise
         commits = pack_commits((grants[position].lease, items[position][0]) for position in given)
         answer = await connection.ask(Op.COMMIT, commits, timeout_s=self._config.transfer_timeout_s)
-        flags = parsed(connection, partial(unpack_flags, answer, len(given)))
+        flags = connection.parse(partial(unpack_flags, answer, len(given)))
         for position, flag in zip(given, flags, strict=True):
             if flag != Refusal.NONE:
-                results[position] = TierError("the daemon took the bytes for no record")
+                results[position] = TierError("the daemon rejected the commit of a record")
         return results
 
     async def _copy(self, connection: Connection, items: Sequence[tuple[Grant, Buffer]]) -> None:
@@ -283,3 +286,23 @@ class HostTier(Tier):
             await copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
         finally:
             mapping.end_copy()
+
+
+def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the items in batches of at most `MAX_ITEMS`, the limit of a message."""
+    for start in range(0, len(items), MAX_ITEMS):
+        yield items[start : start + MAX_ITEMS]
+
+
+def _outcome_of(grant: Grant) -> TierError | None:
+    """Return the result of a put from its grant; None if memory was granted or the record exists."""
+    if grant.lease or grant.refusal is Refusal.PRESENT:
+        return None
+    if grant.refusal is Refusal.TOO_MUCH:
+        return TierFullError(_TOO_MUCH)
+    return TierFullError("the daemon's pool is full: all records in it are in use")
+
+
+def _leases_of(grants: Sequence[Grant]) -> list[int]:
+    """Return the numbers of the granted leases."""
+    return [grant.lease for grant in grants if grant.lease]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.memory.threads import WorkerPool, wait_done, wait_ended
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
 from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ class Client:
     def __init__(self, pool: Pool, arena: Arena, threads: int) -> None:
         self.pool = pool
         self._arena = arena
-        self._reads = WorkerPool(threads, thread_name_prefix="lmcache-mooncake")
-        self._writes = WorkerPool(threads, thread_name_prefix="lmcache-mooncake")
-        self._questions = WorkerPool(1, thread_name_prefix="lmcache-mooncake")
+        self._reads = WorkerPool(threads, thread_name_prefix="lmcache-mooncake-read")
+        self._writes = WorkerPool(threads, thread_name_prefix="lmcache-mooncake-write")
+        self._requests = WorkerPool(1, thread_name_prefix="lmcache-mooncake-request")  # to the master
         self._joining: asyncio.Task[None] | None = None
-        self._moving: collections.Counter[ChunkKey] = collections.Counter()
+        self._transferring: collections.Counter[ChunkKey] = collections.Counter()
         self._removing: set[ChunkKey] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._logger = LimitedLogger(logging.getLogger(__name__))
@@ -61,14 +62,14 @@ class Client:
         try:
             await asyncio.wait({first}, timeout=_FIRST_S)
         except asyncio.CancelledError:
-            await _ended(first)
+            await _cancel(first)
             raise
         if not first.done():
-            self._begins_without(f"the master of {self.pool.url} gave no answer in {_FIRST_S:.0f} s")
+            self._warn(f"the master of {self.pool.url} did not answer within {_FIRST_S:.0f} s")
         elif (error := first.exception()) is None:
             return
         elif isinstance(error, TierUnavailableError):
-            self._begins_without(error)
+            self._warn(error)
         else:
             raise error
         self._joining = asyncio.create_task(self._keep_joining(first))
@@ -76,27 +77,27 @@ class Client:
     async def aclose(self) -> None:
         """Leave the pool. No call may be running; an attempt to join is awaited."""
         if self._joining is not None:
-            await _ended(self._joining)
-        await _run(self._questions, self.pool.close)
-        for workers in (self._questions, self._reads, self._writes):
-            workers.shutdown()
+            await _cancel(self._joining)
+        await in_thread(self._requests, self.pool.close)
+        for threads in (self._requests, self._reads, self._writes):
+            threads.shutdown(wait=True)
 
-    async def there(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self._call(self._questions, self.pool.there, keys)
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self._call(self._requests, self.pool.contains, keys)
 
     async def get(
         self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        return await self._move(self._reads, self.pool.get, keys, addresses, sizes)
+        return await self._transfer(self._reads, self.pool.get, keys, addresses, sizes)
 
     async def put(
         self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        return await self._move(self._writes, self.pool.put, keys, addresses, sizes)
+        return await self._transfer(self._writes, self.pool.put, keys, addresses, sizes)
 
-    async def _move(
+    async def _transfer(
         self,
-        workers: WorkerPool,
+        threads: WorkerPool,
         call: Callable[[Sequence[ChunkKey], Sequence[int], Sequence[int]], list[int]],
         keys: Sequence[ChunkKey],
         addresses: Sequence[int],
@@ -104,19 +105,19 @@ class Client:
     ) -> list[int]:
         """Transfer records after pending removals of them, whose memory may already have another record."""
         await self._until(lambda: self._removing.isdisjoint(keys))
-        self._moving.update(keys)
+        self._transferring.update(keys)
         try:
-            return await self._call(workers, call, keys, addresses, sizes)
+            return await self._call(threads, call, keys, addresses, sizes)
         finally:
-            self._moving -= collections.Counter(keys)
+            self._transferring -= collections.Counter(keys)
             self._wake()
 
     async def remove(self, key: ChunkKey) -> bool:
         """Remove a record after reads and writes of it by this client. Others detect it by the checksum."""
-        await self._until(lambda: key not in self._moving and key not in self._removing)
+        await self._until(lambda: key not in self._transferring and key not in self._removing)
         self._removing.add(key)
         try:
-            return await self._call(self._questions, self.pool.remove, key)
+            return await self._call(self._requests, self.pool.remove, key)
         finally:
             self._removing.discard(key)
             self._wake()
@@ -134,49 +135,38 @@ class Client:
                 waiter.set_result(None)
 
     async def _call(
-        self, workers: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+        self, threads: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         if not self.pool.is_joined:
-            raise TierUnavailableError(f"{self.pool.url} has not been joined yet: its master does not answer")
-        return await _run(workers, call, *args, **kwargs)
+            raise TierUnavailableError(
+                f"the pool of {self.pool.url} has not been joined yet: its master does not answer"
+            )
+        return await in_thread(threads, partial(call, *args, **kwargs))
 
-    def _begins_without(self, cause: object) -> None:
-        self._logger.report("open", "%s; the tier is opened all the same, until then all is a miss", cause)
+    def _warn(self, cause: object) -> None:
+        self._logger.report(
+            "open", "%s; the mooncake tier misses every chunk until the pool has been joined", cause
+        )
 
     async def _join(self) -> None:
-        await _run(self._questions, self.pool.join, self._arena.address, len(self._arena.region))
+        await in_thread(self._requests, partial(self.pool.join, self._arena.address, len(self._arena.region)))
 
     async def _keep_joining(self, attempt: asyncio.Future[None]) -> None:
         while True:
             try:
                 await attempt
             except TierError as error:
-                self._logger.report("join", "still not joined: %s", error)
+                self._logger.report("join", "the mooncake tier has not joined the pool yet: %s", error)
             else:
-                self._logger.log(logging.INFO, "joined", "%s is joined", self.pool.url)
+                self._logger.log(
+                    logging.INFO, "joined", "the mooncake tier has joined the pool of %s", self.pool.url
+                )
                 return
             await asyncio.sleep(_PAUSE_S)
             attempt = asyncio.ensure_future(self._join())
 
 
-async def _run(workers: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run the call in a thread.
-
-    If cancelled, a call that no thread has begun is withdrawn. A running call is awaited, because the memory
-    that it uses must not be reused before.
-
-    Raises:
-        TierClosedError: The tier was closed.
-    """
-    try:
-        future = workers.submit(call, *args, **kwargs)
-    except RuntimeError as error:
-        raise TierClosedError(f"the mooncake tier was closed: {error}") from error
-    await wait_ended(future)
-    return future.result()
-
-
-async def _ended(task: asyncio.Future[None]) -> None:
+async def _cancel(task: asyncio.Future[None]) -> None:
     """Cancel the task and wait for its end."""
     task.cancel()
     await wait_done(task)

@@ -17,7 +17,7 @@ def _parse_url(value: object) -> str:
     except ValueError:
         is_right = False
     if not is_right or "@" in parts.netloc or parts.path.strip("/") or parts.query:
-        raise ValueError("expected the master's address, such as mooncake://master:50051")
+        raise ValueError("expected the address of the master, such as mooncake://master:50051")
     return f"mooncake://{parts.netloc}"
 
 
@@ -34,18 +34,18 @@ class MooncakeConfig(TierConfig):
     """Options of the mooncake tier.
 
     Attributes:
-        url: The master's address, `mooncake://host:port`.
-        hostname: This machine's name or address, by which others of the pool reach it; with a port, if
-            that is to be fixed. The machine's own name if not given.
-        metadata: Where the engine finds its peers: `P2PHANDSHAKE`, or the URL of a metadata server.
-        protocol: `tcp` or `rdma`, or another that the installed build has.
-        devices: Names of RDMA devices, between commas; empty: all.
-        segment_bytes: Memory that this process gives to the pool; 0 if it only uses what others give.
-        prefix: What every record's name in the pool begins with.
-        replicas: How many segments hold a record.
-        threads: Calls of the engine that read at the same time, each one batch, and as many that write. One
-            moves more by TCP than several do.
-        batch_bytes: Most bytes of one such call, but at least one chunk.
+        url: Address of the master, `mooncake://host:port`.
+        hostname: Name or address of this machine for the other members of the pool, optionally with a fixed
+            port. The host name by default.
+        metadata: How the engine finds its peers: `P2PHANDSHAKE`, or the URL of a metadata server.
+        protocol: `tcp`, `rdma`, or another protocol of the installed build.
+        devices: Names of RDMA devices, separated by commas; all devices if empty.
+        segment_bytes: Memory that this process adds to the pool; 0 to only use the memory of other members.
+        prefix: Prefix of all record names in the pool.
+        replicas: Number of segments that store each record.
+        threads: Maximum number of concurrent reads, each one batch, and of concurrent writes. With TCP, one
+            thread is faster than several.
+        batch_bytes: Maximum bytes of a batch, but at least one chunk.
     """
 
     url: Annotated[str, BeforeValidator(_parse_url)]

@@ -28,12 +28,12 @@ _PACKAGES = {
     "libcurl": "libcurl4",
 }
 _MEANINGS = {
-    -1: "an error inside the engine",
-    -10: "the engine has no memory",
-    -200: "the pool has no room: give it more segments, or let the master evict sooner",
-    -600: "a parameter is wrong",
-    NOT_YET: "the record is being written by another",
-    -706: "somebody reads the record",
+    -1: "internal error of the engine",
+    -10: "the engine is out of memory",
+    -200: "the pool is full: add segments, or let the master evict earlier",
+    -600: "invalid parameter",
+    NOT_YET: "another client is writing the record",
+    -706: "another client is reading the record",
     -707: "the read took longer than the master's lease: raise default_kv_lease_ttl",
     -800: "the transfer failed",
     -900: "the master does not answer",
@@ -46,7 +46,7 @@ class Pool:
 
     Args:
         config: The options.
-        store: A client that is set up already, and stays open; by default a new one.
+        store: A client that is already set up and is not closed; by default a new one.
     """
 
     def __init__(self, config: MooncakeConfig, store: MooncakeDistributedStore | None = None) -> None:
@@ -84,7 +84,7 @@ class Pool:
             self._leave()
             raise TierError(
                 f"the engine cannot register the arena's {nbytes} bytes for {self._config.protocol}: {meaning(code)};"
-                " with rdma, see whether ulimit -l allows it"
+                " with rdma, check ulimit -l"
             )
         self._address = address
 
@@ -95,10 +95,10 @@ class Pool:
             self._address = None
             self._leave()
 
-    def there(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         codes = self._store.batch_is_exist(self._names(keys))
         if failed := next((code for code in codes if code < 0 and code not in {NOT_THERE, NOT_YET}), 0):
-            raise self.error("look for", keys[0], failed)
+            raise self.error("find", keys[0], failed)
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -131,7 +131,7 @@ class Pool:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         except OSError as error:
             raise TierUnavailableError(
-                f"the master of {config.url} does not answer: {error}; see whether it runs there and url is right"
+                f"the master of {config.url} does not answer: {error}; check that it is running and that url is correct"
             ) from error
         options = {
             "local_hostname": config.hostname,
@@ -146,7 +146,7 @@ class Pool:
             self._store = self._new_store()  # for the next attempt
             raise TierError(
                 f"cannot join the pool of {config.url} as {config.hostname} by {config.protocol}:"
-                f" {meaning(code)}; see whether the master runs there and url, hostname and protocol are right"
+                f" {meaning(code)}; check that the master is running and that url, hostname and protocol are correct"
             )
 
     def _leave(self) -> None:
@@ -172,7 +172,7 @@ def _engine() -> Any:
         ) from error
     except ImportError as error:
         raise MissingDependencyError(
-            f"the tier mooncake needs a library that is not there: {error}: {_advice(str(error))}"
+            f"the tier mooncake needs a system library that is missing: {error}: {_advice(str(error))}"
         ) from error
     return store
 
@@ -185,9 +185,9 @@ def _advice(failure: str) -> str:
             " mooncake-transfer-engine"
         )
     needed = [package for library, package in _PACKAGES.items() if library in failure]
-    return f"install {' '.join(needed or dict.fromkeys(_PACKAGES.values()))} (so named in Debian and Ubuntu)"
+    return f"install {' '.join(needed or dict.fromkeys(_PACKAGES.values()))} (package names of Debian and Ubuntu)"
 
 
 def meaning(code: int) -> str:
     """Return the description of an error code."""
-    return f"{_MEANINGS.get(code, 'the engine says no')} (code {code})"
+    return f"{_MEANINGS.get(code, 'unknown error of the engine')} (code {code})"

@@ -14,6 +14,7 @@ from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
 from lmcache_async.tiers.answers import no_memory, reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
+from lmcache_async.tiers.calls import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class MooncakeTier(Tier):
-    """Mooncake Store moves records between the arena, which it has registered, and its segments.
+    """Stores records in a Mooncake Store, which transfers them between its segments and the registered arena.
 
     A batch is a few calls of the engine, each in a thread, without a copy by the tier. The master decides
     where records are stored and which are evicted. A record is visible when its put is complete.
@@ -36,7 +37,7 @@ class MooncakeTier(Tier):
 
     Args:
         config: The options.
-        store: A client that is set up already, and stays open; by default the tier has its own.
+        store: A client that is already set up and is not closed; by default a new one.
     """
 
     config_type = MooncakeConfig
@@ -48,8 +49,7 @@ class MooncakeTier(Tier):
         self._arena: Arena | None = None
         self._opened: Client | None = None
         self._corrupt: collections.Counter[str] = collections.Counter()
-        self._calls = 0
-        self._last_call: asyncio.Future[None] | None = None
+        self._calls = Calls()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -67,7 +67,7 @@ class MooncakeTier(Tier):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as client:
-            return await client.there(keys) if keys else []
+            return await client.contains(keys) if keys else []
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         return [*await self.contains_many(keys), False].index(False)
@@ -121,7 +121,6 @@ class MooncakeTier(Tier):
         """
         if self._arena is None:
             raise TierClosedError("the mooncake tier needs bind(arena) before it is opened")
-        self._last_call = None
         client = Client(Pool(self._config, self._store), self._arena, self._config.threads)
         try:
             await client.open()
@@ -139,9 +138,7 @@ class MooncakeTier(Tier):
             return
         client = self._opened
         self._opened = None
-        if self._calls:
-            self._last_call = asyncio.get_running_loop().create_future()
-            await self._last_call
+        await self._calls.wait_ended()
         await client.aclose()
 
     async def _get_many(
@@ -149,7 +146,7 @@ class MooncakeTier(Tier):
     ) -> list[Buffer | TierError | None]:
         with self._call() as client, reads(len(keys)) as results:
             try:
-                there = await client.there(keys) if keys else []
+                there = await client.contains(keys) if keys else []
             except TierError as error:
                 return [error] * len(keys)
 
@@ -236,16 +233,11 @@ class MooncakeTier(Tier):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Client]:
-        """The client, which is not closed in the block."""
+        """Provide the client, which is not closed before the block ends."""
         if self._opened is None:
             raise TierClosedError(f"the mooncake tier of {self._config.url} is not open")
-        self._calls += 1
-        try:
+        with self._calls.one():
             yield self._opened
-        finally:
-            self._calls -= 1
-            if not self._calls and self._last_call is not None and not self._last_call.done():
-                self._last_call.set_result(None)
 
 
 def _rounds(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,8 +14,7 @@ from obstore.exceptions import BaseError, PreconditionError
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.threads import run_shielded
-from lmcache_async.plugins.s3.errors import translated
-from lmcache_async.plugins.s3.lending import Loan
+from lmcache_async.plugins.s3.stores import translated
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from lmcache_async.memory.buffer import Buffer
+    from lmcache_async.memory.buffer import Bytes as Memory
     from lmcache_async.plugins.s3.config import S3Config
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Bucket:
         self._url = config.url
         self._at = f" at {config.endpoint}" if config.endpoint else ""
         self._timeout_s = config.request_timeout_s
-        self._turns = asyncio.Semaphore(config.concurrency)
+        self._slots = asyncio.Semaphore(config.concurrency)
 
     async def check(self) -> None:
         """Check that the bucket can be used.
@@ -144,7 +145,9 @@ class Bucket:
         finally:
             back = await loan.ended(timeout_s=self._timeout_s)
         if not back:  # clients of real servers release it with their connection
-            raise TierUnavailableError(f"the client keeps the memory of a record put to {self._url}")
+            raise TierUnavailableError(
+                f"the client still uses the memory of a record {self._timeout_s} s after it was put to {self._url}"
+            )
 
     async def _delete(self, names: list[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -152,9 +155,47 @@ class Bucket:
 
     @contextlib.asynccontextmanager
     async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
-        async with self._turns:
+        async with self._slots:
             try:
                 yield
             except (BaseError, OSError, ValueError) as error:
                 what = verb if key is None else f"{verb} {self._url}/{name_of(key)}"
                 raise translated(error, f"{what}{self._at}") from error
+
+
+class Loan:
+    """An array that is passed to the client once, and the end of its use.
+
+    The client sends directly from the memory, in threads of its own, and may use it even after it has
+    answered. It keeps a reference to the array for as long as it uses the memory, so a weak reference reports
+    the end.
+    """
+
+    def __init__(self, array: Memory) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._back = self._loop.create_future()
+        self._array: Memory | None = array
+        self._guard = weakref.ref(array, self._gone)
+
+    def take(self) -> Memory:
+        """Return the array. The caller must not keep it in a variable."""
+        array, self._array = self._array, None
+        assert array is not None
+        return array
+
+    async def ended(self, *, timeout_s: float) -> bool:
+        """Wait until nothing refers to the array. Return False after `timeout_s` seconds.
+
+        The slab is not reused while the array exists.
+        """
+        self._array = None
+        done, _ = await asyncio.wait([self._back], timeout=timeout_s)
+        return bool(done)
+
+    def _gone(self, _: weakref.ref[Memory]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if not self._back.done():
+            self._back.set_result(None)

@@ -61,42 +61,38 @@ def _check_endpoint(value: str) -> str:
     return value.rstrip("/")
 
 
-def _none_if_not_set(value: object) -> object:
-    return unless_none(value)
-
-
-OptionalText = Annotated[str | None, BeforeValidator(_none_if_not_set)]
-OptionalFile = Annotated[Path | None, BeforeValidator(_none_if_not_set)]
+OptionalText = Annotated[str | None, BeforeValidator(unless_none)]
+OptionalFile = Annotated[Path | None, BeforeValidator(unless_none)]
 OptionalEndpoint = Annotated[
-    Annotated[str, AfterValidator(_check_endpoint)] | None, BeforeValidator(_none_if_not_set)
+    Annotated[str, AfterValidator(_check_endpoint)] | None, BeforeValidator(unless_none)
 ]
 
 
 class S3Config(TierConfig):
     """Options of the s3 tier.
 
-    Where no credentials are given they come from the usual chain: variables of the environment
-    (`AWS_...`, `GOOGLE_...`, `AZURE_...`), a web identity, the container's or the machine's role.
+    Without credentials in the options, the default chain of the cloud is used: environment variables
+    (`AWS_...`, `GOOGLE_...`, `AZURE_...`), a web identity, the role of the container or of the machine.
 
     Attributes:
         url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
-        endpoint: Of anything but the cloud itself, such as `http://minio:9000`.
-        region: Of the bucket; what the environment says, else `us-east-1`.
-        allow_http: Whether an endpoint without TLS is meant.
-        path_style: `https://endpoint/bucket/name`; false for `https://bucket.endpoint/name`.
-        account: Azure's storage account.
-        access_key_id: The name of an S3 key.
-        secret_key: The secret of that key, or of Azure's account.
-        secret_key_file: A file with it.
-        session_token: Of temporary S3 credentials.
-        service_account_file: Google's JSON file of a service account.
-        anonymous: Whether requests are not signed.
-        sign_payload: Whether S3 is told a SHA-256 of what is put. Records have checksums of their own.
-        ca_file: Certificates, in PEM, to be trusted besides the usual ones.
-        part_bytes: Larger records are read in parts of this size, side by side.
-        concurrency: Requests at the same time; so many times `part_bytes` is held besides the arena.
-        connect_timeout_s: Seconds that a connection may take.
-        request_timeout_s: Seconds that one request may take, its content included.
+        endpoint: URL of a store other than the cloud itself, such as `http://minio:9000`.
+        region: Region of the bucket; by default that of the environment, else `us-east-1`.
+        allow_http: Allow an endpoint without TLS.
+        path_style: Request `https://endpoint/bucket/name`; if false, `https://bucket.endpoint/name`.
+        account: Storage account of Azure.
+        access_key_id: Id of an S3 access key.
+        secret_key: Secret of the S3 access key or of the Azure account.
+        secret_key_file: File that contains the secret.
+        session_token: Token of temporary S3 credentials.
+        service_account_file: JSON file of a Google service account.
+        anonymous: Send unsigned requests.
+        sign_payload: Send a SHA-256 of each record to S3. Records have checksums of their own.
+        ca_file: Certificates to trust in addition to the default ones, as PEM.
+        part_bytes: Size of the parts in which longer records are read concurrently.
+        concurrency: Maximum number of concurrent requests. Each needs up to `part_bytes` outside of the arena.
+        connect_timeout_s: Longest time to connect, in seconds.
+        request_timeout_s: Longest time of a request, including its content, in seconds.
     """
 
     url: Annotated[str, BeforeValidator(_parse_url)]
@@ -127,15 +123,15 @@ class S3Config(TierConfig):
         check_one_source(self.secret_key, self.secret_key_file, "secret_key", "secret_key_file")
         if (self.endpoint or "").startswith("http:") and not self.allow_http:
             raise disagree(
-                "the endpoint has no TLS: records and requests can be read on the way; set allow_http: true"
-                " if that is meant, else use https",
+                f"endpoint is {self.endpoint}, without TLS: records can be read on the network; use https or set"
+                " allow_http: true",
                 "endpoint",
                 "allow_http",
             )
         has_secret = self.secret_key is not None or self.secret_key_file is not None
         if self.place.kind == "s3" and has_secret != (self.access_key_id is not None):
             raise disagree(
-                "access_key_id and secret_key (or secret_key_file) belong together; give both or none",
+                "access_key_id and secret_key (or secret_key_file) require each other; set both or neither",
                 "access_key_id",
                 "secret_key",
                 "secret_key_file",
@@ -143,7 +139,7 @@ class S3Config(TierConfig):
             )
         for name, kind in _BELONGS.items():
             if getattr(self, name) is not None and self.place.kind != kind:
-                raise disagree(f"{name} is for {kind}:// alone, and url is {self.url}", name, "url")
+                raise disagree(f"{name} is only valid for {kind}:// URLs, and url is {self.url}", name, "url")
         return self
 
 

@@ -1,26 +1,35 @@
-"""Client of an object store, created from the config."""
+"""Client of an object store: created from the config, and its errors translated to TierError."""
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from lmcache_async.config.files import read_bounded
-from lmcache_async.errors import ConfigError
-from lmcache_async.plugins.s3.errors import reason
+from lmcache_async.config.files import read_bounded, read_secret_file
+from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from obstore.store import ObjectStore
 
     from lmcache_async.plugins.s3.config import S3Config
 
-_MAX_SECRET_BYTES = 64 << 10
 _MAX_CERTIFICATE_BYTES = 16 << 20
+_STATUS = re.compile(r"status code: (\d{3})[^:]*:?")
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_QUERY = re.compile(r"\?[^\s\"'<>]*")
+_MAX_LENGTH = 300
+
+_REFUSED = (
+    "check the credentials and their permissions to read, write, delete and list;"
+    " without the permission to list, some stores answer 403 for missing objects"
+)
+_NO_BUCKET = "the bucket does not exist: create it, or check url, region and endpoint"
+_REDIRECTED = "the bucket is in another region or at another endpoint: check region and endpoint"
 
 
 def open_store(config: S3Config) -> ObjectStore:
@@ -54,7 +63,11 @@ def _client_options(config: S3Config) -> dict[str, Any]:
         "user_agent": "lmcache-async",
     }
     if config.ca_file is not None:
-        options["root_certificate"] = _read(config.ca_file, "ca_file", _MAX_CERTIFICATE_BYTES)[0]
+        try:
+            content, _ = read_bounded(config.ca_file, _MAX_CERTIFICATE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"ca_file: {config.ca_file} cannot be read: {error.strerror}") from None
+        options["root_certificate"] = content.decode("utf-8", "replace")
     return options
 
 
@@ -99,17 +112,42 @@ def _secret(config: S3Config) -> str | None:
         return config.secret_key.get_secret_value()
     if config.secret_key_file is None:
         return None
-    content, mode = _read(config.secret_key_file, "secret_key_file", _MAX_SECRET_BYTES)
-    if mode & 0o007:
-        raise ConfigError(
-            f"secret_key_file: {config.secret_key_file} has mode {mode:04o}, so everybody may read it: chmod 600 it"
-        )
-    return content.strip()
+    return read_secret_file(config.secret_key_file, "secret_key_file").decode("utf-8", "replace").strip()
 
 
-def _read(file: Path, name: str, max_bytes: int) -> tuple[str, int]:
-    try:
-        content, mode = read_bounded(file, max_bytes)
-    except OSError as error:
-        raise ConfigError(f"{name}: {file} cannot be read: {error.strerror}") from None
-    return content.decode("utf-8", "replace"), mode
+def reason(error: BaseException) -> str:
+    """Return the cause in one line, without the client's debug text and without queries with signatures."""
+    text = str(error).split("\n\nDebug source", 1)[0]
+    status = status_of(error)
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if status is not None:
+        said = [match[1].strip() for match in (code, message) if match]
+        text = ": ".join([f"HTTP {status}", *said])
+    else:
+        text = text.rsplit(" - ", 1)[-1]
+    text = " ".join(_QUERY.sub("", text).split())
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of the response; None if there was no response."""
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
+
+
+def translated(error: BaseException, what: str) -> TierError:
+    """Return the TierError for an error of the client.
+
+    Args:
+        error: The client's error.
+        what: The failed operation and its place, for the message.
+    """
+    status = status_of(error)
+    text = f"cannot {what}: {reason(error)}"
+    if status in {401, 403}:
+        return TierError(f"{text}; {_REFUSED}")
+    if status == 404 or (status is None and isinstance(error, FileNotFoundError)):
+        return TierError(f"{text}; {_NO_BUCKET}")
+    if status in {301, 307, 400}:
+        return TierError(f"{text}; {_REDIRECTED}")
+    return TierUnavailableError(text)

@@ -44,7 +44,7 @@ _NUM_COPIES = 2
 
 
 class S3Tier(Tier):
-    """One object a record, put in one request: it is there as a whole, or not at all.
+    """Stores each record as one object, put in one request: it exists as a whole or not at all.
 
     The tier has no index: a lookup is a request to the store, so records of other processes are found. A
     record that fits into `part_bytes` is read by one request, a longer one by a HEAD request and concurrent
@@ -153,9 +153,7 @@ class S3Tier(Tier):
         try:
             await bucket.check()
         except TierUnavailableError as error:
-            self._logger.report(
-                "open", "%s; the tier is opened all the same, until then all is a miss", error
-            )
+            self._logger.report("open", "%s; the s3 tier misses every chunk until the store answers", error)
         self._opened = bucket
         self._copies = WorkerPool(_NUM_COPIES, thread_name_prefix="lmcache-s3-copy")
         return self
@@ -201,7 +199,7 @@ class S3Tier(Tier):
                 raise
             buffer.release()  # the object was replaced or removed since it was found
         raise TierUnavailableError(
-            f"the record of key {key.hex()} in {self._config.url} changes all the time"
+            f"the record of key {key.hex()} in {self._config.url} was replaced during {_ATTEMPTS} reads"
         )
 
     def _parts(
@@ -222,7 +220,7 @@ class S3Tier(Tier):
             return False
         if len(content) != stop - start:
             raise TierUnavailableError(
-                f"the store gave {len(content)} bytes of key {key.hex()}, not {start} to {stop} as asked for"
+                f"the store returned {len(content)} bytes of key {key.hex()}, expected {stop - start}"
             )
         await self._copy(content, buffer, start)
         return True
@@ -237,7 +235,7 @@ class S3Tier(Tier):
         self._corrupt["length"] += 1
         self._logger.report(
             "corrupt",
-            "%s: the record of key %s has %d bytes, not 1 to %d: a miss",
+            "%s: the record of key %s has %d bytes, expected 1 to %d; it is a miss and is deleted",
             self._config.url,
             key.hex(),
             nbytes,
@@ -248,12 +246,12 @@ class S3Tier(Tier):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Bucket]:
-        """The bucket, which is not closed in the block."""
+        """Provide the bucket, which is not closed before the block ends."""
         if self._opened is None:
             raise TierClosedError(f"the s3 tier of {self._config.url} is not open")
         if self._process != os.getpid():
             raise TierClosedError(
-                f"the s3 tier of {self._config.url} was opened before this process was forked: open one here"
+                f"the s3 tier of {self._config.url} was opened before this process was forked: open one in this process"
             )
         with self._calls.one():
             yield self._opened

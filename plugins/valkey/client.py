@@ -65,7 +65,9 @@ class Client:
                 return answers
             places = await self._ask_nodes(command, names, places, answers)
         for position in (position for positions in places.values() for position in positions):
-            answers[position] = TierUnavailableError(f"the cluster sent us on {MAX_REDIRECTS} times")
+            answers[position] = TierUnavailableError(
+                f"the cluster redirected the command {MAX_REDIRECTS} times"
+            )
         return answers
 
     async def fetch(self, name: bytes, allocate: Allocate) -> Buffer | None:
@@ -75,11 +77,11 @@ class Client:
             TierError: The node failed or refused.
         """
 
-        async def run(connection: Connection, guest: bool) -> Buffer | ErrorReply | None:
-            message = (ASKING if guest else b"") + encode(b"GET", name)
-            return await connection.fetch(message, allocate, before=int(guest), timeout_s=self._timeout_s)
+        async def run(connection: Connection, asking: bool) -> Buffer | ErrorReply | None:
+            message = (ASKING if asking else b"") + encode(b"GET", name)
+            return await connection.fetch(message, allocate, before=int(asking), timeout_s=self._timeout_s)
 
-        return await self._at_home(name, run)
+        return await self._run_at_node(name, run)
 
     async def store(self, name: bytes, head: bytes, content: memoryview, tail: bytes) -> None:
         """Send a command that sets the value; `head` and `tail` are the parts before and after it.
@@ -88,45 +90,47 @@ class Client:
             TierError: The node failed or refused.
         """
 
-        async def run(connection: Connection, guest: bool) -> Reply:
-            message = (ASKING if guest else b"") + head
+        async def run(connection: Connection, asking: bool) -> Reply:
+            message = (ASKING if asking else b"") + head
             return await connection.store(
-                message, content, tail, before=int(guest), timeout_s=self._timeout_s
+                message, content, tail, before=int(asking), timeout_s=self._timeout_s
             )
 
-        await self._at_home(name, run)
+        await self._run_at_node(name, run)
 
-    async def _at_home(self, name: bytes, run: Callable[[Connection, bool], Awaitable[T | ErrorReply]]) -> T:
+    async def _run_at_node(
+        self, name: bytes, run: Callable[[Connection, bool], Awaitable[T | ErrorReply]]
+    ) -> T:
         """Run a command on a connection to the name's node, and follow redirects."""
         [node] = await self.topology.route([name])
-        guest = False
+        asking = False
         for _ in range(MAX_REDIRECTS):
             if isinstance(node, TierError):
                 raise node
             try:
                 async with node.connection() as connection:
-                    answer = await run(connection, guest)
+                    answer = await run(connection, asking)
             except TierUnavailableError as error:
-                raise self.topology.blame(node, error) from error
+                raise self.topology.classify(node, error) from error
             if not isinstance(answer, ErrorReply):
                 return answer
             further = self.topology.follow(name, answer)
             if further is None:
                 raise refusal(node.where, answer)
-            node, guest = further
-        raise TierUnavailableError(f"the cluster sent us on {MAX_REDIRECTS} times")
+            node, asking = further
+        raise TierUnavailableError(f"the cluster redirected the command {MAX_REDIRECTS} times")
 
     async def _ask_nodes(
         self, command: bytes, names: Sequence[bytes], places: Places, answers: list[Reply | TierError]
     ) -> Places:
         """Send the command to all nodes; return the redirected positions by node."""
         if len(places) == 1:
-            [((node, guest), positions)] = places.items()
-            await self._ask_node(command, names, node, guest, positions, answers)
+            [((node, asking), positions)] = places.items()
+            await self._ask_node(command, names, node, asking, positions, answers)
         else:
             async with asyncio.TaskGroup() as group:
-                for (node, guest), positions in places.items():
-                    group.create_task(self._ask_node(command, names, node, guest, positions, answers))
+                for (node, asking), positions in places.items():
+                    group.create_task(self._ask_node(command, names, node, asking, positions, answers))
         further: Places = {}
         for (node, _), positions in places.items():
             for position in positions:
@@ -145,21 +149,21 @@ class Client:
         command: bytes,
         names: Sequence[bytes],
         node: Node,
-        guest: bool,
+        asking: bool,
         positions: Sequence[int],
         answers: list[Reply | TierError],
     ) -> None:
         asked = [names[position] for position in positions]
         try:
-            if guest:
+            if asking:
                 message = b"".join(ASKING + encode(command, name) for name in asked)
                 replies = (await node.call(message, 2 * len(asked)))[1::2]
             else:
                 replies = await node.call(encode_each(command, asked), len(asked))
         except TierError as error:
-            blamed = self.topology.blame(node, error)
+            classified = self.topology.classify(node, error)
             for position in positions:
-                answers[position] = blamed
+                answers[position] = classified
         else:
             for position, reply in zip(positions, replies, strict=True):
                 answers[position] = reply
@@ -174,8 +178,8 @@ async def scan(topology: Topology, prefix: bytes) -> AsyncGenerator[list[ChunkKe
     failed: TierError | None = None
     for node in await topology.masters():
         try:
-            async with contextlib.aclosing(_scan_node(node, prefix)) as pieces:
-                async for found in pieces:
+            async with contextlib.aclosing(_scan_node(node, prefix)) as batches:
+                async for found in batches:
                     yield found
         except TierError as error:
             failed = error
@@ -214,4 +218,4 @@ async def _scan_step(node: Node, cursor: bytes, prefix: bytes) -> tuple[bytes, l
     match reply:
         case [bytes(after), list(names)]:
             return after, names
-    raise TierUnavailableError(f"{node.where} answered SCAN with something else")
+    raise TierUnavailableError(f"{node.where} sent an invalid reply to SCAN")

@@ -7,7 +7,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
@@ -21,8 +21,6 @@ from lmcache_async.config.values import (
     Seconds,
     expand_home,
     parse_endpoint,
-    parse_flag,
-    parse_seconds,
     unless_none,
 )
 from lmcache_async.errors import ConfigError
@@ -44,24 +42,14 @@ def parse_file(value: object) -> Path | None:
 
 
 def check_variable(value: str) -> str:
-    """Check the name of a variable. An invalid name may be the password itself, so no message shows it."""
+    """Check the name of a variable. No message shows it, because it may be the password itself."""
     if value and not _VARIABLE.fullmatch(value):
-        raise disagree("expected the name of a variable that holds the password", "")
+        raise disagree("expected the name of an environment variable, which contains the password", "")
     return value
 
 
 OptionalFile = Annotated[Path | None, BeforeValidator(parse_file)]
 Variable = Annotated[str, AfterValidator(check_variable)]
-
-
-def parse_ttl(value: object) -> float | None:
-    value = unless_none(value)
-    return None if value is None else parse_seconds(value)
-
-
-def parse_tls(value: object) -> bool | None:
-    value = unless_none(value)
-    return None if value is None else parse_flag(value)
 
 
 def check_prefix(value: str) -> str:
@@ -76,29 +64,29 @@ class ValkeyConfig(TierConfig):
 
     Attributes:
         url: Servers and user: `valkey://host:6379`, `valkeys://` for TLS, `unix:///path`,
-            `valkey-sentinel://host:26379,host:26379`; `redis` in place of `valkey` means the same. For a
-            cluster some of its nodes.
-        mode: `single`, `sentinel` or `cluster`; what the URL says if it is not given.
-        sentinel_service: The name under which Sentinel knows the master.
-        username: Of the ACL; "" is the default user.
-        password_file: File of the password, closed to others.
-        password_variable: Name of an environment variable that holds the password.
-        sentinel_username: The same three for the Sentinels themselves.
-        sentinel_password_file: See there.
-        sentinel_password_variable: See there.
-        tls: Whether connections are encrypted; what the URL says if it is not given.
-        tls_ca_file: Certificates to trust, as PEM; the system's if it is not given.
-        tls_cert_file: Our own certificate, as PEM, where the server asks for one.
-        tls_key_file: Its key, unless that is in the same file.
-        tls_check_hostname: Whether the certificate must be for the host that we connect to.
-        key_prefix: What all our keys begin with.
-        ttl_s: Seconds after which the server forgets a record; None keeps it until it is evicted.
-        connections: Records read and written at the same time with one server; one connection more
-            carries lookups.
-        connect_timeout_s: Longest time to connect, in seconds, TLS and password included.
-        lookup_timeout_s: Longest time of a lookup or a removal on one server, in seconds; connecting included.
-        transfer_timeout_s: Longest time that one record is on its way, in seconds.
-        node_pause_s: How long a node of a cluster that could not be reached or did not answer is not asked again.
+            `valkey-sentinel://host:26379,host:26379`; `redis` is accepted in place of `valkey`. For a cluster,
+            one or more of its nodes.
+        mode: `single`, `sentinel` or `cluster`; by default according to the URL.
+        sentinel_service: Name of the master at the Sentinels.
+        username: ACL user; "" is the default user.
+        password_file: File of the password, not readable by other users.
+        password_variable: Name of an environment variable that contains the password.
+        sentinel_username: ACL user of the Sentinels.
+        sentinel_password_file: File of the password of the Sentinels.
+        sentinel_password_variable: Name of an environment variable that contains it.
+        tls: Whether connections are encrypted; by default according to the URL.
+        tls_ca_file: Certificates to trust, as PEM; by default those of the system.
+        tls_cert_file: Client certificate, as PEM, if the server requires one.
+        tls_key_file: Key of the client certificate, if it is in another file.
+        tls_check_hostname: Whether the certificate of the server must match the host of the URL.
+        key_prefix: Prefix of all keys.
+        ttl_s: Seconds after which the server deletes a record; None keeps it until it is evicted.
+        connections: Number of records transferred concurrently with one server. Lookups use one further
+            connection.
+        connect_timeout_s: Longest time to connect and authenticate, in seconds.
+        lookup_timeout_s: Longest time of a lookup or a removal on one server, in seconds, with the connection.
+        transfer_timeout_s: Longest time to transfer one record, in seconds.
+        node_pause_s: Seconds during which a failed node of a cluster is not contacted.
     """
 
     url: str
@@ -110,13 +98,13 @@ class ValkeyConfig(TierConfig):
     sentinel_username: str = ""
     sentinel_password_file: OptionalFile = None
     sentinel_password_variable: Variable = ""
-    tls: Annotated[bool | None, BeforeValidator(parse_tls)] = None
+    tls: Annotated[Flag | None, BeforeValidator(unless_none)] = None
     tls_ca_file: OptionalFile = None
     tls_cert_file: OptionalFile = None
     tls_key_file: OptionalFile = None
     tls_check_hostname: Flag = True
     key_prefix: Annotated[str, AfterValidator(check_prefix)] = "lmcache-async:"
-    ttl_s: Annotated[float | None, BeforeValidator(parse_ttl)] = None
+    ttl_s: Annotated[Seconds | None, BeforeValidator(unless_none)] = None
     connections: Annotated[Count, Field(le=64)] = 4
     connect_timeout_s: Seconds = 0.5
     lookup_timeout_s: Seconds = 0.8
@@ -128,7 +116,7 @@ class ValkeyConfig(TierConfig):
         return parse_url(self.url)
 
     @property
-    def how(self) -> Literal["single", "sentinel", "cluster"]:
+    def effective_mode(self) -> Literal["single", "sentinel", "cluster"]:
         """The mode; by default according to the URL."""
         if self.mode is None:
             return "sentinel" if self.address.scheme in SENTINEL_SCHEMES else "single"
@@ -144,18 +132,18 @@ class ValkeyConfig(TierConfig):
             address = parse_url(self.url)
         except ValueError as error:  # not as pydantic's error, whose message shows the URL
             raise disagree(str(error), "url") from None
-        if address.scheme in SENTINEL_SCHEMES and self.how != "sentinel":
-            raise disagree(f"the URL names Sentinels, but mode is {self.mode}", "mode", "url")
-        if self.how != "single" and address.scheme == "unix":
+        if address.scheme in SENTINEL_SCHEMES and self.effective_mode != "sentinel":
+            raise disagree(f"the URL is of Sentinels, but mode is {self.mode}", "mode", "url")
+        if self.effective_mode != "single" and address.scheme == "unix":
             raise disagree(
-                f"mode {self.how} has several servers, and a Unix socket leads to one", "mode", "url"
+                f"mode is {self.effective_mode}, but the URL is a Unix socket: use mode single", "mode", "url"
             )
-        if self.how == "single" and len(address.endpoints) > 1:
-            raise disagree("several hosts need mode: cluster or mode: sentinel", "url", "mode")
-        if self.how == "cluster" and address.database:
-            raise disagree("a cluster has the database 0 alone", "url", "mode")
+        if self.effective_mode == "single" and len(address.endpoints) > 1:
+            raise disagree("the URL has several hosts: set mode to cluster or sentinel", "url", "mode")
+        if self.effective_mode == "cluster" and address.database:
+            raise disagree("the URL selects a database, but a cluster has only database 0", "url", "mode")
         if address.scheme in TLS_SCHEMES and self.tls is False:
-            raise disagree("the URL asks for TLS, but tls is false", "tls", "url")
+            raise disagree("the URL selects TLS, but tls is false", "tls", "url")
         files = {"ca": self.tls_ca_file, "cert": self.tls_cert_file, "key": self.tls_key_file}
         if not self.encrypted and (unused := [kind for kind, file in files.items() if file is not None]):
             raise disagree(
@@ -163,13 +151,11 @@ class ValkeyConfig(TierConfig):
                 *(f"tls_{kind}_file" for kind in unused),
             )
         if address.username and self.username not in {"", address.username}:
-            raise disagree("username and the URL name different users", "username", "url")
+            raise disagree("username and the URL contain different users", "username", "url")
         for prefix in ("", "sentinel_"):
-            if getattr(self, f"{prefix}password_file") and getattr(self, f"{prefix}password_variable"):
-                names = (f"{prefix}password_variable", f"{prefix}password_file")
-                raise disagree(
-                    f"{names[0]} and {names[1]} are both set; one of them is enough", names[1], names[0]
-                )
+            file, variable = f"{prefix}password_file", f"{prefix}password_variable"
+            if getattr(self, file) and getattr(self, variable):
+                raise disagree(f"{variable} and {file} are both set; one of them is enough", file, variable)
         return self
 
 
@@ -207,8 +193,7 @@ def parse_url(text: str) -> Address:
     userinfo, _, hosts = authority.rpartition("@")
     if ":" in userinfo:
         raise ValueError(
-            "expected no password in the URL, which others read and log: name a file with password_file,"
-            " or a variable with password_variable"
+            "expected no password in the URL, because URLs are logged: set password_file or password_variable"
         )
     try:
         parts = urlsplit(f"x://{slash}{tail}")
@@ -224,7 +209,7 @@ def parse_url(text: str) -> Address:
 def _socket(hosts: str, parts: SplitResult) -> Endpoint:
     path = unquote(parts.path)
     if hosts or len(path) < 2 or "\0" in path:
-        raise ValueError("expected a socket's path after unix://, such as unix:///run/valkey.sock")
+        raise ValueError("expected the path of a socket after unix://, such as unix:///run/valkey.sock")
     return Endpoint(path=path)
 
 
@@ -232,14 +217,16 @@ def _endpoint(text: str, port: int) -> Endpoint:
     try:
         return parse_endpoint(text, port)
     except ValueError as error:
-        raise ValueError(f"{error} for each host, with commas between several") from None
+        raise ValueError(f"{error} for each host, separated by commas") from None
 
 
 def _database(parts: SplitResult, path: str) -> int:
     query = parse_qs(parts.query)
     number = path.strip("/") or "".join(query.get("db", [])) or "0"
     if set(query) - {"db"} or parts.fragment or not (number.isascii() and number.isdigit()):
-        raise ValueError("expected the number of a database at most after the host, such as valkey://host/2")
+        raise ValueError(
+            "expected nothing after the host but the number of a database, such as valkey://host/2"
+        )
     return int(number)
 
 
@@ -251,21 +238,24 @@ class Credentials:
         self._password = password
 
     @classmethod
-    def read(cls, username: str, file: Path | None, variable: str, prefix: str = "") -> Self:
-        """Read the password from the file or the variable, if one is given.
-
-        Args:
-            username: "" is the default user.
-            file: The option `password_file`.
-            variable: The option `password_variable`.
-            prefix: Prefix of the option names in messages.
+    def read(cls, config: ValkeyConfig, *, sentinel: bool = False) -> Self:
+        """Read the password of the server, or of the Sentinels, from its file or variable.
 
         Raises:
-            ConfigError: The file or the variable does not exist, or the file is open to others.
+            ConfigError: The file or the variable does not exist or is empty, or the file is open to others.
         """
+        if sentinel:
+            prefix, username = "sentinel_", config.sentinel_username
+            file, variable = config.sentinel_password_file, config.sentinel_password_variable
+        else:
+            prefix, username = "", config.username or config.address.username
+            file, variable = config.password_file, config.password_variable
         password: str | None = None
         if file is not None:
-            password = read_password(file, f"{prefix}password_file")
+            password = read_secret_file(file, f"{prefix}password_file").decode("utf-8", "replace")
+            password = password.rstrip("\r\n")
+            if not password:
+                raise ConfigError(f"{prefix}password_file: {file} is empty")
         elif variable:
             password = os.environ.get(variable)
             if not password:
@@ -286,57 +276,6 @@ class Credentials:
         return (b"AUTH", self.username.encode(), password) if self.username else (b"AUTH", password)
 
 
-def make_client_context(
-    ca_file: Path | None, cert_file: Path | None, key_file: Path | None, *, check_hostname: bool
-) -> ssl.SSLContext:
-    """Create the TLS context from the options `tls_ca_file` and so on. Reads files.
-
-    Raises:
-        ConfigError: A file cannot be used.
-    """
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls_ca_file: {ca_file} cannot be used: {error}") from error
-    context.check_hostname = check_hostname
-    if cert_file is not None:
-        try:
-            context.load_cert_chain(cert_file, key_file)
-        except (OSError, ssl.SSLError) as error:
-            names = f"tls_cert_file: {cert_file}, tls_key_file: {key_file}"
-            raise ConfigError(f"{names}: they cannot be used: {error}") from error
-    return context
-
-
-def read_password(file: Path, name: str) -> str:
-    """Read a password from a file, without the line end.
-
-    Args:
-        file: The file.
-        name: Name of the option in messages.
-
-    Raises:
-        ConfigError: It cannot be read, is open to others, or is empty.
-    """
-    password = read_secret_file(file, name).decode("utf-8", "replace").rstrip("\r\n")
-    if not password:
-        raise ConfigError(f"{name}: {file} is empty")
-    return password
-
-
-def read_credentials(config: ValkeyConfig, prefix: str = "") -> Credentials:
-    """Read the credentials for the server, or with the prefix `sentinel_` for the Sentinels.
-
-    Raises:
-        ConfigError: The file or the variable does not exist, or the file is open to others.
-    """
-    values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
-    username = values[f"{prefix}username"] or ("" if prefix else config.address.username)
-    return Credentials.read(
-        username, values[f"{prefix}password_file"], values[f"{prefix}password_variable"], prefix
-    )
-
-
 def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
     """Create the TLS context; None for connections without encryption. Reads files.
 
@@ -345,9 +284,17 @@ def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
     """
     if not config.encrypted:
         return None
-    return make_client_context(
-        config.tls_ca_file,
-        config.tls_cert_file,
-        config.tls_key_file,
-        check_hostname=config.tls_check_hostname,
-    )
+    ca_file, cert_file, key_file = config.tls_ca_file, config.tls_cert_file, config.tls_key_file
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_ca_file: {ca_file} cannot be used: {error}") from error
+    context.check_hostname = config.tls_check_hostname
+    if cert_file is not None:
+        try:
+            context.load_cert_chain(cert_file, key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"tls_cert_file: {cert_file} with tls_key_file {key_file} cannot be used: {error}"
+            ) from error
+    return context

@@ -114,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
             return length
         buffer = await allocate(length)
         try:
-            what = f"whole record of {length} bytes"
+            what = f"complete record of {length} bytes"
             async with deadline(timeout_s, self.where, what, "transfer_timeout_s"):
                 self._receive_into(buffer.view)
                 await record.done
@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
         replies = Replies(before + 1)
         self._send(head, replies)
         try:
-            what = f"end of storing {len(content)} bytes"
+            what = f"reply to the write of {len(content)} bytes"
             async with deadline(timeout_s, self.where, what, "transfer_timeout_s"):
                 for start in range(0, len(content), self._slice_bytes):
                     while self._writable is not None:
@@ -206,7 +206,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
             error.__traceback__ = None  # its frames refer to the memory that was read or written
-        self._lose(f"the connection is lost{f': {error}' if error else ''}", error)
+        self._lose(f"the connection was lost{f': {error}' if error else ''}", error)
         self._release_waiters()
         self._note_gone()
 
@@ -244,7 +244,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _problem(self) -> TierError:
         """Return a new error with the reason why the connection is unusable."""
-        known = self._error or TierUnavailableError(f"{self.where}: the connection was given up")
+        known = self._error or TierUnavailableError(f"{self.where}: the connection was aborted")
         error = type(known)(str(known))
         error.__cause__ = known.__cause__
         return error
@@ -318,7 +318,7 @@ class Dialer:
         except BaseException as error:
             connection.abort()
             if isinstance(error, OSError | UnicodeError):
-                raise no_connection(where, error) from error
+                raise connect_error(where, error) from error
             raise
         return connection
 
@@ -353,7 +353,7 @@ class Dialer:
 
     def _check(self, where: str, name: str, reply: Reply) -> None:
         if isinstance(reply, ErrorReply):
-            if name == "auth" or reply.code in CREDENTIAL_CODES:
+            if name == "auth" or reply.code in _CREDENTIAL_CODES:
                 # For AUTH only the code: a server that does not know the command repeats its arguments.
                 known = ErrorReply(reply.code, reply.code if name == "auth" else reply.text)
                 if reply.code in {"LOADING", "BUSY"} or "max number of clients" in reply.text:
@@ -362,7 +362,9 @@ class Dialer:
             if reply.code not in {"NOPERM", "ERR"} or name == "database" or "max number" in reply.text:
                 raise refusal(where, reply)
         elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
-            raise TierUnavailableError(f"{where} is no master now; Sentinel is asked again")
+            raise TierUnavailableError(
+                f"{where} is not a master any more; the master is requested from Sentinel again"
+            )
 
 
 _LATER = frozenset(
@@ -379,10 +381,10 @@ _CURES = {
     "WRONGPASS": "; check username and password_file, or password_variable",
     "NOPERM": "; allow the user GET, SET, EXISTS, UNLINK and SCAN on the keys of key_prefix",
     "MOVED": "; it is a node of a cluster: set mode to cluster",
-    "MISCONF": "; it cannot save to its disk and takes no writes: see its log",
-    "READONLY": "; it is a replica: name the master, or set mode to sentinel",
+    "MISCONF": "; it rejects writes because it cannot save to its disk: see its log",
+    "READONLY": "; it is a replica: use the URL of the master, or set mode to sentinel",
 }
-CREDENTIAL_CODES = frozenset({"NOAUTH", "WRONGPASS"})
+_CREDENTIAL_CODES = frozenset({"NOAUTH", "WRONGPASS"})
 
 
 def refusal(where: str, reply: ErrorReply) -> TierError:
@@ -396,17 +398,17 @@ def refusal(where: str, reply: ErrorReply) -> TierError:
     return TierError(message)
 
 
-def no_connection(where: str, error: OSError | UnicodeError) -> TierError:
+def connect_error(where: str, error: OSError | UnicodeError) -> TierError:
     """Return the error for a failed connect."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return TierError(
-            f"{where}: its certificate is not accepted: {error.verify_message};"
-            " name its authority with tls_ca_file, or see tls_check_hostname"
+            f"{where}: its certificate is rejected: {error.verify_message};"
+            " check tls_ca_file and tls_check_hostname"
         )
     if isinstance(error, ssl.SSLError):
         return TierUnavailableError(
-            f"{where}: no TLS connection: {error.reason or error}; see whether its port speaks TLS,"
-            " and whether it wants tls_cert_file"
+            f"{where}: TLS failed: {error.reason or error}; check that its port uses TLS, and tls_cert_file if it"
+            " requires a client certificate"
         )
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return TierUnavailableError(f"{where}: no connection: {text}; see whether it runs, and url")
+    return TierUnavailableError(f"{where}: cannot connect: {text}; check that it is running, and url")

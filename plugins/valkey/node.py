@@ -26,7 +26,7 @@ class Node:
         lookup_timeout_s: Longest time of a `call`, in seconds.
         transfer_timeout_s: Longest wait for a connection, in seconds.
         pause_s: Seconds after a failure during which no connection is attempted.
-        on_trouble: Called if the server could not be reached or did not answer.
+        on_failure: Called if the server could not be reached or did not answer.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Node:
         lookup_timeout_s: float,
         transfer_timeout_s: float,
         pause_s: float = 0.0,
-        on_trouble: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.endpoint = endpoint
         self.where = f"{dialer.kind} at {endpoint}"
@@ -46,24 +46,24 @@ class Node:
         self._lookup_timeout_s = lookup_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._pause_s = pause_s
-        self._on_trouble = on_trouble
-        self._line: Connection | None = None
+        self._on_failure = on_failure
+        self._shared: Connection | None = None
         self._dialing = asyncio.Lock()
-        self._turns = asyncio.Semaphore(connections)
+        self._slots = asyncio.Semaphore(connections)
         self._free: list[Connection] = []
         self._all: set[Connection] = set()
         self._ended: TierError | None = None  # why there are no new connections
-        self._trouble: tuple[float, str] | None = None  # when, and what
+        self._failure: tuple[float, str] | None = None  # when, and what
 
     @property
-    def in_trouble(self) -> bool:
-        """Whether it failed less than `pause_s` ago."""
-        return self._trouble is not None and self._now() < self._trouble[0] + self._pause_s
+    def suspended(self) -> bool:
+        """Whether it failed less than `pause_s` seconds ago."""
+        return self._failure is not None and self._now() < self._failure[0] + self._pause_s
 
     @property
     def failed(self) -> bool:
         """Whether it failed, and no connection succeeded since."""
-        return self._trouble is not None
+        return self._failure is not None
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
         """Send commands on the shared connection and return their replies.
@@ -74,7 +74,7 @@ class Node:
         line: Connection | None = None
         try:
             async with deadline(self._lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):
-                line = await self._shared_line()
+                line = await self._shared_connection()
                 return await line.call(message, count)
         except TierUnavailableError as error:
             if line is not None:
@@ -94,7 +94,7 @@ class Node:
     async def connection(self) -> AsyncIterator[Connection]:
         """Reserve a connection for one record. It is closed afterwards if it is out of step."""
         async with deadline(self._transfer_timeout_s, self.where, "free connection", "transfer_timeout_s"):
-            await self._turns.acquire()
+            await self._slots.acquire()
         connection: Connection | None = None
         try:
             connection = self._take_free() or await self._dial()
@@ -103,7 +103,7 @@ class Node:
             self._note(error)
             raise
         finally:
-            self._turns.release()
+            self._slots.release()
             if connection is not None:
                 self._give_back(connection)
 
@@ -115,11 +115,11 @@ class Node:
 
     def retire(self) -> None:
         """Open no new connections, and close those in use after their use."""
-        self._end(TierUnavailableError(f"{self.where}: it is no master any more"))
+        self._end(TierUnavailableError(f"{self.where}: it is not a master any more"))
 
     def _end(self, why: TierError) -> None:
         self._ended = why
-        for connection in [*self._free, *([self._line] if self._line and self._line.idle else [])]:
+        for connection in [*self._free, *([self._shared] if self._shared and self._shared.idle else [])]:
             connection.abort()
         self._free.clear()
 
@@ -128,11 +128,11 @@ class Node:
         for connection in tuple(self._all):
             await connection.wait_closed()
 
-    async def _shared_line(self) -> Connection:
+    async def _shared_connection(self) -> Connection:
         async with self._dialing:
-            if self._line is None or not self._line.usable:
-                self._line = await self._dial()
-            return self._line
+            if self._shared is None or not self._shared.usable:
+                self._shared = await self._dial()
+            return self._shared
 
     def _take_free(self) -> Connection | None:
         while self._free:
@@ -149,11 +149,13 @@ class Node:
             connection.abort()
 
     async def _dial(self) -> Connection:
-        if self.in_trouble and self._trouble is not None:
-            raise TierUnavailableError(f"{self._trouble[1]}; it is not tried again for a moment")
+        if self.suspended and self._failure is not None:
+            raise TierUnavailableError(
+                f"{self._failure[1]}; it is contacted again after node_pause_s of {self._pause_s} s"
+            )
         self._check_open()
         connection = await self._dialer.dial(self.endpoint, self._all)
-        self._trouble = None
+        self._failure = None
         try:
             self._check_open()
         except TierError:
@@ -166,9 +168,9 @@ class Node:
             raise type(self._ended)(str(self._ended))
 
     def _note(self, error: TierError) -> None:
-        if not self.in_trouble:
-            self._trouble = (self._now(), str(error))
-        self._on_trouble()
+        if not self.suspended:
+            self._failure = (self._now(), str(error))
+        self._on_failure()
 
     @staticmethod
     def _now() -> float:

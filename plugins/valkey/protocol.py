@@ -87,7 +87,7 @@ def parse_reply(data: bytearray, start: int, stop: int, depth: int = 0) -> tuple
         return _parse_bulk(data, _number(rest), after, stop)
     if kind == b"*":
         return _parse_array(data, _number(rest), after, stop, depth)
-    raise ProtocolError(f"a reply begins with {bytes(kind)!r}")
+    raise ProtocolError(f"a reply has the invalid type {bytes(kind)!r}")
 
 
 def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | ErrorReply | None, int] | None:
@@ -107,7 +107,7 @@ def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | E
     if text[:1] == b"-":
         return parse_error(text[1:]), after
     if text[:1] != b"$":
-        raise ProtocolError(f"a record was to come, and {text[:20]!r} came")
+        raise ProtocolError(f"received {text[:20]!r}, expected a record")
     length = _number(text[1:])
     return None if length == -1 else _checked(length, 1 << 40), after
 
@@ -117,10 +117,10 @@ def find_line(data: bytearray, start: int, stop: int) -> tuple[bytes, int] | Non
     end = data.find(b"\r\n", start, stop)
     if end < 0:
         if stop - start > MAX_LINE:
-            raise ProtocolError(f"a line of more than {MAX_LINE} bytes")
+            raise ProtocolError(f"a line has more than {MAX_LINE} bytes")
         return None
     if end == start:
-        raise ProtocolError("an empty line in place of a reply")
+        raise ProtocolError("received an empty line, expected a reply")
     return bytes(data[start:end]), end + 2
 
 
@@ -136,7 +136,7 @@ def _parse_bulk(data: bytearray, length: int, start: int, stop: int) -> tuple[Re
     if stop < end + 2:
         return None
     if data[end : end + 2] != b"\r\n":
-        raise ProtocolError("a string does not end where it should")
+        raise ProtocolError("a string is not followed by CRLF")
     return bytes(data[start:end]), end + 2
 
 
@@ -144,7 +144,7 @@ def _parse_array(data: bytearray, count: int, at: int, stop: int, depth: int) ->
     if count == -1:
         return None, at
     if depth >= MAX_DEPTH:
-        raise ProtocolError(f"lists in lists, {MAX_DEPTH} deep")
+        raise ProtocolError(f"lists are nested deeper than {MAX_DEPTH}")
     found: list[Reply] = []
     for _ in range(_checked(count, MAX_ELEMENTS)):
         one = parse_reply(data, at, stop, depth + 1)
@@ -158,13 +158,13 @@ def _parse_array(data: bytearray, count: int, at: int, stop: int, depth: int) ->
 def _number(text: bytes) -> int:
     digits = text[1:] if text[:1] == b"-" else text
     if not digits.isdigit() or len(digits) > 19:
-        raise ProtocolError(f"{text[:20]!r} is no number")
+        raise ProtocolError(f"received {text[:20]!r}, expected a number")
     return int(text)
 
 
 def _checked(length: int, most: int) -> int:
     if not 0 <= length <= most:
-        raise ProtocolError(f"a length of {length} where {most} is the most")
+        raise ProtocolError(f"a length is {length}, expected at most {most}")
     return length
 
 
@@ -286,7 +286,7 @@ class Reader:
         while self._start < self._stop and self._body is None and not self.paused:
             if not self._expected:
                 text = bytes(self._small[self._start : min(self._stop, self._start + 200)])
-                raise ProtocolError(f"nothing was asked, and {text!r} came")
+                raise ProtocolError(f"received {text!r} without a request")
             head = self._expected[0]
             if not (self._take_reply(head) if isinstance(head, Replies) else self._take_record(head)):
                 break
@@ -321,7 +321,7 @@ class Reader:
         if self._stop - self._start < 2:
             return False
         if self._small[self._start : self._start + 2] != b"\r\n":
-            raise ProtocolError("a record does not end where it should")
+            raise ProtocolError("a record is not followed by CRLF")
         self._start += 2
         self._ends = False
         self._expected.popleft()
@@ -337,7 +337,7 @@ class Reader:
         elif self._stop == len(self._small):
             left = self._small[self._start : self._stop]
             if len(left) > _MAX_SMALL_BYTES:
-                raise ProtocolError(f"a reply of more than {_MAX_SMALL_BYTES} bytes")
+                raise ProtocolError(f"a reply has more than {_MAX_SMALL_BYTES} bytes")
             # A new object: the transport may still have a view of the old one.
             self._small = left + bytearray(max(SMALL_BYTES, len(left)))
             self._start, self._stop = 0, len(left)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ValkeyTier(Tier):
-    """One string per record, named by the prefix and the key in hex.
+    """Stores each record as one string, named by the prefix and the key in hex.
 
     Records that the server evicts, expires or loses are misses. If the server is full, a put fails with
     TierFullError. A server that cannot be reached when the tier is opened is connected to later. In a
@@ -138,8 +138,8 @@ class ValkeyTier(Tier):
         """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
         # Not a call that closing waits for: the consumer may stop the iteration at any point.
-        async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as pieces:
-            async for found in pieces:
+        async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as batches:
+            async for found in batches:
                 for key in found:
                     if key not in seen:
                         seen.add(key)
@@ -149,8 +149,8 @@ class ValkeyTier(Tier):
         """Remove all keys under the prefix; other keys stay."""
         removed = 0
         with self._call() as client:
-            async with contextlib.aclosing(scan(client.topology, self._prefix)) as pieces:
-                async for found in pieces:
+            async with contextlib.aclosing(scan(client.topology, self._prefix)) as batches:
+                async for found in batches:
                     answers = await client.ask_each(b"UNLINK", [self._name(key) for key in found])
                     for answer in answers:
                         if isinstance(answer, TierError):
@@ -183,7 +183,7 @@ class ValkeyTier(Tier):
             await self.__aexit__(None, None, None)
             raise ConfigError(str(answer)) from answer
         if isinstance(answer, TierError):
-            logger.warning("the valkey tier begins without its server: %s", answer)
+            logger.warning("the valkey tier misses every chunk until its server can be reached: %s", answer)
         return self
 
     async def __aexit__(
@@ -216,7 +216,7 @@ class ValkeyTier(Tier):
         async def fitting(nbytes: int) -> Buffer:
             if self._max_record_bytes is not None and nbytes > self._max_record_bytes:
                 raise ChunkCorruptError(
-                    f"the value of {key.hex()} has {nbytes} bytes, a record at most {self._max_record_bytes}",
+                    f"the value of key {key.hex()} has {nbytes} bytes, expected at most {self._max_record_bytes}",
                     cause="length",
                 )
             return await allocate(nbytes)
@@ -242,7 +242,7 @@ class ValkeyTier(Tier):
         one: Callable[[Client, int], Awaitable[None]],
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections."""
-        lines: dict[Node, list[int]] = {}
+        by_node: dict[Node, list[int]] = {}
         try:
             nodes = await client.topology.route([self._name(key) for key in keys])
         except TierUnavailableError as error:
@@ -251,14 +251,14 @@ class ValkeyTier(Tier):
             if isinstance(node, TierError):
                 results[position] = node
             else:
-                lines.setdefault(node, []).append(position)
+                by_node.setdefault(node, []).append(position)
 
         async def work(left: Iterator[int]) -> None:
             for position in left:
                 await one(client, position)
 
         async with asyncio.TaskGroup() as group:
-            for positions in lines.values():
+            for positions in by_node.values():
                 left = iter(positions)
                 for _ in range(min(len(positions), self._config.connections)):
                     group.create_task(work(left))

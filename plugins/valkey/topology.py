@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
-from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_credentials
+from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig, make_tls_context
 from lmcache_async.plugins.valkey.connection import Dialer, RefusedCredentialsError, deadline, refusal
 from lmcache_async.plugins.valkey.node import Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
@@ -20,14 +20,13 @@ from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 if TYPE_CHECKING:
     import ssl
 
-    from lmcache_async.plugins.valkey.config import Credentials
     from lmcache_async.plugins.valkey.connection import Connection
 
 FIND_OPTION = "twice lookup_timeout_s"
-"""Bound of the time to find the servers, for messages: one server that hangs, and time for the next one."""
+"""Name of the time limit for finding the servers, for messages. It suffices for one server that hangs and the next."""
 
 MakeNode = Callable[[Endpoint, Callable[[], None]], Node]
-"""Creates the node of an endpoint; the callable is its `on_trouble`."""
+"""Creates the node of an endpoint; the callable is its `on_failure`."""
 
 
 class Topology(ABC):
@@ -37,7 +36,7 @@ class Topology(ABC):
         self._make_node = make_node
         self._timeout_s = timeout_s  # to find the nodes
         self._nodes: dict[Endpoint, Node] = {}
-        self._old: list[Node] = []  # retired nodes whose connections may be in use
+        self._retired: list[Node] = []  # nodes whose connections may be in use
         self._closed = False
 
     @abstractmethod
@@ -61,7 +60,7 @@ class Topology(ABC):
         del name, reply
         return None
 
-    def blame(self, node: Node, error: TierError) -> TierError:
+    def classify(self, node: Node, error: TierError) -> TierError:
         """Return the tier's error for an error of a node."""
         del node
         return error
@@ -69,14 +68,14 @@ class Topology(ABC):
     def close(self) -> None:
         """Close all connections; calls under way fail with TierClosedError."""
         self._closed = True
-        for node in [*self._nodes.values(), *self._old]:
+        for node in [*self._nodes.values(), *self._retired]:
             node.close()
 
     async def wait_closed(self) -> None:
-        for node in [*self._nodes.values(), *self._old]:
+        for node in [*self._nodes.values(), *self._retired]:
             await node.wait_closed()
 
-    def trouble(self) -> None:
+    def note_failure(self) -> None:
         """Note that a node could not be reached or did not answer."""
 
     def node(self, endpoint: Endpoint) -> Node:
@@ -85,16 +84,16 @@ class Topology(ABC):
             raise TierClosedError("the valkey tier was closed")
         node = self._nodes.get(endpoint)
         if node is None:
-            node = self._nodes[endpoint] = self._make_node(endpoint, self.trouble)
+            node = self._nodes[endpoint] = self._make_node(endpoint, self.note_failure)
         return node
 
     def keep(self, endpoints: set[Endpoint]) -> None:
         """Retire all other nodes."""
-        self._old = [node for node in self._old if not node.unused]
+        self._retired = [node for node in self._retired if not node.unused]
         for endpoint in self._nodes.keys() - endpoints:
             node = self._nodes.pop(endpoint)
             node.retire()
-            self._old.append(node)
+            self._retired.append(node)
 
 
 class SingleServer(Topology):
@@ -136,8 +135,8 @@ class SentinelServer(Topology):
         self._service = service
         self._dialer = dialer
         self._master: Node | None = None
-        self._asked: set[Connection] = set()
-        self._asking = asyncio.Lock()
+        self._contacted: set[Connection] = set()
+        self._lock = asyncio.Lock()
 
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         return [await self._find()] * len(names)
@@ -148,25 +147,25 @@ class SentinelServer(Topology):
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
         """Request the master again if the server has become a replica."""
         if reply.code in {"READONLY", "MASTERDOWN", "FAILOVER"}:
-            self.trouble()
+            self.note_failure()
         return None
 
-    def trouble(self) -> None:
+    def note_failure(self) -> None:
         self._master = None
 
     def close(self) -> None:
         super().close()
-        for connection in self._asked:
+        for connection in self._contacted:
             connection.abort(TierClosedError("the valkey tier was closed"))
 
     async def wait_closed(self) -> None:
         await super().wait_closed()
-        for connection in tuple(self._asked):
+        for connection in tuple(self._contacted):
             await connection.wait_closed()
 
     async def _find(self) -> Node:
         where = f"the master {self._service!r}"
-        async with deadline(self._timeout_s, where, "sentinel that names it", FIND_OPTION), self._asking:
+        async with deadline(self._timeout_s, where, "sentinel that reports it", FIND_OPTION), self._lock:
             if self._master is None:
                 endpoint = await self._ask_all()
                 self.keep({endpoint})
@@ -190,11 +189,11 @@ class SentinelServer(Topology):
                 return endpoint
             self._sentinels.remove(sentinel)
             self._sentinels.append(sentinel)
-        told = "; ".join(map(str, errors))
-        raise TierUnavailableError(f"no sentinel names the master {self._service!r}: {told}")
+        reasons = "; ".join(map(str, errors))
+        raise TierUnavailableError(f"no sentinel reports the master {self._service!r}: {reasons}")
 
     async def _ask(self, sentinel: Endpoint) -> Endpoint:
-        connection = await self._dialer.dial(sentinel, self._asked)
+        connection = await self._dialer.dial(sentinel, self._contacted)
         try:
             message = encode(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
             [reply] = await connection.call(message, 1)
@@ -204,11 +203,11 @@ class SentinelServer(Topology):
             raise refusal(connection.where, reply)
         if not (isinstance(reply, list) and len(reply) == 2):
             raise TierUnavailableError(
-                f"{connection.where} knows no master {self._service!r}: see sentinel_service"
+                f"{connection.where} does not know a master {self._service!r}: check sentinel_service"
             )
         host, port = reply
         if not (isinstance(host, bytes) and isinstance(port, bytes) and port.isdigit()):
-            raise TierUnavailableError(f"{connection.where} names a master that is no address")
+            raise TierUnavailableError(f"{connection.where} reports an invalid address of the master")
         return Endpoint(host.decode("utf-8", "replace"), int(port))
 
 
@@ -240,7 +239,7 @@ def parse_slots(reply: Reply, asked: Endpoint) -> list[Endpoint | None]:
                 master = Endpoint(asked.host if text in {"", "?"} else text, port)
                 table[first : last + 1] = [master] * (last + 1 - first)
             case _:
-                raise ValueError("expected first and last slot and a master's address in each entry")
+                raise ValueError("expected first slot, last slot and master in each entry")
     return table
 
 
@@ -277,7 +276,7 @@ class Cluster(Topology):
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         table = await self._current()
         endpoints = [table[slot_of(name)] for name in names]
-        return [self._nobody() if endpoint is None else self.node(endpoint) for endpoint in endpoints]
+        return [self._not_served() if endpoint is None else self.node(endpoint) for endpoint in endpoints]
 
     async def masters(self) -> list[Node]:
         table = await self._current()
@@ -298,14 +297,14 @@ class Cluster(Topology):
                 self._table[slot] = endpoint
         return self.node(endpoint), reply.code == "ASK"
 
-    def blame(self, node: Node, error: TierError) -> TierError:
+    def classify(self, node: Node, error: TierError) -> TierError:
         others = (self._nodes.get(endpoint) for endpoint in dict.fromkeys(self._table or ()) if endpoint)
-        serves_on = any(other is not None and other is not node and not other.failed for other in others)
-        if serves_on and isinstance(error, TierUnavailableError):
+        others_serve = any(other is not None and other is not node and not other.failed for other in others)
+        if others_serve and isinstance(error, TierUnavailableError):
             return TierPartUnavailableError(str(error))
         return error
 
-    def trouble(self) -> None:
+    def note_failure(self) -> None:
         self._stale = True
 
     async def _current(self) -> list[Endpoint | None]:
@@ -315,24 +314,24 @@ class Cluster(Topology):
             TierUnavailableError: There is no table yet, and no node sends one.
         """
         if self._table is None:
-            async with self._in_time(), self._refreshing:
+            async with self._find_deadline(), self._refreshing:
                 if self._table is None:
                     return await self._refresh()
         now = asyncio.get_running_loop().time()
         if self._stale and now >= self._refreshed + REFRESH_S and not self._refreshing.locked():
             with contextlib.suppress(TierUnavailableError):
-                async with self._in_time(), self._refreshing:
+                async with self._find_deadline(), self._refreshing:
                     return await self._refresh()
         return self._table
 
-    def _in_time(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def _find_deadline(self) -> contextlib.AbstractAsyncContextManager[None]:
         return deadline(self._timeout_s, "the cluster", "table of slots", FIND_OPTION)
 
     async def _refresh(self) -> list[Endpoint | None]:
         self._refreshed = asyncio.get_running_loop().time()
         errors: list[TierError] = []
         nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._seeds])]
-        for node in sorted(nodes, key=lambda node: node.in_trouble):
+        for node in sorted(nodes, key=lambda node: node.suspended):
             try:
                 [reply] = await node.call(encode(b"CLUSTER", b"SLOTS"), 1)
                 if isinstance(reply, ErrorReply):
@@ -342,8 +341,8 @@ class Cluster(Topology):
                 errors.append(TierError(f"{node.where}: {error}"))
             except TierError as error:
                 errors.append(error)
-        told = "; ".join(map(str, errors))
-        raise TierUnavailableError(f"no node tells the slots of the cluster: {told}")
+        reasons = "; ".join(map(str, errors))
+        raise TierUnavailableError(f"no node sends the slots of the cluster: {reasons}")
 
     def _learn(self, table: list[Endpoint | None]) -> list[Endpoint | None]:
         self._table, self._stale = table, False
@@ -351,8 +350,8 @@ class Cluster(Topology):
         return table
 
     @staticmethod
-    def _nobody() -> TierError:
-        return TierUnavailableError("no node of the cluster has the key's slot: see CLUSTER SHARDS")
+    def _not_served() -> TierError:
+        return TierUnavailableError("no node of the cluster serves the slot of the key: see CLUSTER SHARDS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,18 +369,20 @@ class Access:
         Raises:
             ConfigError: One of them cannot be used.
         """
-        return cls(read_credentials(config), read_credentials(config, "sentinel_"), make_tls_context(config))
+        return cls(
+            Credentials.read(config), Credentials.read(config, sentinel=True), make_tls_context(config)
+        )
 
 
 def make_topology(config: ValkeyConfig, access: Access) -> Topology:
     """Create the topology of a config, without connecting."""
     endpoints = config.address.endpoints
     find_s = 2 * config.lookup_timeout_s
-    if config.how == "sentinel":
+    if config.effective_mode == "sentinel":
         sentinels = Dialer(access.sentinel_credentials, access.tls, config.connect_timeout_s, kind="sentinel")
         make_node = _node_maker(config, access, master_only=True)
         return SentinelServer(endpoints, config.sentinel_service, sentinels, make_node, timeout_s=find_s)
-    if config.how == "cluster":
+    if config.effective_mode == "cluster":
         return Cluster(endpoints, _node_maker(config, access, pause_s=config.node_pause_s), timeout_s=find_s)
     return SingleServer(endpoints[0], _node_maker(config, access))
 
@@ -397,7 +398,7 @@ def _node_maker(
         master_only=master_only,
     )
 
-    def make(endpoint: Endpoint, on_trouble: Callable[[], None]) -> Node:
+    def make(endpoint: Endpoint, on_failure: Callable[[], None]) -> Node:
         return Node(
             endpoint,
             dialer,
@@ -405,7 +406,7 @@ def _node_maker(
             lookup_timeout_s=config.lookup_timeout_s,
             transfer_timeout_s=config.transfer_timeout_s,
             pause_s=pause_s,
-            on_trouble=on_trouble,
+            on_failure=on_failure,
         )
 
     return make

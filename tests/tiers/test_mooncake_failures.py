@@ -181,7 +181,7 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(
         with caplog.at_level(logging.INFO):
             async with bound_tier(pool, arena) as tier:
                 assert f"127.0.0.1:{pool.port} does not answer" in caplog.text
-                assert "opened all the same" in caplog.text
+                assert "misses every chunk until the pool has been joined" in caplog.text
                 assert await get(tier, allocate, 1, 2) == ["TierUnavailableError"] * 2
                 answers = await put(tier, arena, *range(8))  # three batches
                 assert {type(answer) for answer in answers} == {TierUnavailableError}
@@ -189,7 +189,7 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(
                     await tier.contains(key_of(1))
                 pool.start()
                 await until(tier, arena, allocate)
-        assert "is joined" in caplog.text
+        assert "has joined the pool" in caplog.text
     finally:
         pool.stop()
 

@@ -11,8 +11,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from lmcache_async.config import load_config, validate_options
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.errors import reason, translated
-from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.plugins.s3.stores import open_store, reason, translated
 from lmcache_async.registry import TIERS, Registry
 
 SECRET = "kept-from-everybody"
@@ -47,15 +46,15 @@ def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tupl
         ({"url": "s3://b/?x=1"}, "s3://bucket/prefix"),
         ({"url": "s3://b", "endpoint": "minio:9000"}, "https://storage"),
         ({"url": "s3://b", "endpoint": "http://minio:9000"}, "allow_http: true"),
-        ({"url": "s3://b", "access_key_id": "a"}, "belong together"),
-        ({"url": "s3://b", "secret_key": SECRET}, "belong together"),
+        ({"url": "s3://b", "access_key_id": "a"}, "require each other"),
+        ({"url": "s3://b", "secret_key": SECRET}, "require each other"),
         (
             {"url": "s3://b", "access_key_id": "a", "secret_key": SECRET, "secret_key_file": "/f"},
             "both set",
         ),
-        ({"url": "s3://b", "account": "a"}, "account is for az://"),
-        ({"url": "gs://b", "access_key_id": "a"}, "access_key_id is for s3://"),
-        ({"url": "az://b", "service_account_file": "/f"}, "service_account_file is for gs://"),
+        ({"url": "s3://b", "account": "a"}, "account is only valid for az://"),
+        ({"url": "gs://b", "access_key_id": "a"}, "access_key_id is only valid for s3://"),
+        ({"url": "az://b", "service_account_file": "/f"}, "service_account_file is only valid for gs://"),
         ({"url": "s3://b", "part_bytes": 100}, "4096"),
         ({"url": "s3://b", "concurrency": 0}, "at least 1"),
         ({"url": "s3://b", "request_timeout_s": 0}, "seconds"),

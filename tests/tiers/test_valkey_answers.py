@@ -208,7 +208,7 @@ async def test_a_certificate_of_somebody_else_is_not_accepted(server: Server, tm
     authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
     with tls_before(server.socket, authority.issue("server")) as port:
         async with ValkeyTier(config(f"valkeys://127.0.0.1:{port}", tls_ca_file=other.file)) as tier:
-            with pytest.raises(TierError, match=r"certificate is not accepted.*tls_ca_file") as caught:
+            with pytest.raises(TierError, match=r"certificate is rejected.*tls_ca_file") as caught:
                 await tier.contains(key_of(1))
             assert not caught.value.retryable
 

@@ -52,28 +52,31 @@ def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int)
         ({"url": "valkey://host:99999"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "valkey://host/db"}, "number of a database"),
         ({"url": "valkey://host?timeout=3"}, "expected name, name:port or [address]:port for each host"),
-        ({"url": "unix://"}, "expected a socket's path"),
-        ({"url": "unix://relative/path"}, "expected a socket's path"),
+        ({"url": "unix://"}, "expected the path of a socket"),
+        ({"url": "unix://relative/path"}, "expected the path of a socket"),
         ({"url": "redis://me:geheim@host"}, "no password in the URL"),
         ({"url": "redis://:geheim@host"}, "no password in the URL"),
         ({"url": "redis://:ge/he@im@host"}, "expected"),
-        ({"url": "valkey://a,b"}, "several hosts need mode: cluster or mode: sentinel"),
-        ({"url": "valkey://a/1", "mode": "cluster"}, "a cluster has the database 0 alone"),
-        ({"url": "unix:///s", "mode": "cluster"}, "a Unix socket leads to one"),
-        ({"url": "valkey-sentinel://a", "mode": "single"}, "the URL names Sentinels"),
-        ({"url": "valkeys://a", "tls": "no"}, "the URL asks for TLS, but tls is false"),
+        ({"url": "valkey://a,b"}, "several hosts: set mode to cluster or sentinel"),
+        ({"url": "valkey://a/1", "mode": "cluster"}, "a cluster has only database 0"),
+        ({"url": "unix:///s", "mode": "cluster"}, "the URL is a Unix socket"),
+        ({"url": "valkey-sentinel://a", "mode": "single"}, "the URL is of Sentinels"),
+        ({"url": "valkeys://a", "tls": "no"}, "the URL selects TLS, but tls is false"),
         ({"url": "valkey://a", "tls_ca_file": "/ca"}, "tls_ca_file: it has no effect without TLS"),
         (
             {"url": "valkey://a", "tls": False, "tls_key_file": "/k"},
             "tls_key_file: it has no effect without TLS",
         ),
-        ({"url": "valkey://x@a", "username": "y"}, "name different users"),
+        ({"url": "valkey://x@a", "username": "y"}, "contain different users"),
         ({"url": "valkey://a", "mode": "clustr"}, "did you mean cluster?"),
         (
             {"url": "valkey://a", "password": "geheim"},
             "there is no key password; did you mean password_file?",
         ),
-        ({"url": "valkey://a", "password_variable": "geheim!"}, "expected the name of a variable"),
+        (
+            {"url": "valkey://a", "password_variable": "geheim!"},
+            "expected the name of an environment variable",
+        ),
         ({"url": "valkey://a", "password_variable": "A", "password_file": "/x"}, "are both set"),
         ({"url": "valkey://a", "key_prefix": "{kv}"}, "without braces"),
         ({"url": "valkey://a", "ttl_s": 0}, "a number of seconds above 0"),
@@ -93,8 +96,8 @@ def test_what_is_not_given_follows_from_the_url() -> None:
     sentinel = ValkeyConfig(url="redis-sentinel://a", tls=True)
     single = ValkeyConfig.model_validate({"url": "rediss://a", "tls": "none", "ttl_s": "86400"})
 
-    assert (sentinel.how, sentinel.encrypted) == ("sentinel", True)
-    assert (single.how, single.encrypted, single.ttl_s) == ("single", True, 86400)
+    assert (sentinel.effective_mode, sentinel.encrypted) == ("sentinel", True)
+    assert (single.effective_mode, single.encrypted, single.ttl_s) == ("single", True, 86400)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_slots_and_redirects_are_read() -> None:
     "reply", [None, 3, [[0, 1]], [[0, 16384, [b"a", 5]]], [[5, 4, [b"a", 5]]], [[0, 1, [b"a", b"5"]]], [b"x"]]
 )
 def test_what_is_no_list_of_slots_is_refused(reply: object) -> None:
-    with pytest.raises(ValueError, match="expected first and last slot"):
+    with pytest.raises(ValueError, match="expected first slot, last slot"):
         parse_slots(reply, Endpoint("a", 1))
 
 

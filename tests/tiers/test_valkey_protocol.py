@@ -176,7 +176,7 @@ async def test_what_nobody_asked_for_is_refused_with_its_words() -> None:
 async def test_a_record_that_does_not_end_where_it_should_is_refused() -> None:
     reader = Reader()
     reader.expect(Record())
-    with pytest.raises(ProtocolError, match="does not end"):
+    with pytest.raises(ProtocolError, match="not followed by CRLF"):
         feed(reader, b"$3\r\nabcd\r\n", [100])
 
 

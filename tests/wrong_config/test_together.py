@@ -120,9 +120,9 @@ TIERS: list[tuple[str, list[str]]] = [
         "- name: s3\n  url: s3://b\n  part_bytes: 1KiB\n  access_key_id: a\n  account: c",
         [
             "@2: tiers[#0] (s3): part_bytes is '1KiB': expected at least 4096",
-            ("@3: tiers[#0] (s3): access_key_id: access_key_id and secret_key (or secret_key_file) belong together;"
-            " give both or none"),
-            "@4: tiers[#0] (s3): account: account is for az:// alone, and url is s3://b",
+            ("@3: tiers[#0] (s3): access_key_id: access_key_id and secret_key (or secret_key_file) require each other;"
+            " set both or neither"),
+            "@4: tiers[#0] (s3): account: account is only valid for az:// URLs, and url is s3://b",
         ],
     ),
     (
