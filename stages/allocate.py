@@ -12,7 +12,7 @@ from lmcache_async.pipeline.batch import LeasedBatch, MissingBatch
 
 
 class AllocateStage:
-    """Leases a buffer for each chunk, within the configured wait; the end of what finds none is dropped."""
+    """Leases a buffer for each chunk, within the configured wait. Trailing chunks without a buffer are dropped."""
 
     def __init__(
         self, arena: Arena, layout: KVLayout, record_format: RecordFormat, config: EngineConfig

@@ -11,7 +11,7 @@ from lmcache_async.pipeline.batch import FilledBatch, LeasedBatch
 
 
 class DeviceToHostStage:
-    """Gathers the rows of all layers of a batch of chunks in one go, behind the request's fence.
+    """Gathers the rows of all layers of a batch of chunks in one call, after the fence of the request.
 
     If `seal` is the next stage, the copy also computes the payloads' checksums, because nothing changes the
     payloads in between. If the call is cancelled, it first waits for the end of the copy.

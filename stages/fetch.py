@@ -10,7 +10,7 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class FetchStage:
-    """Gets the batch's records, each from its tier; ends the prefix at the first that is not to be had."""
+    """Reads the records of a batch, each from its tier. The first missing record ends the prefix."""
 
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
         self._stack = stack

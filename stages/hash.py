@@ -13,7 +13,7 @@ from lmcache_async.types import BlockIds, Chunk
 
 
 class HashStage:
-    """Cuts the request's tokens into chunks with chained keys, and its rows likewise.
+    """Divides the tokens of a request into chunks with chained keys, and its rows accordingly.
 
     A request that contains chunks is passed on unchanged. Long prompts are hashed on a worker thread.
     """

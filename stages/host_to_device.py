@@ -17,7 +17,7 @@ from lmcache_async.types import BlockIds, RetrieveReport
 
 
 class HostToDeviceStage:
-    """Scatters a batch's payloads to their rows, in prefix order: never behind a hole.
+    """Scatters the payloads of a batch to their rows, in prefix order and never after a missing chunk.
 
     If the call is cancelled, it first waits for the end of the copy. A load that its caller has abandoned is
     not started.

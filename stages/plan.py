@@ -7,7 +7,7 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class PlanStage:
-    """Asks the tiers, fastest first, for the longest prefix; the first hole ends it.
+    """Looks up the longest prefix in the tiers, fastest first. The first missing chunk ends it.
 
     Leading chunks without any row to write are skipped. If the model thread waits for the request, only tiers
     in the arena are looked up.

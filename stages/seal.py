@@ -15,7 +15,7 @@ back."""
 
 
 class SealStage:
-    """Writes each record's header, with the payload's checksum; at most one hop to a worker thread a batch."""
+    """Writes the header of each record with the checksum of its payload. At most one worker thread call per batch."""
 
     def __init__(self, record_format: RecordFormat, layout: KVLayout, workers: Executor) -> None:
         self._format = record_format

@@ -32,7 +32,7 @@ and back a few tenths of a millisecond."""
 
 
 class VerifyStage:
-    """Checks each record's header and, but for records that never left the arena, its checksum.
+    """Verifies the header of each record, and its checksum unless the record never left the arena.
 
     A record that fails ends the prefix, is counted by cause and is rejected by its tier, which deletes or
     quarantines it. Verified records that came from a slower tier are promoted.
@@ -137,7 +137,7 @@ class VerifyStage:
         chunk, tier = batch.chunks[index], batch.tiers[index]
         self._logger.report(
             f"corrupt.{error.cause}",
-            "tier %r: record %s is not the chunk asked for (%s: %s); rejected, counted as a miss",
+            "tier %r: record %s is not the requested chunk (%s: %s); rejected, counted as a miss",
             self._stack.tiers[tier].id,
             chunk.key.hex(),
             error.cause,

@@ -11,7 +11,7 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class WriteStage:
-    """Write-through: tiers in the arena take the records at once, slower ones queue them.
+    """Writes records to all tiers: tiers in the arena store them immediately, slower tiers queue them.
 
     The call ends when the records are stored or queued. The `outcomes` of the result are complete when the
     slowest tier has finished.

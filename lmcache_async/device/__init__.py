@@ -39,4 +39,4 @@ def open_copier(
         return CudaCopier(
             layout, staging_bytes=staging_bytes, store_priority=store_priority, load_priority=load_priority
         )
-    raise ValueError(f"no copier for a KV cache on {layout.device}; it must be on a CPU or a CUDA device")
+    raise ValueError(f"the KV cache is on {layout.device}; expected a CPU or CUDA device")

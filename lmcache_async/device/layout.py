@@ -132,11 +132,11 @@ class KVLayout:
             views.append(view_of(name, tensor, axes, storages.index, num_blocks=None, by_token=True))
         if len(sizes) > 1:
             raise ValueError(
-                f"layers differ in (num_blocks, block_size): {sorted(sizes)}; one layout needs one"
+                f"layers differ in (num_blocks, block_size): {sorted(sizes)}; expected the same in all layers"
             )
         num_blocks, found = sizes.pop()
         if block_size not in (None, found):
-            raise ValueError(f"block_size={block_size}, but the tensors hold {found} tokens a block")
+            raise ValueError(f"block_size is {block_size}, but the tensors have {found} tokens per block")
         return cls._of(views, storages, num_blocks, found, "token")
 
     @classmethod
@@ -202,15 +202,15 @@ def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
         else:
             named.extend((f"{name}[{index}]" if name else "", part) for index, part in enumerate(layer))
     if not named:
-        raise ValueError("no KV cache tensors given")
+        raise ValueError("no KV cache tensors were given")
     devices = {str(tensor.device) for _, tensor in named}
     if len(devices) > 1:
         raise ValueError(
-            f"KV cache tensors lie on several devices: {sorted(devices)}; one layout is one device's"
+            f"the KV cache tensors are on several devices: {sorted(devices)}; expected one device"
         )
     for name, tensor in named:
         if tensor.numel() == 0:
-            raise ValueError(f"KV cache of {name or 'a layer'} is empty: shape {tuple(tensor.shape)}")
+            raise ValueError(f"the KV cache of {name or 'a layer'} is empty: shape {tuple(tensor.shape)}")
     return named
 
 
@@ -249,7 +249,9 @@ def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: 
     if num_blocks < 1 or block_size < 1:
         raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
     if shape[:1] == () or shape[0] % num_blocks:
-        raise ValueError(f"{title}: dimension 0 of shape {shape} is no multiple of num_blocks={num_blocks}")
+        raise ValueError(
+            f"{title}: dimension 0 of shape {shape} is not a multiple of num_blocks={num_blocks}"
+        )
     if kind == "pages":
         return
     if len(shape) not in (3, 4):
@@ -259,6 +261,6 @@ def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: 
     tokens = shape[0] // num_blocks * shape[-2]
     if tokens != block_size:
         raise ValueError(
-            f"{title}: shape {shape} over {num_blocks} blocks holds {tokens} tokens a block, "
-            f'not block_size={block_size}; opaque pages need kind="pages"'
+            f"{title}: shape {shape} with {num_blocks} blocks has {tokens} tokens per block, "
+            f'expected block_size={block_size}; opaque pages need kind="pages"'
         )

@@ -202,7 +202,7 @@ def open_mover(layout: KVLayout) -> Mover:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             _try(mover, layout)
     except Exception as error:  # noqa: BLE001  any failure of Triton, its compiler or the driver
-        logger.warning("copying by torch's index operations, Triton's kernel is not to be had: %s", error)
+        logger.warning("the Triton kernel is not available, copying with torch's index operations: %s", error)
         return TorchMover(layout)
     return mover
 

@@ -56,7 +56,8 @@ def _check_plane(plane: Plane, num_rows: int) -> None:
     block_bytes = (rows.rows_per_block - 1) * rows.row_stride + plane.row_bytes
     if num_rows > 1 and (plane.row_bytes > rows.pitch or block_bytes > rows.block_stride):
         raise ValueError(
-            f"rows of {plane.row_bytes} B at a stride of {rows.pitch} B share bytes; is a dimension expanded?"
+            f"rows of {plane.row_bytes} bytes at a stride of {rows.pitch} bytes overlap; expected a tensor without"
+            " expanded dimensions"
         )
 
 
@@ -102,14 +103,14 @@ def _check_apart(
     for start, stop, side in extents:
         if start < ends[1 - side]:
             raise ValueError(
-                f"planes at strides {some[0].rows.block_stride} B and {others[0].rows.block_stride} B reach into "
-                f"each other; layers of different groups share memory: give each group its own layout"
+                f"planes with strides of {some[0].rows.block_stride} and {others[0].rows.block_stride} bytes overlap: "
+                f"layers of several KV cache groups share memory; create one layout for each group"
             )
         ends[side] = max(ends[side], stop)
 
 
 def _shared(plane: Plane) -> str:
     return (
-        f"rows of {plane.row_bytes} B at {plane.base} share bytes with another plane's; layers of different "
-        f"groups share memory: give each group its own layout"
+        f"rows of {plane.row_bytes} bytes at offset {plane.base} overlap those of another plane: "
+        f"layers of several KV cache groups share memory; create one layout for each group"
     )

@@ -127,7 +127,7 @@ def view_of(
     for axis in content:
         if axis.stride == 0:
             raise ValueError(
-                f"{_title(name)}: dimension {axis.name} is expanded (stride 0); its bytes repeat"
+                f"{_title(name)}: dimension {axis.name} is expanded (stride 0), so its rows share bytes; expected a dense tensor"
             )
     return TensorView(
         name=name,
@@ -173,7 +173,7 @@ def pieces_of(view: TensorView) -> Pieces:
     if count > MAX_PIECES:
         described = ", ".join(f"{axis.name}={axis.size} at stride {axis.stride} B" for axis in view.content)
         raise ValueError(
-            f"{_title(view.name)}: one row falls into {count} pieces of {nbytes} B ({described}); "
+            f"{_title(view.name)}: one row has {count} separate pieces of {nbytes} bytes ({described}); "
             f"the content dimension must be contiguous"
         )
     steps = [[index * axis.stride for index in range(axis.size)] for axis in outer]
@@ -201,7 +201,7 @@ def guess_order(name: str, shape: Sequence[int], block_size: int | None) -> str:
     problem = f"could be {' or '.join(readings)}" if readings else "is of no form that we know"
     raise ValueError(
         f"{_title(name)}: shape {tuple(shape)} with block_size={block_size} {problem}; "
-        f"say which by order=, a letter for each dimension (B block, N token in its block, the rest content)"
+        f"set order= to one letter for each dimension (B block, N token in its block, other letters content)"
     )
 
 
@@ -214,7 +214,7 @@ def check_order(name: str, shape: Sequence[int], order: str) -> None:
     ):
         raise ValueError(
             f"{_title(name)}: order={order!r} does not fit shape {tuple(shape)}; "
-            f"give each dimension its own letter, B and N among them (R is taken)"
+            f"expected a different letter for each dimension, with B and N and without R"
         )
 
 
@@ -225,7 +225,7 @@ def _token_rows(name: str, block: Axis, token: Axis) -> Rows:
         return Rows(token.stride)
     if token.stride * (token.size - 1) >= block.stride:
         raise ValueError(
-            f"{_title(name)}: tokens at stride {token.stride} B reach over blocks at stride {block.stride} B"
+            f"{_title(name)}: tokens with a stride of {token.stride} bytes overlap blocks with a stride of {block.stride} bytes"
         )
     return Rows(block.stride, token.size, token.stride)
 

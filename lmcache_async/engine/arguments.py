@@ -45,11 +45,11 @@ class RequestArguments(TypedDict, total=False):
 
 
 _ELSEWHERE = {
-    "hashes": "keys are made of tokens",
-    "offset": "leave out leading tokens by the mask",
-    "offsets": "keys are made of tokens",
-    "search_range": "the tiers are asked in their order",
-    "transfer_spec": "records go to every tier of the config",
+    "hashes": "keys are computed from tokens",
+    "offset": "leading tokens are skipped with the mask",
+    "offsets": "keys are computed from tokens",
+    "search_range": "the tiers are looked up in order",
+    "transfer_spec": "records are written to every tier of the config",
 }
 """Arguments of LMCache that do not exist here, with the reason or the replacement."""
 
@@ -63,19 +63,19 @@ def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
         others: Arguments of the call besides `RequestArguments`, for the message.
 
     Raises:
-        TypeError: An argument is unknown. The message has the nearest right name.
+        TypeError: An argument is unknown. The message contains the nearest valid name.
     """
     names = [*RequestArguments.__annotations__, *others]
     for name in given:
         if name in RequestArguments.__annotations__:
             continue
         if name in _ELSEWHERE:
-            advice = f"LMCache has it, but {_ELSEWHERE[name]} here"
+            advice = f"it is LMCache's, but here {_ELSEWHERE[name]}"
         elif choice := nearest(name, names):
             advice = f"did you mean {choice!r}?"
         else:
-            advice = f"it takes {', '.join(names)}"
-        raise TypeError(f"{call}() takes no argument {name!r}; {advice}")
+            advice = f"expected one of {', '.join(names)}"
+        raise TypeError(f"{call}() has no argument {name!r}; {advice}")
 
 
 def paged_cache(given: RequestArguments) -> Layers | None:
@@ -86,7 +86,7 @@ def paged_cache(given: RequestArguments) -> Layers | None:
     """
     ours, theirs = given.get("kv_caches"), given.get("kvcaches")
     if ours is not None and theirs is not None:
-        raise TypeError("kv_caches= and kvcaches= are two names of one argument; give one of them")
+        raise TypeError("kv_caches= and kvcaches= are the same argument; pass one of them")
     return theirs if ours is None else ours
 
 
@@ -97,7 +97,7 @@ def slots_of(given: RequestArguments) -> Any:
         ValueError: It is missing.
     """
     if given.get("slot_mapping") is None:
-        raise ValueError("slot_mapping= is missing: for each token its slot in the paged KV cache")
+        raise ValueError("slot_mapping= is missing; expected the slot of each token in the paged KV cache")
     return given["slot_mapping"]
 
 
@@ -119,7 +119,7 @@ def request_namespace(given: RequestArguments) -> RequestNamespace:
     for name, value in tags.items():
         if not isinstance(value, str | int | float):
             kind = type(value).__name__
-            raise TypeError(f"the value of tag {name!r} is a {kind}; expected a text or a number")
+            raise TypeError(f"the value of tag {name!r} is a {kind}; expected a string or a number")
     lora, cache_salt = given.get("lora"), given.get("cache_salt")
     return RequestNamespace(
         lora="" if lora is None else lora,
@@ -142,7 +142,7 @@ def leading_false(mask: Mask | None, num_tokens: int) -> int:
         raise ValueError(f"the mask has shape {values.shape}, but there are {num_tokens} tokens")
     skip = int(num_tokens - values.sum())
     if values[:skip].any():
-        raise ValueError("the mask must be False up to some token and True from there on")
+        raise ValueError("the mask has a False after a True; expected leading False values, then True")
     return skip
 
 
@@ -162,16 +162,13 @@ def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> B
     given = _integers(rows).reshape(-1)
     wanted = num_tokens // tokens_per_row
     if len(given) < wanted:
-        raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} are given")
+        raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} were given")
     used = given[:wanted]
     outside = used >= num_rows  # before the cast: 2**64 - 1 is -1 as int64
     if used.dtype.kind != "u":
         outside |= used < -1
     if (bad := used[outside]).size:
-        raise ValueError(
-            f"row {bad[0]} is out of bounds: the KV cache has rows 0 to {num_rows - 1}, "
-            f"and -1 for a row to be passed over"
-        )
+        raise ValueError(f"row {bad[0]} is out of bounds; expected 0 to {num_rows - 1}, or -1 to skip a row")
     return used.astype(np.int64)
 
 
@@ -182,7 +179,7 @@ def _by_name(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(f"{argument} is a {type(given).__name__}; expected a mapping of names to values")
     for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"{argument} has the name {name!r}, a {type(name).__name__}; expected a text")
+            raise TypeError(f"{argument} has the name {name!r}, a {type(name).__name__}; expected a string")
     return dict(given)
 
 
@@ -203,7 +200,7 @@ def _booleans(mask: object) -> npt.NDArray[np.bool_]:
     for position, value in enumerate(mask):
         if not isinstance(value, bool | np.bool_):
             raise TypeError(
-                f"the mask's value {position} is {value!r} ({type(value).__name__}); expected booleans"
+                f"value {position} of the mask is {value!r} ({type(value).__name__}); expected a boolean"
             )
     return np.array(mask, np.bool_)
 
@@ -212,7 +209,7 @@ def _integers(rows: Any) -> npt.NDArray[Any]:
     """The rows as an array of integers; of dtype object if no NumPy integer type holds all of them."""
     if isinstance(rows, torch.Tensor):
         if rows.is_floating_point() or rows.is_complex():
-            raise TypeError(f"rows are a tensor of {rows.dtype}; rows are integers")
+            raise TypeError(f"rows are a tensor of {rows.dtype}; expected integers")
         rows = rows.detach().cpu().numpy()
     given = np.asarray(rows)
     if not given.size or given.dtype.kind in "iu":
@@ -220,6 +217,6 @@ def _integers(rows: Any) -> npt.NDArray[Any]:
     if isinstance(rows, list | tuple):
         for position, value in enumerate(rows):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"row {position} is {value!r} ({type(value).__name__}); rows are integers")
+                raise TypeError(f"row {position} is {value!r} ({type(value).__name__}); expected an integer")
         return np.array(rows, object)
-    raise TypeError(f"rows are an array of {given.dtype}; rows are integers")
+    raise TypeError(f"rows are an array of {given.dtype}; expected integers")

@@ -100,8 +100,8 @@ def build(
     """
     if config.chunk_size % layout.tokens_per_row:
         raise ConfigError(
-            f"chunk_size is {config.chunk_size}, which is no multiple of the {layout.tokens_per_row} "
-            f"tokens of a block: set it to {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
+            f"chunk_size is {config.chunk_size}; expected a multiple of the {layout.tokens_per_row} tokens of a"
+            f" block, such as {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
         )
     check_hash_key(config, namespace)
     cipher = open_cipher(config)
@@ -200,8 +200,8 @@ def open_cipher(config: EngineConfig) -> RecordCipher | None:
     cipher = RecordCipher(config.encryption.read_keys())
     if not config.read_hash_key():
         logger.warning(
-            "encryption is enabled (key %s), but chunk keys are made without a secret, and tiers name records by them:"
-            " anyone who can list these names can confirm a guess of a whole prompt; set hash_key_file and hash_algorithm",
+            "encryption is enabled (key %s), but the names of records are hashes without a secret key: anyone who can"
+            " list them can confirm a guess of a whole prompt; set hash_key_file and hash_algorithm",
             cipher.key_id,
         )
     return cipher
@@ -216,8 +216,8 @@ def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
     if config.read_hash_key() != namespace.hash_key:
         found = hash_key_id(namespace.hash_key) or "none"
         raise ConfigError(
-            f"hash_key: the namespace was made with another hash key ({found}) than the configured one:"
-            " give it hash_key=config.read_hash_key()"
+            f"hash_key: the hash key of the namespace ({found}) is not the configured one: create the namespace with"
+            " hash_key=config.read_hash_key()"
         )
 
 
@@ -238,7 +238,7 @@ def _with(
         return stages
     if before not in stages:
         raise ConfigError(
-            f"{where}: encryption is on, but there is neither {stage!r} nor {before!r} among them"
+            f"{where}: encryption is enabled, but the stages contain neither {stage!r} nor {before!r}"
         )
     place = stages.index(before)
     return (*stages[:place], stage, *stages[place:])

@@ -184,7 +184,7 @@ def _described(error: Exception, where: str, part: str = "") -> Iterator[str]:
         where: The place; added to lines without one.
         part: The part of the configuration in that place. A line that names it has a place already.
     """
-    text = str(error) if isinstance(error, LMCacheAsyncError) else f"it cannot be made: {_short(error)}"
+    text = str(error) if isinstance(error, LMCacheAsyncError) else f"it cannot be created: {_short(error)}"
     for line in text.split("\n"):
         has_place = not where or line.startswith(where) or (part and f": {part}: " in line)
         yield line if has_place else f"{where}: {line}"

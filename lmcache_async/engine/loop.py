@@ -157,11 +157,11 @@ class LoopThread:
         except (SystemExit, KeyboardInterrupt) as error:
             kind = type(error).__name__
             self._logger.report(
-                kind, "a task or callback raised %s: %s; the event loop goes on", kind, describe(error)
+                kind, "a task or callback raised %s: %s; the event loop continues", kind, describe(error)
             )
         else:
             if not self._stopping:
-                self._logger.report("stop", "a task or callback called loop.stop(); the event loop goes on")
+                self._logger.report("stop", "a task or callback called loop.stop(); the event loop continues")
 
     def _stop(self) -> None:
         self._stopping = True

@@ -143,9 +143,7 @@ class LMCacheEngine:
             ValueError: The value of an argument does not fit the tokens or the cache.
         """
         check_names("store", kwargs, "mask")
-        engine = self._ready(paged_cache(kwargs))
-        if engine is None:
-            raise ValueError("the first store must give kv_caches=, the paged KV cache of all layers")
+        engine = self._opened("store", kwargs)
         self._wait(
             engine.store(
                 tokens,
@@ -167,9 +165,7 @@ class LMCacheEngine:
             except that tokens with slot -1 are always False.
         """
         check_names("retrieve", kwargs, "mask")
-        engine = self._ready(paged_cache(kwargs))
-        if engine is None:
-            raise ValueError("the first retrieve must give kv_caches=, the paged KV cache of all layers")
+        engine = self._opened("retrieve", kwargs)
         return self._wait(
             engine.retrieve(
                 tokens,
@@ -203,7 +199,7 @@ class LMCacheEngine:
         if engine is None:
             return 0
         if pin and lookup_id is None:
-            raise ValueError("pin=True requires a lookup_id, to be given to lookup_unpin later")
+            raise ValueError("pin=True requires a lookup_id, which lookup_unpin needs")
         return self._wait(engine.lookup(tokens, namespace=namespace, lookup_id=lookup_id if pin else None))
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
@@ -259,7 +255,9 @@ class LMCacheEngine:
             try:
                 self._loop.submit(self._exit.aclose()).result(timeout_s)
             except TimeoutError:
-                logger.warning("the tiers of the engine did not close in time and are abandoned")
+                logger.warning(
+                    "the tiers of the engine did not close within %.0f s and are abandoned", timeout_s
+                )
             except EngineClosedError as error:
                 logger.warning("the tiers of the engine were not closed: %s", error)
             finally:
@@ -301,8 +299,14 @@ class LMCacheEngine:
             if kv_caches is not None and self._engine is None:
                 self._open(kv_caches)
             elif kv_caches is not None and _memory_of(kv_caches) != self._memory:
-                raise ValueError("kv_caches= are other tensors than those the engine was opened with")
+                raise ValueError("kv_caches= are not the tensors with which the engine was opened")
             return self._engine
+
+    def _opened(self, call: str, given: RequestArguments) -> CacheEngine:
+        engine = self._ready(paged_cache(given))
+        if engine is None:
+            raise ValueError(f"the first {call} needs kv_caches=, the paged KV cache of all layers")
+        return engine
 
     def _open(self, kv_caches: Layers) -> None:
         layout = self.metadata.layout_of(kv_caches)
@@ -360,7 +364,7 @@ class LMCacheEngineBuilder:
             ) != engine.metadata:
                 raise ConfigError(
                     f"engine {instance_id!r} exists with another config or other metadata; "
-                    f"destroy it first, or take another instance id"
+                    f"destroy it first, or use another instance id"
                 )
             elif kv_caches is not None:
                 engine.attach(kv_caches)

@@ -50,7 +50,7 @@ class Extra:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise ValueError(f"extra {self.text!r} spans the tokens {self.start}..{self.stop}, which is none")
+            raise ValueError(f"extra {self.text!r} has the empty token range {self.start}..{self.stop}")
 
 
 class ChunkHasher:
@@ -204,14 +204,14 @@ def message_end(tokens: Tokens, extra: str, chunk_size: int) -> bytes:
 
 def _check(parent: bytes, chunk_size: int) -> None:
     if len(parent) != KEY_BYTES:
-        raise ValueError(f"a root or key has {KEY_BYTES} bytes, this one {len(parent)}")
+        raise ValueError(f"a root or key has {len(parent)} bytes; expected {KEY_BYTES}")
     if not 1 <= chunk_size <= MAX_CHUNK_SIZE:
-        raise ConfigError(f"chunk_size is {chunk_size}; it is 1 to {MAX_CHUNK_SIZE} tokens")
+        raise ConfigError(f"chunk_size is {chunk_size}; expected 1 to {MAX_CHUNK_SIZE} tokens")
 
 
 def _lengths(num_tokens: int, unit: int) -> range:
     if unit < 1:
-        raise ValueError(f"unit is {unit}; it is at least 1 token")
+        raise ValueError(f"unit is {unit}; expected at least 1 token")
     return range(num_tokens - num_tokens % unit, 0, -unit)
 
 

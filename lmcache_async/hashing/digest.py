@@ -34,13 +34,13 @@ def digest_function(algorithm: str, key: bytes = b"") -> Digest:
         MissingDependencyError: The algorithm needs a package that is not installed.
     """
     if algorithm not in ALGORITHMS:
-        raise ConfigError(f"hash algorithm {algorithm!r} is unknown; there are {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"hash algorithm {algorithm!r} is unknown; expected one of {', '.join(ALGORITHMS)}")
     if key and algorithm not in CRYPTOGRAPHIC:
         raise ConfigError(
-            f"hash algorithm {algorithm!r} takes no key: set hash_algorithm to {' or '.join(CRYPTOGRAPHIC)}"
+            f"hash algorithm {algorithm!r} does not support a key: set hash_algorithm to {' or '.join(CRYPTOGRAPHIC)}"
         )
     if key and len(key) != HASH_KEY_BYTES:
-        raise ConfigError(f"a hash key has {HASH_KEY_BYTES} bytes, this one {len(key)}")
+        raise ConfigError(f"the hash key has {len(key)} bytes; expected {HASH_KEY_BYTES}")
     if algorithm == "sha256":
         return _hmac_sha256(key) if key else _sha256
     if algorithm == "blake3":

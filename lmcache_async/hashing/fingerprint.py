@@ -78,9 +78,11 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
         ConfigError: The mode is unknown.
     """
     if mode not in ("sampled", "full"):
-        raise ConfigError(f"fingerprint mode {mode!r} is unknown; there are sampled, full")
+        raise ConfigError(f"fingerprint mode {mode!r} is unknown; expected sampled or full")
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}; the weights of a hub name have no local fingerprint")
+        raise FileNotFoundError(
+            f"there is no model at {path}; expected a local path, not the name of a model on a hub"
+        )
     weights = _weight_files(path)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
     new = _hash_of(algorithm)
@@ -124,7 +126,7 @@ def _weight_files(path: Path) -> list[Path]:
         if files := _matches(path, patterns):
             return files
     known = ", ".join(pattern for patterns in _WEIGHTS for pattern in patterns)
-    raise FileNotFoundError(f"no weights in {path}; looked for {known}")
+    raise FileNotFoundError(f"there are no weights in {path}; expected {known}")
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -157,7 +159,7 @@ def _all(descriptor: int, size: int, name: str) -> Parts:
     while done < size:
         count = os.preadv(descriptor, [part[: size - done]], done)
         if not count:
-            raise ValueError(f"{name} shrank while it was read")
+            raise ValueError(f"{name} was truncated while it was read")
         yield part[:count]
         done += count
 
@@ -182,10 +184,12 @@ def _sample_any(descriptor: int, size: int, name: str) -> Parts:
 def _sample_safetensors(descriptor: int, size: int, name: str) -> Parts:
     """Yield the header, and 4 KiB at the start, middle and end of each tensor."""
     if size < 8:
-        raise ValueError(f"{name} is no safetensors file: it has {size} bytes")
+        raise ValueError(f"{name} is not a safetensors file: it has only {size} bytes")
     header_bytes = int.from_bytes(_read(descriptor, 0, 8, name), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"{name} is no safetensors file: a header of {header_bytes} bytes in {size}")
+        raise ValueError(
+            f"{name} is not a safetensors file: its header has {header_bytes} bytes, the file {size}"
+        )
     header = _read(descriptor, 8, header_bytes, name)
     yield header
     data_start = 8 + header_bytes
@@ -203,9 +207,9 @@ def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
     try:
         entries: Any = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no safetensors file: its header is no JSON") from error
+        raise ValueError(f"{name} is not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
-        raise ValueError(f"{name} is no safetensors file: its header is no object")  # noqa: TRY004  the file is wrong
+        raise ValueError(f"{name} is not a safetensors file: its header is not a JSON object")  # noqa: TRY004  the file is wrong
     spans = []
     for tensor, entry in entries.items():
         if tensor == "__metadata__":
@@ -215,7 +219,7 @@ def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
                 spans.append((begin, end))
             case _:
                 raise ValueError(
-                    f"{name}: tensor {tensor!r} does not lie in the file's {data_bytes} data bytes"
+                    f"{name}: tensor {tensor!r} is outside of the {data_bytes} data bytes of the file"
                 )
     return sorted(spans)
 
@@ -225,6 +229,6 @@ def _read(descriptor: int, offset: int, nbytes: int, name: str) -> bytes:
     while len(data) < nbytes:
         more = os.pread(descriptor, nbytes - len(data), offset + len(data))
         if not more:
-            raise ValueError(f"{name} shrank while it was read")
+            raise ValueError(f"{name} was truncated while it was read")
         data += more
     return data

@@ -163,7 +163,7 @@ def _text(name: str, value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):  # the message omits the value, because a salt is a secret
-        raise TypeError(f"{name} is of type {type(value).__name__}; expected a text, or None for none")
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected a string or None")
     return value
 
 
@@ -172,7 +172,7 @@ def _checked_tags(tags: object) -> Pairs:
         raise TypeError(f"tags are of type {type(tags).__name__}; expected pairs of a name and a value")
     for pair in tags:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
-            raise TypeError(f"tag {pair!r} is no pair of two texts, a name and a value")
+            raise TypeError(f"tag {pair!r} is not a pair of strings, a name and a value")
     return tuple((name, value) for name, value in tags)
 
 

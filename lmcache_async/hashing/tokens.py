@@ -45,7 +45,7 @@ def as_tokens(tokens: TokenIds) -> Tokens:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tokens, torch.Tensor):
         if tokens.is_floating_point() or tokens.is_complex():
-            raise TypeError(f"tokens are a tensor of {tokens.dtype}; token ids are integers")
+            raise TypeError(f"tokens are a tensor of {tokens.dtype}; expected integers")
         return _from_numpy(tokens.detach().cpu().numpy())
     if isinstance(tokens, Sequence):
         return _from_sequence(tokens)
@@ -55,7 +55,7 @@ def as_tokens(tokens: TokenIds) -> Tokens:
 def _from_numpy(values: npt.NDArray[Any]) -> Tokens:
     if values.dtype.kind not in "iu":
         where = f"; the first is {values.flat[0]!r}" if values.size else ""
-        raise TypeError(f"tokens are an array of {values.dtype}{where}; token ids are integers")
+        raise TypeError(f"tokens are an array of {values.dtype}{where}; expected integers")
     if values.ndim != 1:
         raise ValueError(f"tokens have the shape {values.shape}; expected one dimension")
     if values.size and (values.min() < 0 or _exceeds(values)):
@@ -94,11 +94,11 @@ def _from_sequence(values: Sequence[Any]) -> Tokens:
 def _refuse_first(values: Sequence[Any]) -> NoReturn:
     for position, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-            raise TypeError(f"token {position} is {value!r} ({type(value).__name__}); token ids are integers")
+            raise TypeError(f"token {position} is {value!r} ({type(value).__name__}); expected an integer")
         if not 0 <= value <= MAX_TOKEN:
             _refuse_value(position, value)
     raise TypeError(f"tokens are a {type(values).__name__} that changed while it was read")
 
 
 def _refuse_value(position: int, value: Any) -> NoReturn:
-    raise ValueError(f"token {position} is {value}; token ids are 0 to {MAX_TOKEN}")
+    raise ValueError(f"token {position} is {value}; expected 0 to {MAX_TOKEN}")

@@ -71,22 +71,88 @@ def test_the_daemon_config_of_the_docs_is_valid():
 
 
 NOT_IN_A_SCHEMA = re.compile(
-    "cannot be read|may read it|there is no key; |characters; |is not a secret|expected one key|is given twice"
-    "|takes no hash key|both have the id|never open|above max|neither max_calls|other options|belong together"
-    "|alone, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
-    "|without a password|that holds the password|is empty|cannot be used|has no TLS|tls is false|the URL|several hosts"
-    "|several servers|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
-    "|expected (the path of a socket|a file URL|s3://|a URL|no password|the number of a database|a socket's path|name|the master|a relative)"
-    "|cannot be read|may read it|there is no key; |characters; |is no secret|there are 2 keys|is there twice"
-    "|takes no hash key|both have the id|never open|above max|neither max_calls|other options|require each other"
-    "|URLs, and url|both set|stage '|its (first|last) stage|encryption is on|in host memory answers|is not set"
-    "|without a password|which contains the password|is empty|cannot be used|without TLS|tls is false|the URL|several hosts"
-    "|is a Unix socket|database 0|different users|LMCache|GiB above|milliseconds|is left|local_disk|remote_url"
-    "|expected (the path of a socket|a file URL|s3://|a URL|no password|nothing after the host|the path of a socket|name|the master|a relative|the address of the master)"
-    "|at most|at least|1 to 64|without braces|list of host|a probability|expected (above|a number of seconds)|daemon_uid"
-    "|reserv|exceeds max_bytes|nobody would|without a token|a pool has|holds no token|a tenant|the tenant|a token has|host:port|not YAML"
-    "|expected a mapping of keys to values, found|a finite number|tenants.a b|save_decode|max_bytes is missing|is a secret|requires tls_cert_file|a size between"
-    "|no home for its ~|null characters|without TLS"
+    "|".join(
+        (
+            "cannot be read",
+            "may read it",
+            "there is no key; ",
+            "characters; ",
+            "is not a secret",
+            "is no secret",
+            "expected one key",
+            "there are 2 keys",
+            "is given twice",
+            "is there twice",
+            "takes no hash key",
+            "does not support a key",
+            "both have the id",
+            "never open",
+            "above max",
+            "exceeds max_bytes",
+            "neither max_calls",
+            "other options",
+            "belong together",
+            "require each other",
+            "alone, and url",
+            "URLs, and url",
+            "both set",
+            "stage '",
+            "its (first|last) stage",
+            "encryption is (on|enabled)",
+            "in host memory answers",
+            "is not set",
+            "without a password",
+            "that holds the password",
+            "which contains the password",
+            "is empty",
+            "cannot be used",
+            "has no TLS",
+            "without TLS",
+            "tls is false",
+            "the URL",
+            "several hosts",
+            "several servers",
+            "is a Unix socket",
+            "database 0",
+            "different users",
+            "LMCache",
+            "GiB above",
+            "milliseconds",
+            "is left",
+            "local_disk",
+            "remote_url",
+            "expected (the path of a socket|a file URL|s3://|a URL|no password|nothing after the host|the number of a database|a socket's path|name|the master|a relative|the address of the master)",
+            "at most",
+            "at least",
+            "1 to 64",
+            "without braces",
+            "list of host",
+            "a probability",
+            "expected (above|a number of seconds)",
+            "daemon_uid",
+            "reserv",
+            "nobody would",
+            "without a token",
+            "a pool has",
+            "holds no token",
+            "a tenant",
+            "the tenant",
+            "a token has",
+            "host:port",
+            "not YAML",
+            "expected a mapping of keys to values, found",
+            "a finite number",
+            "tenants.a b",
+            "save_decode",
+            "max_bytes is missing",
+            "is a secret",
+            "requires tls_cert_file",
+            "a size between",
+            "no home for its ~",
+            "null characters",
+            "with a name",
+        )
+    )
 )
 """Errors that a schema cannot express: constraints between values, contents of files, parts of a URL, some bounds."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from examples.demo.documents import make_document
 from examples.demo.model import DEMO, make_model
-from examples.vllm.asking import long_text
+from examples.vllm.client import long_text
 from tests.integration.model_families import LLAMA
 from tests.integration.serving import COMMANDS, MODEL, Serving, serving
 from tests.integration.vllm_driver import Engines, Reference

@@ -128,7 +128,7 @@ async def test_a_mask_of_another_form_is_refused(values):
 async def test_too_few_rows_are_refused_with_both_numbers():
     rig = Rig()
     async with rig.open() as engine:
-        with pytest.raises(ValueError, match="40 tokens need 40 rows, but 3 are given"):
+        with pytest.raises(ValueError, match="40 tokens need 40 rows, but 3 were given"):
             await engine.store(TOKENS, [0, 1, 2])
 
 
@@ -210,7 +210,7 @@ async def test_a_flipped_byte_on_disk_ends_the_prefix_and_the_record_is_gone(tmp
 
         await check_retrieve(rig, engine, expected=[True] * 16 + [False] * 24)
         assert engine.statistics().counts["disk.corrupt.checksum"] == 1
-        assert re.search(rf"record {key.hex()} is not the chunk asked for \(checksum", caplog.text)
+        assert re.search(rf"record {key.hex()} is not the requested chunk \(checksum", caplog.text)
         assert await engine.lookup(TOKENS) == 16
         await store(rig, engine)
         await check_retrieve(rig, engine, expected=[True] * 40)

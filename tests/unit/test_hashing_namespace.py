@@ -139,7 +139,7 @@ def test_the_order_of_tags_does_not_matter():
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])
 @pytest.mark.parametrize("value", [0, False, 7, b"", b"a", [], {}, 0.0], ids=repr)
 def test_what_is_no_text_is_never_taken_for_none(field, value):
-    with pytest.raises(TypeError, match=f"{field} is of type {type(value).__name__}; expected a text"):
+    with pytest.raises(TypeError, match=f"{field} is of type {type(value).__name__}; expected a string"):
         RequestNamespace(**{field: value})
 
 
@@ -208,7 +208,7 @@ def test_keys_do_not_depend_on_the_process(seed):
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="'md5' is unknown; there are xxh3_128, blake3, sha256"):
+    with pytest.raises(ConfigError, match="'md5' is unknown; expected one of xxh3_128, blake3, sha256"):
         digest_function("md5")
 
 

@@ -240,7 +240,7 @@ def test_keys_and_values_may_come_as_pairs():
         ((6, 8), None, None, "no form"),
         ((6, 4, 8), None, "BHNC", "does not fit"),
         ((6, 4, 8), None, "BXD", "does not fit"),
-        ((6, 4, 8), 16, None, "4 tokens a block"),
+        ((6, 4, 8), 16, None, "4 tokens per block"),
     ],
 )
 def test_shapes_that_cannot_be_read_are_refused(shape, block_size, order, message):
@@ -252,14 +252,14 @@ def test_shapes_that_cannot_be_read_are_refused(shape, block_size, order, messag
     ("tensors", "message"),
     [
         ([], "no KV cache"),
-        ([torch.zeros(7, 2, 4, 8)], "no multiple"),
+        ([torch.zeros(7, 2, 4, 8)], "not a multiple"),
         ([torch.zeros(6, 8)], "neither"),
         ([torch.zeros(6, 2, 8, 8)], "8 tokens"),
         ([torch.zeros(6, 2, 4, 0)], "empty"),
         ([torch.zeros(6, 1, 4, 8).expand(6, 2, 4, 8)], "expanded"),
         ([torch.zeros(1, 2, 4, 8).expand(6, 2, 4, 8)], "expanded"),
         ([torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8, device="meta")], "several devices"),
-        ([torch.zeros(6, 4096, 4, 4)[..., ::2]], "32768 pieces"),
+        ([torch.zeros(6, 4096, 4, 4)[..., ::2]], "32768 separate pieces"),
     ],
 )
 def test_block_views_that_cannot_be_read_are_refused(tensors, message):
@@ -272,9 +272,9 @@ def test_layers_of_different_groups_over_the_same_bytes_are_refused():
     full, half = memory.view(6, 2, 4, 8), memory[32:].as_strided((5, 1, 4, 8), (64, 32, 8, 1))
     wide = memory.as_strided((3, 2, 4, 8), (128, 32, 8, 1))
 
-    with pytest.raises(ValueError, match="own layout"):
+    with pytest.raises(ValueError, match="one layout for each group"):
         KVLayout.from_block_views([full[:5], half], num_blocks=5, block_size=4)
-    with pytest.raises(ValueError, match="own layout"):
+    with pytest.raises(ValueError, match="one layout for each group"):
         KVLayout.from_block_views([full[:3], wide], num_blocks=3, block_size=4)
 
 
@@ -282,7 +282,7 @@ def test_two_storages_over_the_same_memory_are_no_way_round_the_check():
     memory = torch.zeros(6, 2, 4, 8)
     alias = torch.from_numpy(memory.numpy()[1:])
 
-    with pytest.raises(ValueError, match="own layout"):
+    with pytest.raises(ValueError, match="one layout for each group"):
         KVLayout.from_block_views([memory[:5], alias], num_blocks=5, block_size=4)
 
 
@@ -304,7 +304,7 @@ def test_overlap_is_found_exactly(bases, blocks, strides):
 
     overlaps = bool((count > 1).any())
     if overlaps:
-        with pytest.raises(ValueError, match="share bytes"):
+        with pytest.raises(ValueError, match="overlap"):
             check_overlap(planes, [storage], blocks * per_block)
     else:
         check_overlap(planes, [storage], blocks * per_block)

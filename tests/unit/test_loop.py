@@ -243,7 +243,7 @@ def test_no_task_or_callback_ends_the_loop(loop, caplog, kind):
         assert loop.submit(answer(number)).result(5) == number
 
     assert not waiting.done()
-    assert "the event loop goes on" in caplog.text
+    assert "the event loop continues" in caplog.text
     assert loop._thread.is_alive()
 
 

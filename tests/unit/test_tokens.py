@@ -86,7 +86,7 @@ async def test_rows_are_checked_before_anything_is_copied():
         for rows, error in (
             ([0, BLOCKS], f"row {BLOCKS} .* 0 to {BLOCKS - 1}"),
             ([-2, 0], "row -2"),
-            ([0], "8 tokens need 2 rows, but 1 are given"),
+            ([0], "8 tokens need 2 rows, but 1 were given"),
         ):
             for verb in (engine.store, engine.retrieve):
                 with pytest.raises(ValueError, match=error):
@@ -105,16 +105,16 @@ async def test_rows_are_checked_before_anything_is_copied():
         ([0, 2**64 - 1], ValueError, f"row {2**64 - 1} is out of bounds"),
         ([0, 2**70], ValueError, f"row {2**70} is out of bounds"),
         ([-(2**70), 0], ValueError, f"row {-(2**70)} is out of bounds"),
-        ([0, 0.5], TypeError, r"row 1 is 0.5 \(float\); rows are integers"),
+        ([0, 0.5], TypeError, r"row 1 is 0.5 \(float\); expected an integer"),
         ([[0], [1, 2]], ValueError, "inhomogeneous"),
         (
             torch.tensor([0, 1], dtype=torch.bfloat16),
             TypeError,
-            "tensor of torch.bfloat16; rows are integers",
+            "tensor of torch.bfloat16; expected integers",
         ),
-        (np.array([True, False]), TypeError, "array of bool; rows are integers"),
-        ("01", TypeError, "rows are integers"),
-        (None, TypeError, "rows are integers"),
+        (np.array([True, False]), TypeError, "array of bool; expected integers"),
+        ("01", TypeError, "expected integers"),
+        (None, TypeError, "expected integers"),
     ],
     ids=[
         "-1 as uint64",
@@ -163,8 +163,8 @@ async def test_a_mask_may_be_of_any_form_that_holds_booleans(form):
         (torch.ones(8, dtype=torch.int64), "mask is a tensor of torch.int64; expected booleans"),
         (np.full(8, np.nan), "mask is an array of float64; expected booleans"),
         (np.ones(8, np.uint8), "mask is an array of uint8; expected booleans"),
-        ([1.0] * 8, "mask's value 0 is 1.0"),
-        ([True] * 7 + [None], "mask's value 7 is None"),
+        ([1.0] * 8, "value 0 of the mask is 1.0"),
+        ([True] * 7 + [None], "value 7 of the mask is None"),
         ("TTTTTTTT", "mask is a str; expected a tensor, an array or a list of booleans"),
         (1, "mask is a int; expected a tensor, an array or a list of booleans"),
     ],

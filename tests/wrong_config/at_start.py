@@ -140,7 +140,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted"),
     (
         chunks_of_half_a_block,
-        "chunk_size is 3, which is no multiple of the 4 tokens of a block: set it to 4",
+        "chunk_size is 3; expected a multiple of the 4 tokens of a block, such as 4",
     ),
     (
         wrong_config_and_tier,
@@ -154,7 +154,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         another_hash_key,
-        "hash_key: the namespace was made with another hash key (none) than the configured one: give it hash_key=config.read_hash_key()",
+        "hash_key: the hash key of the namespace (none) is not the configured one: create the namespace with hash_key=config.read_hash_key()",
     ),
     (
         lambda _: FAKES.load_class(TIERS, "no", Tier, where="tier no"),
@@ -164,16 +164,16 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         lambda _: FAKES.load_class(LAYERS, "no", ConfiguredLayer, where="here"),
         f"here: 'no' is {DictTier!r}, which is not a subclass of ConfiguredLayer",
     ),
-    (lambda _: ChunkHasher(KEY[:16], chunk_size=1 << 25), "chunk_size is 33554432; it is 1 to 16777216 tokens"),
-    (lambda _: digest_function("md5"), "hash algorithm 'md5' is unknown; there are xxh3_128, blake3, sha256"),
+    (lambda _: ChunkHasher(KEY[:16], chunk_size=1 << 25), "chunk_size is 33554432; expected 1 to 16777216 tokens"),
+    (lambda _: digest_function("md5"), "hash algorithm 'md5' is unknown; expected one of xxh3_128, blake3, sha256"),
     (
         lambda _: digest_function("xxh3_128", KEY),
-        "hash algorithm 'xxh3_128' takes no key: set hash_algorithm to blake3 or sha256",
+        "hash algorithm 'xxh3_128' does not support a key: set hash_algorithm to blake3 or sha256",
     ),
-    (lambda _: digest_function("sha256", b"short"), "a hash key has 32 bytes, this one 5"),
+    (lambda _: digest_function("sha256", b"short"), "the hash key has 5 bytes; expected 32"),
     (
         lambda folder: weights_fingerprint(folder, mode="half"),  # type: ignore[arg-type]
-        "fingerprint mode 'half' is unknown; there are sampled, full",
+        "fingerprint mode 'half' is unknown; expected sampled or full",
     ),
     (open_base, "vllm.socket_dir: {dir} has mode 0777, so anybody may replace what is in it: take others' permission to write (chmod o-w), set the sticky bit (chmod +t) or name another directory"),
     (open_private_directory, "vllm.socket_dir: {dir}/lmcache-async-{user} must be a directory of user {user} with mode 0700; remove it or name another directory"),

@@ -143,7 +143,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('store: {stages: [lookup, allocate, device_to_host, seal, write]}', ["{file}, line 1: store.stages: the chain is given StoreRequest, but its first stage 'lookup' takes HashedBatch"]),
     ('store: {stages: [hash, lookup]}', ["{file}, line 1: store.stages: the chain must end in BatchStored, but its last stage 'lookup' gives MissingBatch"]),
     ('retrieve: {stages: [hash]}', ["{file}, line 1: retrieve.stages: the chain must end in RetrieveReport, but its last stage 'hash' gives HashedBatch"]),
-    ('encryption: {key_file: {dir}/key}\nstore: {stages: [hash]}', ["{file}, line 2: store.stages: encryption is on, but there is neither 'encrypt' nor 'write' among them"]),
+    ('encryption: {key_file: {dir}/key}\nstore: {stages: [hash]}', ["{file}, line 2: store.stages: encryption is enabled, but the stages contain neither 'encrypt' nor 'write'"]),
     ('plugins: {third_party: 3}', ['{file}, line 1: plugins.third_party is 3: expected true or false (also yes/no, on/off, 1/0)']),
 ]
 

@@ -7,7 +7,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/daemon/test_session.py",
         "another daemon listens",
     ),
-    "lmcache_async/engine/sync.py: ConfigError(f'engine {instance_id!r} exists with another config or other metadata; destroy it first, or take another instance id')": (
+    "lmcache_async/engine/sync.py: ConfigError(f'engine {instance_id!r} exists with another config or other metadata; destroy it first, or use another instance id')": (
         "tests/unit/test_sync_engine.py",
         "exists with another config or other metadata",
     ),
