@@ -1,4 +1,4 @@
-"""The engine without vLLM, on plain tensors: store the KV of a prompt, and load it for a prompt that begins alike."""
+"""Use the engine without vLLM, on plain tensors: store the KV of a prompt, and load it for one with the same prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCKS, BLOCK_SIZE, TOKENS = 512, 16, 2048
 
 
 async def main() -> None:
-    # 8 layers of a paged KV cache: K and V, blocks, tokens of a block, heads, numbers of a head
+    # 8 layers of a paged KV cache: K and V, blocks, tokens per block, heads, head size
     caches = [torch.randn(2, BLOCKS, BLOCK_SIZE, 4, 64) for _ in range(8)]
     layout = KVLayout.from_token_slots(caches)
     config = load_config(extra={"arena.max_bytes": "256MiB"})
@@ -30,7 +30,7 @@ async def main() -> None:
         print(f"found {await engine.lookup(longer)} of {len(longer)} tokens")
 
         start = time.perf_counter()
-        mask = await engine.retrieve(longer, torch.arange(4096, 4096 + len(longer)))  # into other slots
+        mask = await engine.retrieve(longer, torch.arange(4096, 4096 + len(longer)))  # to other slots
         print(f"loaded {int(mask.sum())} of {len(longer)} tokens in {time.perf_counter() - start:.3f} s")
 
     slots = caches[0].flatten(1, 2)

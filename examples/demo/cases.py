@@ -1,4 +1,4 @@
-"""The rows of the table: one kind of request each, over all rounds, compared with vLLM without a connector."""
+"""Rows of the result table: one kind of request each, over all rounds, compared with vLLM without a connector."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Case:
-    ttft_s: list[float] = field(default_factory=list)  # one a round
-    seconds: list[float] = field(default_factory=list)  # the same requests to their last token, by our clock
-    cached_tokens: list[int] = field(default_factory=list)  # one a request
+    ttft_s: list[float] = field(default_factory=list)  # one per round
+    seconds: list[float] = field(
+        default_factory=list
+    )  # the same requests to their last token, measured by the client
+    cached_tokens: list[int] = field(default_factory=list)  # one per request
     by_tier: Counter[str] = field(default_factory=Counter)
     compared: int = 0
     equal: int = 0
@@ -31,16 +33,16 @@ class Case:
 
     @property
     def hit_tokens(self) -> int:
-        """Of the request that had the fewest."""
+        """Cached tokens of the request with the fewest."""
         return min(self.cached_tokens, default=0)
 
     @property
     def tier_share(self) -> dict[str, int]:
-        """Tokens from each tier, an average request."""
+        """Tokens from each tier of an average request."""
         return {tier: round(tokens / len(self.cached_tokens)) for tier, tokens in self.by_tier.items()}
 
     def add(self, answers: Sequence[Answer], reference: Answer | None = None) -> None:
-        """One round's answers to one prompt, each compared with the reference."""
+        """Add the answers of one round to one prompt, and compare each with the reference."""
         self.ttft_s.append(median(answer.ttft_s for answer in answers))
         self.seconds.append(median(answer.seconds for answer in answers))
         for answer in answers:
@@ -55,7 +57,7 @@ class Case:
 
 @dataclass(slots=True)
 class Cases:
-    """What is compared with what: like with like, so that on a CPU even the last bit must agree.
+    """All cases, with the reference of each, chosen so that on a CPU results must be equal to the last bit.
 
     A prompt computed in one piece is compared with one computed in one piece, and a prompt whose document came
     from the cache with one whose document came from vLLM's own prefix cache.
@@ -63,26 +65,26 @@ class Cases:
 
     no_connector: Case = field(default_factory=Case)
     cold: Case = field(default_factory=Case)  # with no_connector
-    pool: Case = field(default_factory=Case)  # with no_connector: how much vLLM differs from itself
+    pool: Case = field(default_factory=Case)  # with no_connector: the difference of vLLM from itself
     pool_with_connector: Case = field(default_factory=Case)  # with pool
     warm: Case = field(default_factory=Case)  # with pool
     questions: Case = field(default_factory=Case)  # with pool: other questions about the same document
-    pool_at_restart: Case = field(default_factory=Case)  # the floor again, minutes later
+    pool_at_restart: Case = field(default_factory=Case)  # the same as pool, minutes later
     restart: Case = field(default_factory=Case)  # with pool
 
     @property
     def judged(self) -> tuple[Case, ...]:
-        """The ones whose answers must be those of vLLM without a connector."""
+        """Cases whose answers must equal those of vLLM without a connector."""
         return (self.cold, self.pool_with_connector, self.warm, self.questions, self.restart)
 
     @property
     def hits(self) -> tuple[Case, ...]:
-        """The ones whose document must come from the connector."""
+        """Cases whose document must be loaded by the connector."""
         return (self.warm, self.questions, self.restart)
 
     @property
     def own_difference(self) -> float:
-        """By how much vLLM's own prefix cache changes log-probabilities: other shapes, other rounding."""
+        """Change of log-probabilities by vLLM's own prefix cache, due to other shapes and rounding."""
         return self.pool.max_logprob_difference
 
     @property
@@ -91,7 +93,7 @@ class Cases:
 
 
 def logprob_difference(one: Answer, other: Answer) -> float:
-    """The largest absolute difference of a log-probability, as far as the texts before it agree."""
+    """Return the largest absolute difference of log-probabilities, up to the first different token."""
     largest = 0.0
     for index, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         if one.tokens[:index] != other.tokens[:index]:

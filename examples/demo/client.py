@@ -1,4 +1,4 @@
-"""The driver's end of an engine process."""
+"""Client of an engine process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 START_S, ASK_S, EXIT_S = 600.0, 300.0, 60.0
-WARM_UP_PROMPT = list(range(300, 316))  # shorter than a block, so that no cache ever keeps it
+WARM_UP_PROMPT = list(range(300, 316))  # shorter than a block, so that no cache stores it
 
 
 class EngineError(RuntimeError):
-    """The engine process ended or gave no answer in time."""
+    """The engine process ended or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request came to.
+    """Result of one request.
 
     Attributes:
-        ttft_s: From the request to the first token, by vLLM's own metric.
+        ttft_s: Seconds from the request to the first token, by vLLM's own metric.
         cached_tokens: Prompt tokens that were not computed, by vLLM's count.
-        logprobs: For each generated place the best tokens and their log-probabilities.
-        log: What the engine logged meanwhile.
+        logprobs: The best tokens of each generated position and their log-probabilities.
+        log: Log of the engine during the request.
     """
 
     ttft_s: float
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Engine:
-    """A vLLM process. `start` returns at once; `wait_ready` waits."""
+    """A vLLM process. `start` does not wait; `wait_ready` does."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], environment: Mapping[str, str], log: Path
@@ -86,12 +86,12 @@ class Engine:
         self._receive(ASK_S)
 
     def settle(self, seconds: float) -> None:
-        """Let background stores end; a step at the end lets vLLM hear of it."""
+        """Wait for background stores, then run a step so that vLLM is notified."""
         time.sleep(seconds)
         self.ask(WARM_UP_PROMPT, max_tokens=1)
 
     def close(self) -> None:
-        """End the process as its user would, and its whole group if it does not follow."""
+        """End the process, and its whole process group if it does not end."""
         try:
             if self._process.poll() is None:
                 self._send({"do": "exit"})
@@ -127,7 +127,7 @@ class Engine:
             if self._process.poll() is not None:  # its workers may keep the pipe open
                 raise self._failure("ended")
             if time.monotonic() > deadline:
-                raise self._failure(f"gave no answer in {timeout_s:.0f} s")
+                raise self._failure(f"did not answer within {timeout_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise self._failure("ended")

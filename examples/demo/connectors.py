@@ -1,4 +1,4 @@
-"""The connectors that the demo can start vLLM with, and what their log lines say."""
+"""Connectors of the demo: their vLLM configuration, and parsing of their log lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OURS = "lmcache-async"
-NAMES = (OURS, "example", "none")  # vLLM's ExampleConnector proves the demo itself
+NAMES = (OURS, "example", "none")  # vLLM's ExampleConnector checks the demo itself
 
 _RETRIEVED = re.compile(r"\bretrieved \d+/\d+ tokens \((?P<tiers>[^)\n]*)\)")
 _TIER = re.compile(r"([\w.-]+)=(\d+)")
 
 
 def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dict[str, Any] | None:
-    """The `kv_transfer_config` of vLLM; None without a connector. `directory` is where the disk tier lives."""
+    """Return the `kv_transfer_config` of vLLM; None without a connector. `directory` is for the disk tier."""
     if name == "none":
         return None
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def transfer_config(name: str, directory: Path, *, arena: str, disk: str) -> dic
 
 
 def tokens_by_tier(log: str) -> Counter[str]:
-    """Tokens that each tier gave, from lines like `retrieved 4096/4098 tokens (cpu=1024, disk=3072), ...`."""
+    """Return the tokens loaded from each tier, from lines like `retrieved 4096/4098 tokens (cpu=1024, disk=3072), ...`."""
     found: Counter[str] = Counter()
     for line in _RETRIEVED.finditer(log):
         for tier, tokens in _TIER.findall(line["tiers"]):

@@ -1,4 +1,4 @@
-"""Long documents of seeded sentences, and questions about them."""
+"""Long documents of random sentences, and questions about them."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ VERBS = ("counted", "sketched", "noted", "missed", "followed", "described")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and what is asked about it.
+    """A text with questions about it.
 
     Attributes:
-        questions: The first, which is timed, is two tokens long: with a longer one the time to compute it would
-            hide the time to load the document.
+        questions: The first, which is measured, has two tokens: the time to compute a longer one would hide the
+            time to load the document.
     """
 
     title: str
@@ -72,7 +72,7 @@ class Document:
 
 
 def make_document(seed: int, *, sentences: int = 600) -> Document:
-    """A keeper's log; with this module's own tokenizer some 14 tokens a sentence."""
+    """Return the log of a lighthouse keeper, about 14 tokens per sentence with the tokenizer of the demo."""
     choose = random.Random(seed)
     keeper, place = choose.choice(KEEPERS), choose.choice(PLACES)
     title = f"Log {choose.randrange(1000, 9999)} of {keeper}, keeper at the {place}"
@@ -87,7 +87,7 @@ def make_document(seed: int, *, sentences: int = 600) -> Document:
 
 
 def training_texts(count: int = 40) -> Iterator[str]:
-    """Text for the tokenizer, of seeds that no measured document uses."""
+    """Yield texts to train the tokenizer, from seeds that no measured document uses."""
     for seed in range(count):
         document = make_document(1_000_000 + seed, sentences=300)
         yield "".join((document.text, *document.questions))

@@ -1,4 +1,4 @@
-"""What this machine has, and how vLLM is started on it: the one place that tells a GPU from a CPU."""
+"""Properties of this machine, and the vLLM options for it. The only module that distinguishes GPU and CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ copy; so few blocks have all been touched when the warm-up ends."""
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    gpu: str  # its name, "" without one
+    gpu: str  # name of the GPU; "" without one
 
     @classmethod
     def detect(cls) -> Machine:
@@ -33,8 +33,8 @@ class Machine:
         return cls(gpu=found.stdout.strip().split("\n")[0] if found.returncode == 0 else "")
 
     def engine_options(self, *, own_model: bool) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` that differ between machines. Two engines are alive at once."""
-        if self.gpu:  # the demo's own weights are float32, which fast attention does not take
+        """Return the arguments of `vllm.LLM` that depend on the machine, for two engines at the same time."""
+        if self.gpu:  # the weights of the demo are float32, which fast attention does not support
             return {"gpu_memory_utilization": 0.4, "dtype": "bfloat16" if own_model else "auto"}
         return {
             "dtype": "float32",
@@ -45,12 +45,12 @@ class Machine:
 
     @property
     def cache_sizes(self) -> tuple[str, str]:
-        """Host memory and disk for the cache: room for every document of a model that suits the machine."""
+        """Return sizes of host memory and disk that hold every document of a model suitable for the machine."""
         return ("16GiB", "32GiB") if self.gpu else ("2GiB", "4GiB")
 
     @property
     def environment(self) -> dict[str, str]:
-        """One compute thread for each engine, so that two of them do not disturb each other on two cores."""
+        """Set one compute thread for each engine, so that two engines do not share a core."""
         shared = {
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",

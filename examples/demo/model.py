@@ -1,7 +1,7 @@
-"""A small Llama made on the spot: seeded weights and a tokenizer of its own, so nothing is downloaded.
+"""A small generated Llama with random weights and its own tokenizer, so that nothing is downloaded.
 
-The weights are random but of real scale, and queries and keys have a gain above 1: attention is peaked, so
-one wrong block of KV changes the words that come out. Near-zero "dummy" weights would hide it.
+The weights have a realistic scale, and queries and keys have a gain above 1. Attention is therefore peaked, and one
+wrong block of KV changes the output. Near-zero "dummy" weights would hide it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPECIAL = ("<unk>", "<s>", "</s>")  # token ids 0, 1 and 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Dimensions of a model; every head has keys and values of its own."""
+    """Dimensions of a model, without grouped-query attention."""
 
     vocabulary: int
     layers: int
@@ -39,7 +39,7 @@ class ModelSize:
         return 2 * self.layers * self.heads * self.head_size * 4
 
 
-# The demo's own documents give a vocabulary of 1536 pieces; 32 KiB of KV per token.
+# The documents of the demo give a vocabulary of 1536 pieces; 32 KiB of KV per token.
 DEMO = ModelSize(vocabulary=1536, layers=8, hidden=512, heads=4, head_size=128, max_tokens=8192)
 
 
@@ -49,10 +49,10 @@ def make_model(
     """Write config, weights and tokenizer, unless the directory is complete.
 
     Args:
-        directory: Where to write; made if needed.
-        texts: What the tokenizer is trained on. None writes no tokenizer.
+        directory: Output directory; created if needed.
+        texts: Training texts of the tokenizer; None writes no tokenizer.
         size: Dimensions of the model.
-        seed: Of the weights.
+        seed: Seed of the weights.
 
     Returns:
         `directory`.

@@ -1,4 +1,4 @@
-"""Takes files out of the page cache, so that a read comes from the disk, and checks that they are out."""
+"""Drop files from the page cache, so that reads come from the disk, and check the result."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(directory: Path) -> int:
-    """Write every file back, as only clean pages can be dropped, and drop its pages.
+    """Write every file back, because only clean pages can be dropped, and drop its pages.
 
     Returns:
-        Bytes that are in the page cache all the same: 0 on a file system on a disk, all of them on tmpfs.
+        Bytes that are still in the page cache: 0 on a file system on a disk, all bytes on tmpfs.
     """
     left = 0
     for path in _files(directory):
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # evicted meanwhile
+            continue  # evicted in the meantime
         try:
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -50,7 +50,7 @@ def _resident_bytes(descriptor: int) -> int:
     pages = -(-length // mmap.PAGESIZE)
     resident = (ctypes.c_ubyte * pages)()
     with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY) as mapped:
-        first = ctypes.c_char.from_buffer(mapped)  # a private mapping: nothing is read by looking
+        first = ctypes.c_char.from_buffer(mapped)  # a private mapping: mincore reads nothing
         try:
             if _libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(length), resident):
                 raise OSError(ctypes.get_errno(), "mincore")

@@ -1,7 +1,7 @@
-"""The demo's result: as a table for people and as JSON for programs.
+"""Result of the demo as a table and as JSON.
 
-Times are shown beside what they are compared with, and are not judged: they depend on the machine and on what else runs
-there. Answers, log-probabilities and hits are judged.
+Times are shown with their reference and are not judged, because they depend on the machine and its load. Answers,
+log-probabilities and hits are judged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COMPARED_WITH = {
     "cold": "no_connector",
     "warm": "pool",
     "questions": "pool",
-    "restart": "pool_at_restart",  # its neighbour in time, so that drift cancels
+    "restart": "pool_at_restart",  # measured right before or after, so that drift cancels
 }
-"""For each case what it was measured beside: no connector, or a hit in vLLM's own prefix cache."""
-TOLERANCE = 1e-3  # of a log-probability, unless vLLM differs more from itself
+"""Reference of each case: no connector, or a hit in vLLM's own prefix cache."""
+TOLERANCE = 1e-3  # of a log-probability, unless vLLM itself varies more
 
 _ROWS = (
     ("no_connector", "cold, no connector"),
@@ -103,7 +103,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             _source(result, name),
         )
     console.print(table)
-    console.print("Times and ratios are those of this machine now; they are not judged.")
+    console.print("Times and ratios are of this machine at this time; they are not judged.")
     console.print(
         f"Answers and log-probabilities equal to vLLM without a connector: {_yes(result['outputs_equal'])}"
         f" ({result['answers_equal']} of {result['answers_compared']}; largest difference"

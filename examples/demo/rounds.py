@@ -1,4 +1,4 @@
-"""The measured rounds: which engine is asked what, in which order."""
+"""The measured rounds: the order of requests to the engines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from examples.demo.cases import Cases
     from examples.demo.client import Engine
 
-SETTLE_S = 1.0  # a store goes on after its answer; what is measured next must not share the cores with it
-REPEATS = 5  # of requests that take milliseconds; a round keeps their median
+SETTLE_S = 1.0  # stores continue after the answer, and must not run during the next measurement
+REPEATS = 5  # repetitions of short requests; a round uses their median
 
 Prompt: TypeAlias = list[int]
 Tell: TypeAlias = Callable[[str], None]
@@ -23,15 +23,15 @@ Tell: TypeAlias = Callable[[str], None]
 def compare(
     plain: Engine, cached: Engine, rounds: Sequence[Sequence[Prompt]], cases: Cases, tell: Tell
 ) -> None:
-    """Both engines alive, each round's document new to both: drift of the machine meets both alike.
+    """Measure two running engines in turn, with a new document in each round, so that drift affects both.
 
     Args:
-        rounds: For each round a document with several questions, as prompts that begin alike.
+        rounds: For each round the prompts of a document with several questions.
     """
     for number, (prompt, *others) in enumerate(rounds):
         first, second = (cached, plain) if number % 2 else (plain, cached)
         answers = {first.name: first.ask(prompt)}
-        second.settle(SETTLE_S)  # the first one's processes spin for a while behind their answer
+        second.settle(SETTLE_S)  # the processes of the first engine poll for a while after their answer
         answers[second.name] = second.ask(prompt)
         without, with_cache = answers[plain.name], answers[cached.name]
         cases.no_connector.add([without])
@@ -68,10 +68,10 @@ def compare_restarted(
     cases: Cases,
     tell: Tell,
 ) -> int:
-    """The same documents, asked of a new process whose memory is empty; `directory` is out of the page cache.
+    """Measure the same documents in a new process with empty memory, with `directory` dropped from the page cache.
 
     Returns:
-        Bytes that could not be dropped from the page cache, the most of any round.
+        Maximum over the rounds of the bytes that could not be dropped from the page cache.
     """
     kept = 0
     for number, (prompt, *_) in enumerate(rounds):

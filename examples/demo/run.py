@@ -2,7 +2,7 @@
 
     make demo            (or: python -m examples.demo.run --help)
 
-Writes build/demo.json. Exits with 1 when an answer differs from vLLM's without a connector or a hit is missing.
+Writes build/demo.json. Exits with 1 if an answer differs from that of vLLM without a connector, or a hit is missing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from examples.demo.rounds import Prompt, Tell, compare, compare_restarted
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-WARM_UP_ASKS = 6  # of 33 blocks each: every one of machine.KV_BLOCKS is used
+WARM_UP_ASKS = 6  # of 33 blocks each, to use each of machine.KV_BLOCKS
 WARM_UP_SEEDS = (
     2_000_000,
     2_000_001,
-)  # documents that only warm the kernels up: before and after the restart
+)  # documents for the warm-up before and after the restart
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,10 +66,10 @@ class Demo:
         self.cases = Cases()
 
     def run(self) -> bool:
-        """Measure, show, write.
+        """Measure, print the table and write the JSON file.
 
         Returns:
-            Whether every answer was right and every hit there.
+            Whether every answer was correct and every expected hit occurred.
         """
         start = time.monotonic()
         shutil.rmtree(self.disk, ignore_errors=True)
@@ -147,14 +147,14 @@ class Demo:
     def _model(self) -> str:
         if self.options.model:
             return str(self.options.model)
-        from examples.demo.model import make_model  # brings torch: not for --help
+        from examples.demo.model import make_model  # imports torch, which --help does not need
 
         directory: Path = self.options.directory / "model"
         make_model(directory, documents.training_texts())
         return str(directory)
 
     def _prompts(self, model: str, seeds: Sequence[int]) -> list[list[Prompt]]:
-        """For each seed a document of exactly so many tokens, with each of its questions behind it."""
+        """Return, for each seed, a document of exactly `--tokens` tokens followed by each of its questions."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -163,7 +163,7 @@ class Demo:
             document = documents.make_document(seed)
             text = tokenizer(document.text)["input_ids"][: self.options.tokens]
             if len(text) < self.options.tokens:
-                raise SystemExit(f"a document has {len(text)} tokens only; ask for fewer with --tokens")
+                raise SystemExit(f"a document has only {len(text)} tokens; set --tokens to less")
             questions = (tokenizer(q, add_special_tokens=False)["input_ids"] for q in document.questions)
             rounds.append([text + question for question in questions])
         return rounds
@@ -174,7 +174,7 @@ class Demo:
             "model": model,
             "max_model_len": self.options.tokens + 512,
             "max_num_batched_tokens": self.options.tokens
-            + 512,  # a prompt is one step: nothing but the cache differs
+            + 512,  # a prompt is one step, so that only the cache differs
             "max_num_seqs": 4,
             "kv_transfer_config": connectors.transfer_config(
                 connector, self.disk, arena=self.options.arena or arena, disk=self.options.disk or disk
@@ -185,7 +185,7 @@ class Demo:
 
 
 def _warm_up(engine: Engine, prompt: Prompt) -> None:
-    """Compile what is compiled on first use, and touch every block of vLLM's pool, free ones first."""
+    """Compile what vLLM compiles on first use, and use every block of its pool once."""
     for _ in range(WARM_UP_ASKS):
         engine.ask(prompt)
         engine.settle(0.5)
@@ -194,7 +194,7 @@ def _warm_up(engine: Engine, prompt: Prompt) -> None:
 
 def main() -> int:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the engines are ended
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the engines are closed
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         return 0 if Demo(options, console).run() else 1

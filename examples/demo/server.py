@@ -1,6 +1,6 @@
-"""One vLLM engine in a process of its own, driven by JSON lines: a request on stdin, its answer on stdout.
+"""One vLLM engine in its own process, controlled by JSON lines: requests on stdin, answers on stdout.
 
-Everything that vLLM prints goes to stderr, which the driver keeps as the engine's log.
+The output of vLLM goes to stderr, which the client saves as the log of the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Server:
         self._llm = LLM(enable_prefix_caching=True, disable_log_stats=False, seed=0, **options)
 
     def ask(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Greedy tokens with the five best log-probabilities of each place, and the time to the first one."""
+        """Return greedy tokens with the five best log-probabilities of each position, and the time to the first token."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5)
@@ -44,7 +44,7 @@ class Server:
         }
 
     def reset(self, prompt: list[int]) -> dict[str, Any]:
-        """Empty vLLM's own prefix cache. It refuses while blocks are in use, so a step is run in between."""
+        """Empty vLLM's own prefix cache. vLLM refuses while blocks are in use, so steps are run until it succeeds."""
         deadline = time.monotonic() + 30
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > deadline:
@@ -55,7 +55,7 @@ class Server:
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Until `exit` or the end of the input; the first request carries the engine's options."""
+    """Serve requests until `exit` or the end of the input. The first request contains the options of the engine."""
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
@@ -73,7 +73,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM and its children print to the log from here on
+    os.dup2(2, 1)  # from here on the output of vLLM and its children goes to the log
     serve(sys.stdin, answers)
 
 

@@ -1,7 +1,7 @@
-"""Prefill here, decode there: an OpenAI-compatible proxy before vLLMs that share a cache.
+"""OpenAI-compatible proxy for disaggregated prefill and decode, in front of vLLMs that share a cache.
 
-A request goes to a prefiller, which computes its prompt and one token, and then with the prefiller's
-`kv_transfer_params` to a decoder, whose answer is the client's. Needs aiohttp, which vLLM brings.
+A request goes to a prefiller, which computes the prompt and one token. Then it goes, with the `kv_transfer_params` of the
+prefiller's response, to a decoder, whose response is returned to the client. Needs aiohttp, which vLLM installs.
 
     python proxy.py --prefill http://localhost:8100 --decode http://localhost:8200 --port 8000
 """
@@ -22,13 +22,13 @@ from aiohttp import web
 logger = logging.getLogger("proxy")
 
 DOWN_S = 5.0
-"""A vLLM that could not be reached is passed over for so long, if there is another one."""
+"""Seconds for which an unreachable vLLM is skipped, if there is another one."""
 
 MAX_BODY_BYTES = 64 << 20
 
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
-_PASSED_ON = ("Authorization", "Content-Type", "X-Request-Id")
-_OF_THE_ANSWER = (
+_FORWARDED_HEADERS = ("Authorization", "Content-Type", "X-Request-Id")
+_RESPONSE_OPTIONS = (
     "stream_options",
     "best_of",
     "min_tokens",
@@ -40,7 +40,7 @@ _OF_THE_ANSWER = (
 
 
 class Pool:
-    """vLLMs of one kind, taken in turn."""
+    """vLLMs of one kind, used in turn."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._urls = [url.rstrip("/") for url in urls]
@@ -49,7 +49,7 @@ class Pool:
         self._down: dict[str, float] = {}
 
     def take(self) -> str:
-        """The next one that is not known to be down; the next one if all are."""
+        """Return the next URL that is not marked as down; the next one if all are."""
         turn = self._urls[self._next :] + self._urls[: self._next]
         now = self._clock()
         url = next((url for url in turn if self._down.get(url, 0.0) <= now), turn[0])
@@ -61,25 +61,25 @@ class Pool:
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The same prompt for one token, whose KV another vLLM is to find."""
-    kept = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+    """Return the request for the prefiller: the same prompt, one token, with the KV stored for a decoder."""
+    kept = {name: value for name, value in body.items() if name not in _RESPONSE_OPTIONS}
     limit = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
     params = {**(body.get("kv_transfer_params") or {}), "do_remote_decode": True}
     return {**kept, **limit, "n": 1, "stream": False, "kv_transfer_params": params}
 
 
 def decode_body(body: dict[str, Any], told: dict[str, Any] | None) -> dict[str, Any]:
-    """The client's request, with what the prefiller has told of its KV."""
+    """Return the request for the decoder: that of the client, with the parameters from the prefiller."""
     if not told:
         return body
     return {**body, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **told}}
 
 
 class Proxy:
-    """Handlers for aiohttp. A client that hangs up ends what was asked for it.
+    """Handlers for aiohttp. If a client disconnects, its request is cancelled.
 
     Args:
-        prefill_timeout_s: After so long the decoder computes the prompt itself.
+        prefill_timeout_s: Seconds after which the decoder computes the prompt itself.
     """
 
     def __init__(self, prefillers: Pool, decoders: Pool, *, prefill_timeout_s: float = 60.0) -> None:
@@ -98,7 +98,7 @@ class Proxy:
         return app
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Prefill, then decode. A request that is wrong is refused by the prefiller, in vLLM's own words."""
+        """Prefill, then decode. The prefiller rejects invalid requests with vLLM's own message."""
         try:
             body = await request.json()
         except ValueError as error:
@@ -111,15 +111,15 @@ class Proxy:
         return await self._answer(request, json.dumps(decode_body(body, told)).encode())
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Whatever else there is, models and health among it, is asked of a decoder."""
+        """Forward all other paths, such as models and health, to a decoder."""
         return await self._answer(request, await request.read())
 
     async def _prefill(
         self, request: web.Request, body: dict[str, Any]
     ) -> tuple[web.Response | None, dict[str, Any] | None]:
-        """What is wrong with the request, or what the prefiller has told of it.
+        """Return the error response, or the parameters from the prefiller.
 
-        A prefiller that fails is no reason to fail: then nothing is told, and the decoder computes the prompt.
+        If the prefiller fails there are no parameters, and the decoder computes the prompt.
         """
         url = self._prefillers.take()
         try:
@@ -143,7 +143,7 @@ class Proxy:
         return None, None
 
     async def _answer(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """A decoder's answer, passed on as it comes."""
+        """Stream the response of a decoder to the client."""
         url = self._decoders.take()
         response: web.StreamResponse | None = None
         try:
@@ -167,7 +167,7 @@ class Proxy:
             if response is None:
                 return _error(502, f"the decoder cannot be reached: {type(error).__name__}")
             if request.transport is not None:
-                request.transport.abort()  # the client must not take a part for the whole
+                request.transport.abort()  # so that the client does not treat a partial response as complete
             return response
 
     @property
@@ -183,7 +183,11 @@ class Proxy:
 
 
 def _headers(request: web.Request, *but: str) -> dict[str, str]:
-    return {name: request.headers[name] for name in _PASSED_ON if name in request.headers and name not in but}
+    return {
+        name: request.headers[name]
+        for name in _FORWARDED_HEADERS
+        if name in request.headers and name not in but
+    }
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -1,4 +1,4 @@
-"""vLLM as a library: the second prompt that begins like the first one is loaded, not computed."""
+"""vLLM as a library: the common prefix of the second prompt is loaded instead of computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ("tide", "rope", "gull", "lamp", "fog", "net", "oar", "salt", "wind", "r
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a name or a folder")
-    parser.add_argument("--enforce-eager", action="store_true", help="start sooner, without compiling")
+    parser.add_argument("--enforce-eager", action="store_true", help="start faster, without compilation")
     options = parser.parse_args()
     llm = LLM(
         options.model,
@@ -38,9 +38,9 @@ def main() -> None:
         if output.num_cached_tokens is not None:
             share = f"{output.num_cached_tokens:5} of {len(output.prompt_token_ids):5} tokens from a cache"
         print(f"{question:18} {share}, {seconds:.3f} s", flush=True)
-        # vLLM's own cache in device memory is emptied: what the next prompt finds is in lmcache-async.
+        # Empty vLLM's own cache in device memory, so that the next prompt can only hit in lmcache-async.
         while not llm.reset_prefix_cache():
-            llm.generate(["."], SamplingParams(max_tokens=1), use_tqdm=False)  # a step, for stores to end
+            llm.generate(["."], SamplingParams(max_tokens=1), use_tqdm=False)  # a step, so that stores end
 
 
 if __name__ == "__main__":

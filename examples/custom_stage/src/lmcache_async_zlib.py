@@ -1,7 +1,7 @@
-"""Two stages of their own distribution: what leaves the process's memory is compressed, what comes back is not.
+"""Two stages in their own distribution: compress records for slower tiers, and decompress them after a read.
 
-A compressed record is a record like any other, sealed over its compressed payload, so tiers check it as they check all.
-Its shape has a third number: an engine without `unzlib` takes it for a record of another layout, which is a miss.
+A compressed record is sealed over its compressed payload, so tiers verify it like any other record. Its shape has a third
+number: for an engine without `unzlib` it is a record of another layout, which is a miss.
 """
 
 import zlib
@@ -26,7 +26,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class CompressStage:
-    """Between `seal` and `write`: a compressed copy of each record for the tiers outside of the arena."""
+    """Runs between `seal` and `write`: makes a compressed copy of each record for the tiers outside of the arena."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class CompressStage:
         return EncryptedBatch(**parts, at_rest=tuple(copies))
 
     def _compress(self, batch: SealedBatch, copies: Sequence[Buffer]) -> list[int]:
-        """Write the records that are to leave; their lengths. One that would grow stays as it is."""
+        """Write the compressed records and return their lengths. A record that would grow is copied unchanged."""
         lengths = []
         for chunk, record, copy in zip(batch.chunks, batch.buffers, copies, strict=False):
             start = self._format.header_bytes
@@ -73,7 +73,7 @@ class CompressStage:
 
 
 class DecompressStage:
-    """Between `fetch` and `verify`: compressed records become what they were; the first bad one ends the prefix."""
+    """Runs between `fetch` and `verify`: decompresses records; the first invalid one ends the prefix."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class DecompressStage:
         try:
             return len(read_header(record.view).shape) == 3
         except ChunkCorruptError:
-            return False  # `verify` says what is wrong, and rejects it
+            return False  # `verify` reports and rejects it
 
     def _decompress(self, batch: FetchedBatch, packed: Sequence[int], plain: Sequence[Buffer]) -> int | None:
-        """Which is the first that does not prove to be what was asked for; None when all do."""
+        """Return the position of the first invalid record; None if all are valid."""
         namespace = batch.request.request_namespace
         for index, buffer in zip(packed, plain, strict=False):
             record, chunk, start = batch.buffers[index].view, batch.chunks[index], self._format.header_bytes
@@ -143,7 +143,7 @@ class DecompressStage:
 
 
 def shuffled(payload: Bytes, dtype: str) -> bytes:
-    """First bytes of all numbers, then all second ones, and so on: exponents are alike, so they compress."""
+    """Return the first bytes of all numbers, then all second bytes, and so on: exponents are similar and compress well."""
     return np.ascontiguousarray(payload.reshape(-1, item_bytes(payload, dtype)).T).tobytes()
 
 
@@ -158,9 +158,9 @@ def item_bytes(payload: Bytes, dtype: str) -> int:
 
 
 def inflated(packed: memoryview, nbytes: int) -> bytes:
-    """The payload, of exactly so many bytes; never more memory than that, whatever `packed` is."""
+    """Return the payload of exactly `nbytes` bytes, without ever using more memory than that."""
     inflater = zlib.decompressobj()
     payload = inflater.decompress(packed, nbytes)
     if len(payload) != nbytes or not inflater.eof:
-        raise zlib.error(f"{len(payload)} bytes or more where {nbytes} are expected")
+        raise zlib.error(f"{len(payload)} bytes or more; expected {nbytes}")
     return payload

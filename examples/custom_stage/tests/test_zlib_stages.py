@@ -1,4 +1,4 @@
-"""What comes back is what was stored, whatever happened to it on the way: `pip install '.[test]'`, then `pytest`."""
+"""Loaded records equal stored ones, or are misses if they were damaged: `pip install '.[test]'`, then `pytest`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = list(range(20))
 
 
 class Kept(FakeRegistry):
-    """A tier `kept`, whose records are in the dict that it is made with."""
+    """A tier `kept`, which stores records in the dict passed to it."""
 
     def __init__(self, records: dict[ChunkKey, bytes]) -> None:
         class KeptTier(DictTier):
@@ -48,7 +48,7 @@ async def store(records: dict[ChunkKey, bytes], *, noise: bool = False, stages: 
 
 
 async def retrieve(records: dict[ChunkKey, bytes], content: torch.Tensor, *, stages: bool = True) -> int:
-    """How many tokens come back to another engine; they are right to the last bit."""
+    """Return the number of tokens that another engine loads, after comparing them bit by bit."""
     rig = Rig(head_dim=32, slabs=32)
     async with rig.open(
         registry=Kept(records), tiers=["cpu", "kept"], **(STAGES if stages else {})

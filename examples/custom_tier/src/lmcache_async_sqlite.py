@@ -1,6 +1,6 @@
-"""A tier of its own distribution: chunks in an SQLite file.
+"""A tier in its own distribution: chunks in an SQLite file.
 
-The three coroutines are all that a tier must have; opening and closing are here because a file wants it.
+A tier needs only the three coroutines. This one also opens and closes its file.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from lmcache_async import (
 
 
 class SQLiteConfig(TierConfig):
-    """Options, checked at start-up."""
+    """Options of the tier."""
 
     path: Path
 
@@ -48,11 +48,11 @@ class SQLiteTier(Tier[SQLiteConfig]):
         return buffer
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        # A copy: a cancelled call must not read the caller's buffer any more, but the thread goes on.
+        # A copy: after a cancellation the thread continues, but must not read the caller's buffer any more.
         await self._run("INSERT OR IGNORE INTO chunks VALUES (?, ?)", key, bytes(buffer.view))
 
     async def __aenter__(self) -> Self:
-        self._thread = ThreadPoolExecutor(1)  # SQLite wants one thread for one connection
+        self._thread = ThreadPoolExecutor(1)  # SQLite requires one thread per connection
         self._file = await self._in_thread(sqlite3.connect, self.config.path)
         await self._run("CREATE TABLE IF NOT EXISTS chunks (key BLOB PRIMARY KEY, record BLOB)")
         return self

@@ -1,4 +1,4 @@
-"""What every tier must do, for this one: `pip install '.[test]'`, then `pytest`."""
+"""The conformance suite for this tier: `pip install '.[test]'`, then `pytest`."""
 
 from __future__ import annotations
 

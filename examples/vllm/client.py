@@ -1,4 +1,4 @@
-"""What the examples have in common: a request to `vllm serve`, timed to its first token, and long texts."""
+"""Client of the examples: requests to `vllm serve` with the time to the first token, and long texts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TIMES = ("every morning", "before a storm", "in spring", "once a year", "when no
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer.
+    """Answer to one request.
 
     Attributes:
         ttft_s: Seconds until the first token.
-        cached: Tokens of the prompt that were not computed; None where the server does not report it, as without
+        cached: Tokens of the prompt that were not computed; None if the server does not report them, as without
             --enable-prompt-tokens-details.
     """
 
@@ -44,7 +44,7 @@ class Answer:
 
 
 def from_cache(cached: int | None, prompt: int) -> str:
-    """How much of a prompt was cached, in words."""
+    """Describe how much of a prompt was cached."""
     if cached is None:
         return f"{prompt:5} tokens, cached tokens not reported by the server"
     return f"{cached:5} of {prompt:5} tokens from a cache"
@@ -52,14 +52,19 @@ def from_cache(cached: int | None, prompt: int) -> str:
 
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--url", default="http://localhost:8000/v1", help="of the server's API")
-    parser.add_argument("--model", help="its name there; the first one served by default")
-    parser.add_argument("--seed", type=int, default=1, help="another one makes other texts, not cached yet")
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="URL of the API")
+    parser.add_argument("--model", help="name of the model; by default the first one of the server")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the texts; a new seed gives texts that are not cached yet",
+    )
     return parser.parse_args()
 
 
-class Asker:
-    """Asks one server."""
+class Client:
+    """Client of one server."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._client = OpenAI(base_url=options.url, api_key="none", timeout=300)
@@ -100,7 +105,7 @@ class Asker:
 
 
 def long_text(title: str, seed: int, sentences: int = 60) -> str:
-    """A text that is the same for the same arguments."""
+    """Return a random text, the same for the same arguments."""
     choose = random.Random(f"{title} {seed}")
     lines = (
         f"{choose.choice(SUBJECTS)} {choose.choice(DEEDS)} {choose.choice(TIMES)}." for _ in range(sentences)
