@@ -32,7 +32,7 @@ SMOKE = {
     "cli": "from lmcache_async.cli.app import load_commands; load_commands()",
     "s3": "import obstore, lmcache_async.plugins.s3",
     "mooncake": "import lmcache_async.plugins.mooncake",
-    "http": "import aiohttp, lmcache_async.web",
+    "http": "import aiohttp, lmcache_async.metrics.server",
     "otel": "from opentelemetry import trace; import lmcache_async.observability.tracing",
     "testing": "from lmcache_async.testing import TierConformance, TierMachine",
 }

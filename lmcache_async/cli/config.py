@@ -41,10 +41,10 @@ from lmcache_async.daemon.config import DaemonConfig, load_daemon_config, survey
 from lmcache_async.engine.check import all_problems
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
 from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer
-from lmcache_async.web.opening import check_endpoint
 
 DEFAULT = "default"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

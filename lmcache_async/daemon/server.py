@@ -29,8 +29,8 @@ from lmcache_async.daemon.session import Session
 from lmcache_async.daemon.status import DaemonSource
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.web.opening import status_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, package_version
 from lmcache_async.metrics.samples import Samples, exposition
-from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,13 +39,13 @@ class DaemonSource:
     def sample(self) -> Sample:
         pool = self._pool.statistics()
         largest = heapq.nlargest(MAX_TENANTS, pool.tenants.items(), key=lambda item: item[1].bytes)
-        gauges: dict[str, float] = {f"tenant.{name}": tenant.bytes for name, tenant in largest}
-        gauges["readers"] = sum(tenant.readers for tenant in pool.tenants.values())
-        gauges["writers"] = sum(tenant.writers for tenant in pool.tenants.values())
-        return Sample(time.monotonic(), {}, gauges)
+        values: dict[str, float] = {f"tenant.{name}": tenant.bytes for name, tenant in largest}
+        values["readers"] = sum(tenant.readers for tenant in pool.tenants.values())
+        values["writers"] = sum(tenant.writers for tenant in pool.tenants.values())
+        return Sample(time.monotonic(), values)
 
     def charts(self, samples: Sequence[Sample]) -> list[Chart]:
-        held = {name: value for name, value in samples[-1].gauges.items() if name.startswith("tenant.")}
+        held = {name: value for name, value in samples[-1].values.items() if name.startswith("tenant.")}
         largest = sorted(held, key=lambda name: (-held[name], name))
         return [
             Chart(

@@ -11,6 +11,7 @@ from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
 from lmcache_async.engine.tiers import layer_context, layered, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
+from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
@@ -20,7 +21,6 @@ from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Capabilities, Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer, Shared
 from lmcache_async.types import RetrieveReport
-from lmcache_async.web.opening import check_endpoint
 
 START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
 """Errors with which an engine refuses a configuration."""

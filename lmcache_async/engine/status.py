@@ -12,12 +12,12 @@ from typing import Any
 from lmcache_async.config import EngineConfig, HTTPConfig
 from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.hashing import Namespace
+from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, package_version, rates, shares
+from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.tiers.layers.base import LayerStatistics
 from lmcache_async.tiers.layers.breaker import BreakerStatistics
-from lmcache_async.web.opening import status_server
-from lmcache_async.web.source import Chart, Sample, Series, gauge_values, package_version, rates, shares
 
 _WINDOW = 10
 """Samples over which a share is averaged, because a request may be planned in one and loaded in another."""
@@ -68,23 +68,23 @@ class EngineSource:
 
     def sample(self) -> Sample:
         told, metrics = self._statistics(), self._metrics
-        counts: dict[str, float] = {
+        values: dict[str, float] = {
             "prompt": metrics.prompt_tokens,
             "local": metrics.local_tokens,
             "loaded": metrics.retrieved_bytes.value,
             "stored": metrics.stored_bytes.value,
         }
-        counts |= {f"hit.{tier}": metrics.tier(tier).hit_tokens.value for tier in self._tiers}
-        gauges: dict[str, float] = {"leased": told.arena.leased_slabs * told.arena.slab_bytes}
-        gauges |= {f"queue.{tier}": writer.queued_bytes for tier, writer in told.writers.items()}
-        return Sample(time.monotonic(), counts, gauges)
+        values |= {f"hit.{tier}": metrics.tier(tier).hit_tokens.value for tier in self._tiers}
+        values["leased"] = told.arena.leased_slabs * told.arena.slab_bytes
+        values |= {f"queue.{tier}": writer.queued_bytes for tier, writer in told.writers.items()}
+        return Sample(time.monotonic(), values)
 
     def charts(self, samples: Sequence[Sample]) -> list[Chart]:
         parts = {f"hit.{tier}": tier for tier in self._tiers}
-        if samples[-1].counts["local"]:
+        if samples[-1].values["local"]:
             parts = {"local": _LOCAL, **parts}
         found = shares(samples, list(parts), "prompt", window=_WINDOW)
-        queues = [name for name in samples[-1].gauges if name.startswith("queue.")]
+        queues = [name for name in samples[-1].values if name.startswith("queue.")]
         charts = [
             Chart(
                 "Where prompt tokens came from",

@@ -50,9 +50,9 @@ def test_the_wheel_contains_every_module_of_the_package_its_stages_and_its_plugi
 def test_the_wheel_has_the_files_of_the_status_page(wheel: zipfile.Path) -> None:
     packed = {name for name in wheel.root.namelist() if "/web/page/" in name and not name.endswith("/")}
 
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async/web/page").iterdir()}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async/metrics/page").iterdir()}
     assert packed == expected
-    assert "lmcache_async/web/page/index.html" in packed
+    assert "lmcache_async/metrics/page/index.html" in packed
 
 
 def test_the_wheel_has_the_compiled_module_for_every_later_python(wheel: zipfile.Path) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_async.web.source import Chart, Sample, Series, gauge_values
+from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values
 
 
 class FakeSource:
@@ -20,7 +20,7 @@ class FakeSource:
     def sample(self) -> Sample:
         if self.broken:
             raise RuntimeError("no sample")
-        return Sample(time.monotonic(), {}, {"level": 1.0})
+        return Sample(time.monotonic(), {"level": 1.0})
 
     def charts(self, samples: Sequence[Sample]) -> list[Chart]:
         return [Chart("Level", "count", [Series("level", gauge_values(samples, "level"))])]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.web.access import Tokens, is_loopback_name
-from lmcache_async.web.answers import Answers
+from lmcache_async.metrics.http import Responder, Tokens, is_loopback_name
 from tests.web.fake_source import FakeSource
 
 TOKEN = "a-token-of-many-characters"
@@ -58,9 +57,9 @@ def test_without_a_file_nobody_says_a_token() -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "says"),
     [
-        ("short\n", 0o600, "line 1: a token has at least 16"),
-        ("two words are no token at all\n", 0o600, "none a space"),
-        ("# nothing else\n", 0o600, "holds no token"),
+        ("short\n", 0o600, "line 1: a token must have at least 16"),
+        ("two words are no token at all\n", 0o600, "and no space"),
+        ("# nothing else\n", 0o600, "contains no token"),
         (TOKEN, 0o644, "all users may read it"),
     ],
 )
@@ -93,9 +92,9 @@ def test_a_name_that_another_site_lets_point_here_is_not_ours(host: str, ours: b
     assert is_loopback_name(host) is ours
 
 
-def answers(source: FakeSource, **options: object) -> Answers:
+def answers(source: FakeSource, **options: object) -> Responder:
     given = {"loopback": True, "interval_s": 1.0, **options}
-    return Answers(source, [source.sample(), source.sample()], Tokens(), **given)  # type: ignore[arg-type]
+    return Responder(source, [source.sample(), source.sample()], Tokens(), **given)  # type: ignore[arg-type]
 
 
 def test_many_readers_cost_no_more_than_one() -> None:
@@ -103,16 +102,16 @@ def test_many_readers_cost_no_more_than_one() -> None:
     source = FakeSource()
     asked = answers(source, clock=lambda: now)
     for _ in range(50):
-        assert asked.answer("GET", "/status.json", {"Host": "localhost"}).status == 200
+        assert asked.respond("GET", "/status.json", {"Host": "localhost"}).status == 200
     assert source.told == 1
 
     now += 1.0
-    asked.answer("GET", "/status.json", {"Host": "localhost"})
+    asked.respond("GET", "/status.json", {"Host": "localhost"})
     assert source.told == 2
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "get"])
 def test_it_can_only_be_read(method: str) -> None:
-    told = answers(FakeSource()).answer(method, "/status.json", {"Host": "localhost"})
+    told = answers(FakeSource()).respond(method, "/status.json", {"Host": "localhost"})
 
     assert (told.status, told.headers["Allow"]) == (405, "GET, HEAD")

@@ -122,7 +122,7 @@ def test_without_the_package_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from lmcache_async.config import HTTPConfig\n"
-        "from lmcache_async.web.opening import status_server\n"
+        "from lmcache_async.metrics.endpoint import status_server\n"
         "status_server(None, HTTPConfig(listen='127.0.0.1:0'))\n"
     )
     ran = subprocess.run(

@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_async.metrics.charts import Sample, gauge_values, rates, shares
 from lmcache_async.metrics.requests import MAX_NAME, RecentRequests
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
-from lmcache_async.web.source import Sample, gauge_values, rates, shares
 
 
 def samples(*counts: dict[str, float]) -> list[Sample]:
@@ -21,7 +21,7 @@ def test_a_rate_is_what_a_count_grew_by_in_a_second() -> None:
 
     assert rates(two_seconds, "bytes") == [10.0, 0.0]
     assert rates(two_seconds, "unknown") == [0.0, 0.0]
-    assert gauge_values([Sample(0, {}, {"g": 1}), Sample(1, {}, {"g": 2}), Sample(2, {})], "g") == [2, 0.0]
+    assert gauge_values([Sample(0, {"g": 1}), Sample(1, {"g": 2}), Sample(2, {})], "g") == [2, 0.0]
 
 
 def test_a_share_is_of_the_window_and_nothing_where_nothing_came() -> None:

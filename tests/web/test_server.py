@@ -13,15 +13,15 @@ import pytest
 
 from lmcache_async.config import HTTPConfig
 from lmcache_async.errors import ConfigError
-from lmcache_async.web import opening
-from lmcache_async.web.opening import status_server
-from lmcache_async.web.server import StatusServer
+from lmcache_async.metrics import http
+from lmcache_async.metrics.endpoint import status_server
+from lmcache_async.metrics.server import StatusServer
 from tests.support.http_talk import DEADLINE_S, ask
 from tests.support.valkey_tls import Authority
 from tests.web.fake_source import FakeSource
 
 TOKEN = "a-token-of-many-characters"
-PAGE = Path(opening.__file__).parent / "page"
+PAGE = Path(http.__file__).parent / "page"
 SCRIPTS = tuple(f"/{path.name}" for path in sorted(PAGE.glob("*.js")))
 PATHS = ("/", "/style.css", *SCRIPTS, "/status.json", "/metrics", "/healthz")
 

@@ -75,23 +75,23 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/web/test_server.py",
         "they cannot be used",
     ),
-    "lmcache_async/web/access.py: ConfigError(f'{_OPTION}: {file} holds no token; make one with: openssl rand -hex 32')": (
+    "lmcache_async/metrics/http.py: ConfigError(f'{_OPTION}: {file} contains no token; generate one with: openssl rand -hex 32')": (
         "tests/web/test_access.py",
-        "holds no token",
+        "contains no token",
     ),
-    "lmcache_async/web/access.py: ConfigError(f'{_OPTION}: {file}, line {number}: a token has at least {MIN_TOKEN_CHARACTERS} characters, all of ASCII and none a space')": (
+    "lmcache_async/metrics/http.py: ConfigError(f'{_OPTION}: {file}, line {number}: a token must have at least {MIN_TOKEN_CHARACTERS} ASCII characters and no space')": (
         "tests/web/test_access.py",
-        "line 1: a token has at least 16",
+        "line 1: a token must have at least 16",
     ),
-    "lmcache_async/web/opening.py: MissingDependencyError(\"http.listen needs the package aiohttp, which is not installed: pip install 'lmcache-async[http]'\")": (
+    "lmcache_async/metrics/endpoint.py: MissingDependencyError(\"http.listen needs the package aiohttp, which is not installed: pip install 'lmcache-async[http]'\")": (
         "tests/web/test_engine.py",
         "lmcache-async[http]",
     ),
-    "lmcache_async/web/server.py: ConfigError(f'http.listen: cannot listen at {place}: {text}')": (
+    "lmcache_async/metrics/server.py: ConfigError(f'http.listen: cannot listen at {place}: {text}')": (
         "tests/web/test_server.py",
         "http\\.listen: cannot listen at",
     ),
-    "lmcache_async/web/server.py: ConfigError(f'http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}')": (
+    "lmcache_async/metrics/server.py: ConfigError(f'http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}')": (
         "tests/web/test_server.py",
         "ports end at 65535",
     ),

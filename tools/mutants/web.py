@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from tools.mutants.mutation import Mutation
 
-ACCESS = "lmcache_async/web/access.py"
-ANSWERS = "lmcache_async/web/answers.py"
-SERVER = "lmcache_async/web/server.py"
+HTTP = "lmcache_async/metrics/http.py"
+SERVER = "lmcache_async/metrics/server.py"
 TEST_ACCESS = ("tests/web/test_access.py",)
 TEST_SERVER = ("tests/web/test_server.py",)
 
 WEB = (
     Mutation(
         "web: any token opens",
-        ACCESS,
-        "hmac.compare_digest(said, known) for known",
+        HTTP,
+        "hmac.compare_digest(given, known) for known",
         "True for known",
         TEST_ACCESS,
     ),
     Mutation(
         "web: a page of another site reads the loopback",
-        ANSWERS,
+        HTTP,
         "if self._loopback and not is_loopback_name(",
         "if False and not is_loopback_name(",
         TEST_SERVER,
@@ -41,8 +40,8 @@ WEB = (
     ),
     Mutation(
         "web: connections have no bound",
-        "lmcache_async/web/gate.py",
-        "len(self._inside) >= self._most",
+        SERVER,
+        "len(self._accepted) >= self._max_connections",
         "False",
         TEST_SERVER,
     ),

@@ -1,4 +1,4 @@
-"""The door to the server, whose package may not be there."""
+"""The status endpoint. aiohttp, which is an extra, is imported when a server is made."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import LMCacheAsyncError, MissingDependencyError
-from lmcache_async.web.access import Tokens
+from lmcache_async.metrics.http import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lmcache_async.config import HTTPConfig
-    from lmcache_async.web.server import StatusServer
-    from lmcache_async.web.source import Source
+    from lmcache_async.metrics.charts import Source
+    from lmcache_async.metrics.server import StatusServer
 
 
 def status_server(source: Source, config: HTTPConfig, *, rank: int = 0) -> StatusServer:
-    """A server of the source, not listening yet; `config.listen` is set.
+    """Return a server of the source that does not listen yet. `config.listen` must be set.
 
     Raises:
-        ConfigError: A file that the config names cannot be used.
+        ConfigError: A configured file cannot be used.
         MissingDependencyError: aiohttp is not installed.
     """
     return _server_class()(source, config, rank=rank)
 
 
 def check_endpoint(config: HTTPConfig) -> Iterator[str]:
-    """A line for each thing that would keep a server of this config from being made; nothing listens."""
+    """Yield a message for each problem that would prevent a server of this configuration; nothing listens."""
     if config.listen is None:
         return
     for made in (_server_class, config.make_context, partial(Tokens.read, config.token_file)):
@@ -39,7 +39,7 @@ def check_endpoint(config: HTTPConfig) -> Iterator[str]:
 
 def _server_class() -> type[StatusServer]:
     try:
-        from lmcache_async.web.server import StatusServer
+        from lmcache_async.metrics.server import StatusServer
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "aiohttp":
             raise

@@ -1,0 +1,223 @@
+"""Requests to the status endpoint: access control and responses, without I/O."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.values import is_loopback
+from lmcache_async.errors import ConfigError
+from lmcache_async.metrics.samples import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from lmcache_async.metrics.charts import Sample, Source
+
+MIN_TOKEN_CHARACTERS = 16
+
+_OPTION = "http.token_file"
+_TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+_SCRIPTS = ("dom.js", "page.js", "plot.js", "requests.js", "tables.js", "tiles.js", "words.js")
+_PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
+}
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of every response: no external resources, no framing, no caching."""
+
+_FRESH_S = 0.2
+"""A response is reused for this time, so that many readers cost the loop hardly more than one."""
+
+
+class Tokens:
+    """Access tokens. The repr does not contain them.
+
+    Args:
+        digests: SHA-256 of each token; empty if no token is required.
+    """
+
+    def __init__(self, digests: Sequence[bytes] = ()) -> None:
+        self._digests = tuple(digests)
+
+    @classmethod
+    def read(cls, file: Path | None) -> Self:
+        """Read a file with one token per line. Lines that begin with # are comments.
+
+        Raises:
+            ConfigError: The file cannot be used. The message contains no token.
+        """
+        if file is None:
+            return cls()
+        digests = []
+        text = read_secret_file(file, _OPTION).decode("utf-8", "replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            token = line.strip()
+            if not token or token.startswith("#"):
+                continue
+            if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or " " in token:
+                raise ConfigError(
+                    f"{_OPTION}: {file}, line {number}: a token must have at least {MIN_TOKEN_CHARACTERS}"
+                    " ASCII characters and no space"
+                )
+            digests.append(_digest(token))
+        if not digests:
+            raise ConfigError(f"{_OPTION}: {file} contains no token; generate one with: openssl rand -hex 32")
+        return cls(digests)
+
+    def allow(self, authorization: str) -> bool:
+        """Whether this header grants access: `Bearer TOKEN`, or `Basic` with the token as password."""
+        if not self._digests:
+            return True
+        given = _digest(_token_of(authorization))
+        # All are compared, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        return any(matches)
+
+
+def is_loopback_name(host_header: str) -> bool:
+    """Whether the `Host` header names the loopback. Any other name indicates DNS rebinding."""
+    try:
+        name = urlsplit(f"//{host_header}").hostname
+    except ValueError:
+        return False
+    return name is not None and (is_loopback(name) or name.endswith(".localhost"))
+
+
+def _token_of(authorization: str) -> str:
+    scheme, _, credentials = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip()
+    if scheme.lower() == "basic":
+        try:
+            decoded = base64.b64decode(credentials.strip(), validate=True)
+        except (binascii.Error, ValueError):
+            return ""
+        return decoded.decode("utf-8", "replace").partition(":")[2]
+    return ""
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Response to a request."""
+
+    status: int
+    body: bytes
+    kind: str = _TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_headers(self) -> dict[str, str]:
+        return {**_HEADERS, "Content-Type": self.kind, **self.headers}
+
+
+class Responder:
+    """Responds to requests for one source.
+
+    Args:
+        source: Content of the page.
+        samples: Samples for the charts.
+        tokens: Access tokens.
+        loopback: Whether only this machine may connect; requests for other host names are rejected.
+        interval_s: Seconds between two samples.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        samples: Sequence[Sample],
+        tokens: Tokens,
+        *,
+        loopback: bool,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._samples = samples
+        self._tokens = tokens
+        self._loopback = loopback
+        self._interval_s = interval_s
+        self._clock = clock
+        self._page = {path: Response(200, _read(name), kind) for path, (name, kind) in _PAGE.items()}
+        self._fresh: dict[str, tuple[float, Response]] = {}
+        self._made: dict[str, Callable[[], Response]] = {
+            "/metrics": lambda: Response(200, self._source.metrics(), CONTENT_TYPE),
+            "/status.json": lambda: Response(200, self._status(), _JSON),
+        }
+
+    def respond(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
+        """Return the response. `headers` must be case-insensitive."""
+        if self._loopback and not is_loopback_name(headers.get("Host", "")):
+            return _error(421, "this server does not serve that host name; use 127.0.0.1 or localhost")
+        if method not in {"GET", "HEAD"}:
+            return _error(405, "only GET and HEAD are allowed", {"Allow": "GET, HEAD"})
+        if path == "/healthz":
+            return Response(200, b"ok\n")
+        if not self._tokens.allow(headers.get("Authorization", "")):
+            return _error(
+                401,
+                "a token is required: Authorization: Bearer TOKEN, or the token as the password of any user",
+                {"WWW-Authenticate": 'Basic realm="lmcache-async", charset="UTF-8"'},
+            )
+        if path in self._page:
+            return self._page[path]
+        if path in self._made:
+            return self._recent(path)
+        return _error(404, "the paths are /, /status.json, /metrics and /healthz")
+
+    def _recent(self, path: str) -> Response:
+        made_at, response = self._fresh.get(path, (0.0, None))
+        if response is None or self._clock() - made_at > _FRESH_S:
+            response = self._made[path]()
+            self._fresh[path] = (self._clock(), response)
+        return response
+
+    def _status(self) -> bytes:
+        samples = [*self._samples]
+        charts = [asdict(chart) for chart in self._source.charts(samples)] if len(samples) > 1 else []
+        for chart in charts:
+            for series in chart["series"]:
+                series["values"] = [_short(value) for value in series["values"]]
+        status: dict[str, Any] = self._source.status()
+        status["charts"] = {"interval_s": self._interval_s, "list": charts}
+        return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _error(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, f"{text}\n".encode(), headers=headers or {})
+
+
+def _short(value: float | None) -> float | None:
+    """Round to four digits, which are enough for a chart."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _read(name: str) -> bytes:
+    return (files("lmcache_async.metrics") / "page" / name).read_bytes()

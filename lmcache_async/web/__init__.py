@@ -1,1 +1,0 @@
-"""The endpoint that shows how an engine or a daemon does: a page, its figures as JSON, metrics."""
