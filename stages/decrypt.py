@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ChunkCorruptError, ConfigError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import in_thread
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import FetchedBatch
 from lmcache_async.tiers.stack import TierStack
 

@@ -13,9 +13,9 @@ from typing import TypeAlias
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.record import RecordFormat, is_sealed, verify
 from lmcache_async.memory.threads import in_thread
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import FetchedBatch, VerifiedBatch
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import Chunk

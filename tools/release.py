@@ -33,7 +33,7 @@ SMOKE = {
     "s3": "import obstore, lmcache_async.plugins.s3",
     "mooncake": "import lmcache_async.plugins.mooncake",
     "http": "import aiohttp, lmcache_async.metrics.server",
-    "otel": "from opentelemetry import trace; import lmcache_async.observability.tracing",
+    "otel": "from opentelemetry import trace; import lmcache_async.metrics.tracing",
     "testing": "from lmcache_async.testing import TierConformance, TierMachine",
 }
 """Code that must run with an extra. Extras that are not listed run the code of the wheel without extras."""

@@ -28,9 +28,9 @@ from lmcache_async.daemon.pool import Pool
 from lmcache_async.daemon.session import Session
 from lmcache_async.daemon.status import DaemonSource
 from lmcache_async.errors import ConfigError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.metrics.endpoint import status_server
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

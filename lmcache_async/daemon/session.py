@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 from lmcache_async.daemon import messages
 from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
 from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import peek_sizes
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,15 +17,15 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace, hash_key_id
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.metrics.instrument import Instrument, LogInstrument, Several
 from lmcache_async.metrics.metrics import EngineMetrics
-from lmcache_async.observability.instrument import Instrument, LogInstrument, Several
-from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.observability.tracing import TracingInstrument
+from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored

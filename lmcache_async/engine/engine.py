@@ -25,9 +25,9 @@ from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
+from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.instrument import Instrument, Several
 from lmcache_async.metrics.requests import RecentRequests
-from lmcache_async.observability.instrument import Instrument, Several
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry

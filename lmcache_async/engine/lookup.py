@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from lmcache_async.engine.costs import CostLine
 from lmcache_async.errors import BudgetExceededError, TierError
-from lmcache_async.observability.rates import CostLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import uvloop
 
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.observability.logging import LimitedLogger, describe
+from lmcache_async.logging import LimitedLogger, describe
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, LayerStatistics, Shared, TierLayer

@@ -21,11 +21,11 @@ from lmcache_async.errors import (
     TierError,
     TierUnavailableError,
 )
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier, TierConfig
 from lmcache_async.tiers.layers.border import BorderLayer

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import BudgetExceededError, ConfigError
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import PAGE, Buffer, Slab
 from lmcache_async.memory.region import Region
-from lmcache_async.observability.logging import LimitedLogger, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

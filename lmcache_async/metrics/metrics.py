@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.metrics.samples import Labels, Samples, Value
 from lmcache_async.metrics.series import CALL_BUCKETS_S, SERIES
-from lmcache_async.observability.instrument import Instrument
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 MAX_PLANNED = 4096

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lmcache_async.observability.instrument import Instrument
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 MAX_NAME = 200

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.http import Responder, Tokens
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from lmcache_async.config import HTTPConfig

@@ -17,6 +17,7 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from lmcache_async.logging import describe
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.tasks import Task, is_ending, running_task
 from lmcache_async.observability.logging import describe

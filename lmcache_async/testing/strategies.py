@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.caches import DTYPES, cache_forms
 from lmcache_async.testing.fakes import DictConfig, DictTier, Fault, FaultKind, FaultPlan, FaultyTier
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES

@@ -15,9 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierFullError
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.observability.logging import LimitedLogger, describe
 
 T = TypeVar("T")
 

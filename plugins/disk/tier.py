@@ -23,11 +23,11 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.memory.threads import wait_done, wait_ended
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
 from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long

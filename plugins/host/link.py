@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from lmcache_async.daemon.messages import Figures

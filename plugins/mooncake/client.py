@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.s3.bucket import Bucket, Found
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.plugins.s3.stores import open_store

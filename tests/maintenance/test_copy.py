@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from lmcache_async.cli.records import Bar
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import CopyOptions, copy
 from lmcache_async.maintenance.stores import TierStore
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena

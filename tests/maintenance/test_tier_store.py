@@ -8,12 +8,12 @@ import logging
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.concurrency import Meter, map_in_order
 from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import EVERYTHING
 from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.maintenance.verification import Remedy, VerifyOptions, verify
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.base import Capabilities

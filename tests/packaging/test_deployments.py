@@ -14,7 +14,7 @@ from lmcache_async.config import load_config
 from lmcache_async.config.values import parse_size
 from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.integration.vllm.plugin import NAME
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from tests.packaging.deployments import EXAMPLES, address, checked, documents, option, transfer_config
 
 COMPOSE, KUBERNETES = EXAMPLES / "compose", EXAMPLES / "kubernetes"

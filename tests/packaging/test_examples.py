@@ -15,7 +15,7 @@ from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.hashing import Namespace
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.registry import Registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,7 +18,7 @@ from lmcache_async.integration.vllm.config import namespace_of
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.worker import WorkerConnector
-from lmcache_async.observability.instrument import Instrument
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.registry import Registry
 from tests.simulation.base import SimulatedRegistry, Simulation, SimulationReport, run_to_report
 from tests.simulation.faults import ODDS, Faults, Weather

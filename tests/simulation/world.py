@@ -15,8 +15,8 @@ import torch
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import EngineClosedError, TierError
-from lmcache_async.observability.instrument import Instrument
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier

@@ -8,7 +8,7 @@ import uvloop
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, LatencyTier
 from lmcache_async.testing.machines import TierMachine

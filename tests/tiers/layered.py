@@ -9,9 +9,9 @@ import logging
 import selectors
 from collections import defaultdict, deque
 
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.layers.base import LayerContext, Shared

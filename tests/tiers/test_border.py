@@ -13,7 +13,7 @@ import torch
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import DEADLINE_S

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
 from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.types import ChunkKey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance
 from lmcache_async.tiers.base import Capabilities, Tier
 from lmcache_async.tiers.layers.base import LayerConfig, TierLayer

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.layers.deadline import DeadlineConfig, DeadlineLayer
 from lmcache_async.tiers.layers.guard import GuardLayer
 from tests.tiers.layered import (

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.steps import cancelled_at_each_step, turns

@@ -8,8 +8,8 @@ import pytest
 
 from lmcache_async.config import load_config
 from lmcache_async.engine.tiers import stacked_tiers
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier

@@ -12,7 +12,7 @@ from lmcache_async.config.validation import validate_options
 from lmcache_async.config.values import Endpoint
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
 from lmcache_async.plugins.valkey.config import parse_url
 from lmcache_async.plugins.valkey.connection import refusal

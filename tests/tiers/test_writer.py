@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier, GatedTier
 from lmcache_async.testing.steps import cancelled_at_each_step, turns
 from lmcache_async.tiers.layers.guard import GuardLayer

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.observability.instrument import Instrument, LogInstrument
-from lmcache_async.observability.logging import LimitedLogger, NamedHandler
+from lmcache_async.logging import LimitedLogger, NamedHandler
+from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.types import RetrieveReport, StoreReport
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.observability.rates import CostLine
+from lmcache_async.engine.costs import CostLine
 
 counts = st.integers(1, 100_000)
 seconds = st.floats(1e-6, 1e3)

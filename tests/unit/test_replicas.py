@@ -14,8 +14,8 @@ import pytest
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.stores import StoreSpec, open_store
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.registry import Registry
 from lmcache_async.testing.rig import Rig
 

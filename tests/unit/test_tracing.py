@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from lmcache_async.engine.builder import default_logger, instrument_of
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import MissingDependencyError
-from lmcache_async.observability.tracing import TracingInstrument
+from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RetrieveReport, StoreReport
 

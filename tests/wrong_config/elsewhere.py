@@ -67,7 +67,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/tiers/test_valkey_answers.py",
         "ConfigError, match=\"answered 'ERR'\"",
     ),
-    "lmcache_async/observability/tracing.py: MissingDependencyError(\"tracing.enabled needs OpenTelemetry: pip install 'lmcache-async[otel]'\")": (
+    "lmcache_async/metrics/tracing.py: MissingDependencyError(\"tracing.enabled needs OpenTelemetry: pip install 'lmcache-async[otel]'\")": (
         "tests/unit/test_tracing.py",
         'MissingDependencyError, match=r"tracing',
     ),

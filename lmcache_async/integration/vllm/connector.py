@@ -20,8 +20,8 @@ from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
 from lmcache_async.integration.vllm.versions import CacheHitSource
+from lmcache_async.logging import LimitedLogger, NamedHandler
 from lmcache_async.metrics.samples import Samples
-from lmcache_async.observability.logging import LimitedLogger, NamedHandler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

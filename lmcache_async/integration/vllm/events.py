@@ -11,7 +11,7 @@ import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 
 from lmcache_async.integration.vllm.versions import CacheHitSource
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.base import Medium
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from lmcache_async.hashing import (
     partial_candidates,
     weights_fingerprint,
 )
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, Chunk, Tokens
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from lmcache_async.integration.vllm.events import split_tokens
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.metrics import Counter, Metrics
 from lmcache_async.metrics.samples import Labels, Samples, Value
 from lmcache_async.metrics.series import ENGINE_SERIES, PREFIX, SCHEDULER_SERIES, Series
-from lmcache_async.observability.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from typing import Self

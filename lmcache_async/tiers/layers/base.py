@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from lmcache_async.errors import ConfigError, TierError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
-from lmcache_async.observability.logging import LimitedLogger
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
 

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from lmcache_async.errors import ConfigError, LMCacheAsyncError, TierError
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.observability.logging import LimitedLogger, describe
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.border import (
     Border,

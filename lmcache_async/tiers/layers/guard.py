@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lmcache_async.errors import LMCacheAsyncError, TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.observability.logging import LimitedLogger, describe
 from lmcache_async.tiers.answers import release_answers
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.tiers.border import Border, ContractError, flag, flags, number, read

@@ -32,7 +32,7 @@ from lmcache_async.integration.vllm.events import hit_sources
 from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.base import Medium
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 

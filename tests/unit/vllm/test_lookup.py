@@ -22,7 +22,7 @@ from lmcache_async.integration.vllm import lookup as lookup_module
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
 
 if TYPE_CHECKING:

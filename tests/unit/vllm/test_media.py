@@ -12,7 +12,7 @@ from vllm.renderers.base import BaseRenderer
 
 from lmcache_async.integration.vllm import keys
 from lmcache_async.integration.vllm.keys import MediaIdentity
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 
 HASHED, COUNTED = MediaIdentity(hashed=True), MediaIdentity(hashed=False)
 DIGEST = MultiModalHasher.hash_kwargs("blake3", model_id="m", image=b"pixels")

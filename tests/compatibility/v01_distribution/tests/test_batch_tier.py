@@ -8,7 +8,7 @@ from hypothesis import settings
 from my_layers import PacedConfig, PacedLayer
 
 from lmcache_async import LayerContext, Tier
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing import LayerConformance, TierConformance, TierMachine
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of stores and retrieves, made of their reports when they have ended."""
+"""OpenTelemetry spans of stores and retrieves, made from their reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.errors import MissingDependencyError
-from lmcache_async.observability.instrument import Instrument
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.types import RetrieveReport, StoreReport
 
 if TYPE_CHECKING:
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 PREFIX = "lmcache_async."
 REQUEST_ID = "gen_ai.request.id"
-"""VLLM's own spans carry it too, so that a trace store finds both by it."""
+"""Attribute that vLLM's own spans have too, so that a trace store can join both."""
 
 
 class TracingInstrument(Instrument):
-    """A span a store and a retrieve, with children or events for its parts.
+    """Makes a span for each store and each retrieve, with children or events for its parts.
 
-    A span whose caller is in a span is its child. Who exports them, and how many, is the provider's
-    business: without one in the process they cost a few microseconds a request and go nowhere.
+    If the caller is in a span, the new span is its child. The tracer provider decides which spans are exported.
+    Without a provider in the process a span costs a few microseconds and is dropped.
 
     Args:
-        provider: Of tracers; the process's own if none is given.
-        clock_ns: Nanoseconds since 1970.
+        provider: Tracer provider; by default the one of the process.
+        clock_ns: Clock in nanoseconds since 1970.
 
     Raises:
         MissingDependencyError: OpenTelemetry is not installed.
@@ -83,10 +83,10 @@ class TracingInstrument(Instrument):
         span.end(end)
 
     def _begin(self, name: str, start: int, request_id: str, **attributes: str | int) -> Any:
-        told: dict[str, str | int] = {f"{PREFIX}{key}": value for key, value in attributes.items()}
+        values: dict[str, str | int] = {f"{PREFIX}{key}": value for key, value in attributes.items()}
         if request_id:
-            told[REQUEST_ID] = request_id
-        return self._tracer.start_span(PREFIX + name, attributes=told, start_time=start)
+            values[REQUEST_ID] = request_id
+        return self._tracer.start_span(PREFIX + name, attributes=values, start_time=start)
 
     def _child(self, parent: Any, name: str, start: int, end: int) -> None:
         context = self._trace.set_span_in_context(parent)

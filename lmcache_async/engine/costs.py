@@ -1,17 +1,17 @@
-"""How long so many of something take, learnt from what was measured."""
+"""Cost of an operation as a line over its size, fitted to measurements."""
 
 from __future__ import annotations
 
 
 class CostLine:
-    """Seconds as a line over a count: a latency, and so much for each one.
+    """Seconds as a linear function of a count: a latency, and a cost per item.
 
-    Least squares over all observations, each weighing `memory` times as much as the next one, so that it
-    follows a tier or a model whose speed changes. A line that falls, or begins below zero, is taken to
-    begin at zero: a few observations alike say nothing of the latency.
+    Least squares over all observations. Weights decay exponentially, so that the line follows changes of the
+    speed. If the fitted line falls or has a negative latency, the latency is taken as zero, because a few
+    similar observations do not determine it.
 
     Args:
-        memory: From 0 to 1.
+        memory: Factor from 0 to 1 by which the weight of an observation decays with each later one.
     """
 
     def __init__(self, *, memory: float = 0.7) -> None:
@@ -19,7 +19,7 @@ class CostLine:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, count: float, seconds: float) -> None:
-        """`count` of them took `seconds`."""
+        """Add an observation: `count` items took `seconds`."""
         keep = self._memory
         self._weight = keep * self._weight + 1
         self._x = keep * self._x + count
@@ -29,12 +29,12 @@ class CostLine:
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """Whether there is an observation."""
         return self._xx > 0
 
     @property
     def line(self) -> tuple[float, float]:
-        """Latency, and seconds for each one; zeros while nothing is known."""
+        """Latency and seconds per item; zeros without an observation."""
         if not self.known:
             return 0.0, 0.0
         variance = self._xx * self._weight - self._x * self._x
@@ -46,6 +46,6 @@ class CostLine:
         return 0.0, self._xy / self._xx
 
     def seconds(self, count: float) -> float:
-        """What `count` of them would take now."""
+        """Return the estimated seconds for `count` items."""
         latency, each = self.line
         return latency + each * count if count > 0 else 0.0

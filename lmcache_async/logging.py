@@ -1,4 +1,4 @@
-"""Log lines that cannot flood, and that carry the name of the product in the log of another program."""
+"""Rate-limited log lines, and a handler that adds the product name in the log of another program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NAME = "lmcache-async"
 
 
 class NamedHandler(logging.Handler):
-    """Passes records on to the handlers of another logger, with the name of the product before the message.
+    """Passes records to the handlers of another logger, with the product name before the message.
 
-    The handlers are looked up for each record, so a later change of the other logger counts.
+    The handlers are read for each record, so later changes of the other logger take effect.
 
     Args:
         target: The other logger, whose format does not show logger names.
@@ -24,7 +24,7 @@ class NamedHandler(logging.Handler):
         self.target = target
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a copy on; the record itself may go to other handlers too."""
+        """Pass on a copy, because the record itself may go to other handlers too."""
         named = copy.copy(record)
         named.msg = f"{NAME}: {record.msg}"
         for handler in self.target.handlers:
@@ -33,15 +33,15 @@ class NamedHandler(logging.Handler):
 
 
 class LimitedLogger:
-    """Wraps a logger: the first line of a cause goes through, later ones at most once an interval.
+    """Logs the first line of a cause at once, and later ones at most once per interval.
 
     Args:
-        logger: Where lines go.
+        logger: Receives the lines.
         interval_s: Seconds between two lines of one cause.
-        clock: Seconds, monotonic.
+        clock: Monotonic clock in seconds.
     """
 
-    _MAX_CAUSES = 1000  # a cause that carries data must not grow the table for ever
+    _MAX_CAUSES = 1000  # bounds the table, because a cause may contain data
 
     def __init__(
         self, logger: logging.Logger, *, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic
@@ -49,10 +49,11 @@ class LimitedLogger:
         self.logger = logger
         self._interval_s = interval_s
         self._clock = clock
-        # When the last line of a cause went through, and how many were held back since.
+        # Time of the last line of a cause, and the number of lines held back since.
         self._causes: dict[str, tuple[float | None, int]] = {}
 
     def report(self, cause: str, message: str, *arguments: object) -> None:
+        """Log a warning."""
         self.log(logging.WARNING, cause, message, *arguments, stacklevel=2)
 
     def log(
@@ -64,11 +65,11 @@ class LimitedLogger:
         exc_info: bool = False,
         stacklevel: int = 1,
     ) -> None:
-        """Args as of `logging.Logger.log`; the line is said to be the caller's."""
+        """Log a line with the arguments of `logging.Logger.log`, on behalf of the caller."""
         now = self._clock()
         last, held_back = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < self._interval_s:
-            # At the end again: the cause that was silent longest is forgotten first.
+            # Move it to the end: the cause that was silent longest is dropped first.
             self._causes[cause] = (last, held_back + 1)
             return
         if len(self._causes) >= self._MAX_CAUSES:
@@ -80,8 +81,8 @@ class LimitedLogger:
 
 
 def describe(error: BaseException) -> str:
-    """The text of an error, whatever its `__str__` does."""
+    """Return the text of an error, also if its `__str__` raises."""
     try:
         return str(error)
-    except BaseException as failure:  # noqa: BLE001  # of a third party, and this is where errors are reported
+    except BaseException as failure:  # noqa: BLE001  # errors of third parties are reported here
         return f"<its text is not available: __str__ raised {type(failure).__name__}>"

@@ -1,4 +1,4 @@
-"""Hooks on what an engine does: no-ops to be overridden, called with frozen reports."""
+"""Hooks that an engine calls with its reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 
 class Instrument:
-    """What an engine tells. Hooks are called on the loop's thread, must be quick and must not raise."""
+    """Receives the reports of an engine. Override the methods that you need.
+
+    Methods are called on the thread of the event loop. They must be fast and must not raise.
+    """
 
     def stored(self, request_id: str, report: StoreReport) -> None:
         """A store has ended."""
@@ -18,11 +21,11 @@ class Instrument:
         """A retrieve has ended."""
 
     def planned(self, plan: RequestPlan) -> None:
-        """A request was admitted, and it was decided where its prompt comes from."""
+        """A request was admitted, and the sources of its prompt were decided."""
 
 
 class Several(Instrument):
-    """Tells all of them, in order."""
+    """Calls several instruments in order."""
 
     def __init__(self, *instruments: Instrument) -> None:
         self._instruments = instruments
@@ -41,7 +44,7 @@ class Several(Instrument):
 
 
 class LogInstrument(Instrument):
-    """One INFO line a store and a retrieve."""
+    """Logs one INFO line per store and retrieve."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
