@@ -1,7 +1,7 @@
-"""What `lmcache-async top` shows of a status: a header, tiers or tenants, the last minutes, the last requests.
+"""View of `lmcache-async top`: header, tiers or tenants, charts and recent requests.
 
-Everything fits into the width of the terminal, 80 columns for instance: a table that is too wide becomes several,
-each with the name of the row, and what can be left out or shortened without loss of a figure is.
+The view fits the width of the terminal. A table that is too wide is split into several tables with the same first
+column. Names are shortened; figures are not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_REQUESTS = 12
 SPARK_WIDTH = 60
 LEAST_WIDTH = 40
-"""Of a terminal; what is narrower is drawn for this, and cut."""
+"""Minimum width of the view. In a narrower terminal it is cut."""
 _ID_WIDTH = 28
 _SHORT_ID_WIDTH = 16
 _LEAST_ID_WIDTH = 12
 _LEAST_SPARK_WIDTH = 20
 _LEFT = frozenset({"tier", "tenant", "age", "request", "comes from", "decision", "breaker", "holds"})
-"""Columns of words; numbers are aligned to the right."""
+"""Columns of text. Numbers are right-aligned."""
 
 _DECIDED = {
     "load": ("load", "green"),
@@ -46,12 +46,12 @@ _DECIDED = {
 
 
 def render(told: Told, *, width: int, notice: Text | None = None) -> RenderableType:
-    """The status as it is shown.
+    """Return the view of a status.
 
     Args:
         told: The status.
         width: Columns of the terminal.
-        notice: Above all else but the header, where something is wrong.
+        notice: Warning to show below the header.
     """
     width = max(width, LEAST_WIDTH)
     parts: list[RenderableType] = [_header(told, width)]
@@ -79,7 +79,7 @@ def speed(nbytes: float, seconds: float) -> str:
 
 
 def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH) -> str:
-    """The last values as bars, one a column; a gap where there is none."""
+    """Return the last values as one block character each; a space where there is no value."""
     last = values[-width:]
     top = len(BLOCKS) - 1
     bars = [" " if v is None else BLOCKS[min(top, round(v / most * top)) if most > 0 else 0] for v in last]
@@ -87,7 +87,7 @@ def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH)
 
 
 def shortened(text: str, width: int) -> str:
-    """The text in so many columns; a name that is too long loses its middle, since its end tells it from others."""
+    """Shorten a name to a width by leaving out its middle, because names often differ at the end only."""
     if cell_len(text) <= width:
         return text
     if len(text) > 4 * width:
@@ -111,7 +111,7 @@ def _header(told: Told, width: int) -> Panel:
 
 
 def _figures(words: Sequence[tuple[str, str]], width: int) -> Table:
-    """Names above their values, as many beside each other as fit."""
+    """Return names above their values, as many per row as fit."""
     gap = 3
     for across in range(len(words), 0, -1):
         rows = [words[start : start + across] for start in range(0, len(words), across)]
@@ -188,12 +188,12 @@ def _name(text: str, index: int) -> Text:
 
 
 def _charts(charts: Told, owners: Iterable[Told], width: int) -> Padding:
-    """The last minutes as lines of bars.
+    """Return the charts as lines of block characters.
 
     Args:
         charts: The charts.
-        owners: Tiers or tenants; each has the colour that it has in its table.
-        width: Columns that there are.
+        owners: Tiers or tenants, which have the same colours as in their table.
+        width: Available columns.
     """
     places = {owner["id"]: index for index, owner in enumerate(owners)}
     rows: list[tuple[str, str, str, Sequence[float | None], float, str]] = []
@@ -265,7 +265,7 @@ def _origin(plan: Told | None, loaded: Told | None, asked: int) -> Text:
         parts.append(("loading", plan["load_tokens"]))
     rest = asked - sum(tokens for _, tokens in parts)
     if rest > 0:
-        parts.append(("computed" if plan else "not there", rest))
+        parts.append(("computed" if plan else "not stored", rest))
     return Text(", ".join(f"{name} {tokens:,}" for name, tokens in parts) or "-")
 
 
@@ -279,7 +279,7 @@ def _decision(plan: Told | None, loaded: Told | None) -> Text:
 
 
 def _tables(names: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> list[Table]:
-    """One table; several below each other, each with the first column, where one is too wide."""
+    """Return one table, or several with the same first column if it is too wide."""
     widths = _widths(names, rows)
     if _total(widths) > width:
         rows = [[_cut(row[0], _SHORT_ID_WIDTH), *row[1:]] for row in rows]
@@ -312,7 +312,7 @@ def _widths(names: Sequence[str], rows: Sequence[Sequence[Text]]) -> list[int]:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Columns of a table with a space at each edge, and two spaces between columns."""
+    """Return the width of a table with a space at each edge and two spaces between columns."""
     return sum(widths) + 2 * len(widths)
 
 

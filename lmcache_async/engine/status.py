@@ -67,7 +67,7 @@ class EngineSource:
         self._opened = time.time()
 
     def sample(self) -> Sample:
-        told, metrics = self._statistics(), self._metrics
+        statistics, metrics = self._statistics(), self._metrics
         values: dict[str, float] = {
             "prompt": metrics.prompt_tokens,
             "local": metrics.local_tokens,
@@ -75,8 +75,8 @@ class EngineSource:
             "stored": metrics.stored_bytes.value,
         }
         values |= {f"hit.{tier}": metrics.tier(tier).hit_tokens.value for tier in self._tiers}
-        values["leased"] = told.arena.leased_slabs * told.arena.slab_bytes
-        values |= {f"queue.{tier}": writer.queued_bytes for tier, writer in told.writers.items()}
+        values["leased"] = statistics.arena.leased_slabs * statistics.arena.slab_bytes
+        values |= {f"queue.{tier}": writer.queued_bytes for tier, writer in statistics.writers.items()}
         return Sample(time.monotonic(), values)
 
     def charts(self, samples: Sequence[Sample]) -> list[Chart]:
@@ -114,7 +114,7 @@ class EngineSource:
         return charts
 
     def status(self) -> dict[str, Any]:
-        told, namespace, metrics = self._statistics(), self._namespace, self._metrics
+        statistics, namespace, metrics = self._statistics(), self._namespace, self._metrics
         return {
             "kind": "engine",
             "title": namespace.model,
@@ -142,18 +142,18 @@ class EngineSource:
                 "decided": dict(metrics.decided),
             },
             "memory": {
-                "bytes": told.arena.num_slabs * told.arena.slab_bytes,
-                "leased_bytes": told.arena.leased_slabs * told.arena.slab_bytes,
-                "peak_leased_bytes": told.arena.peak_leased_slabs * told.arena.slab_bytes,
-                "waiting": told.arena.waiting,
-                "timeouts": told.arena.timeouts,
+                "bytes": statistics.arena.num_slabs * statistics.arena.slab_bytes,
+                "leased_bytes": statistics.arena.leased_slabs * statistics.arena.slab_bytes,
+                "peak_leased_bytes": statistics.arena.peak_leased_slabs * statistics.arena.slab_bytes,
+                "waiting": statistics.arena.waiting,
+                "timeouts": statistics.arena.timeouts,
             },
             "work": {
-                "running": told.running,
-                "pinned_chunks": told.pinned_chunks,
-                "late_calls": told.late_calls,
+                "running": statistics.running,
+                "pinned_chunks": statistics.pinned_chunks,
+                "late_calls": statistics.late_calls,
             },
-            "tiers": [_tier(tier, told, metrics) for tier in told.tiers],
+            "tiers": [_tier(tier, statistics, metrics) for tier in statistics.tiers],
             "recent": [] if metrics.recent is None else metrics.recent.as_list(),
         }
 
@@ -161,8 +161,8 @@ class EngineSource:
         return exposition(self._metrics.read().families())
 
 
-def _tier(name: str, told: EngineStatistics, metrics: EngineMetrics) -> dict[str, Any]:
-    tier, writer, layers = told.tiers[name], told.writers.get(name), told.layers[name]
+def _tier(name: str, statistics: EngineStatistics, metrics: EngineMetrics) -> dict[str, Any]:
+    tier, writer, layers = statistics.tiers[name], statistics.writers.get(name), statistics.layers[name]
     counts = metrics.tier(name)
     return {
         "id": name,
@@ -177,7 +177,7 @@ def _tier(name: str, told: EngineStatistics, metrics: EngineMetrics) -> dict[str
         "dropped": _by_cause(metrics, "tier_dropped_chunks_total", name),
         "errors": _by_cause(metrics, "tier_errors_total", name),
         "corrupt": tier.corrupt + sum(_by_cause(metrics, "corrupt_records_total", name).values()),
-        "in_place": name in told.in_arena,
+        "in_place": name in statistics.in_arena,
         "queue": writer
         and {
             "chunks": writer.queued_chunks,

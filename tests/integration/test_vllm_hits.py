@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.cli.top_client import StatusClient
+from lmcache_async.cli.top import StatusClient
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
 

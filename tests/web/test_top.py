@@ -15,8 +15,7 @@ from rich.console import Console
 
 from lmcache_async.cli import top
 from lmcache_async.cli.output import plain
-from lmcache_async.cli.top import watch
-from lmcache_async.cli.top_client import StatusClient, StatusError
+from lmcache_async.cli.top import StatusClient, StatusError, watch
 from lmcache_async.cli.top_view import BLOCKS, render, shortened, spark, speed
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served

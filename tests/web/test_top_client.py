@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.cli.top_client import StatusClient, StatusError
+from lmcache_async.cli.top import StatusClient, StatusError
 from tests.web.top_calls import call
 
 
@@ -110,8 +110,8 @@ def test_a_token_file_for_everybody_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_before_the_page_is_kept() -> None:
-    assert StatusClient("http://a/engines/3/")._path == "/engines/3/status.json"
-    assert StatusClient("http://a/engines/3/status.json")._path == "/engines/3/status.json"
-    assert StatusClient("http://a")._path == "/status.json"
-    assert StatusClient("http://a/ü b%20c/")._path == "/%C3%BC%20b%20c/status.json"
-    assert StatusClient("http://a/\udcff/")._path == "/%FF/status.json"
+    assert StatusClient("http://a/engines/3/").path == "/engines/3/status.json"
+    assert StatusClient("http://a/engines/3/status.json").path == "/engines/3/status.json"
+    assert StatusClient("http://a").path == "/status.json"
+    assert StatusClient("http://a/ü b%20c/").path == "/%C3%BC%20b%20c/status.json"
+    assert StatusClient("http://a/\udcff/").path == "/%FF/status.json"
