@@ -20,7 +20,6 @@ from lmcache_async.errors import (
 from lmcache_async.logging import describe
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.tasks import Task, is_ending, running_task
-from lmcache_async.observability.logging import describe
 from lmcache_async.pipeline.batch import Batch, Request
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.stage import StageInfo

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lmcache_async.observability.logging import LimitedLogger
-from lmcache_async.observability.rates import CostLine
+from lmcache_async.engine.costs import CostLine
+from lmcache_async.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -21,7 +21,7 @@ from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.keys import AdapterFingerprints
 from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
 from lmcache_async.integration.vllm.lookup_server import Identity, check_peer, encode, receive
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

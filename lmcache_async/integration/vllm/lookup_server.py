@@ -31,7 +31,7 @@ import msgpack  # type: ignore[import-untyped]
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
 from lmcache_async.integration.vllm.load_policy import pack_costs
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.integration.vllm.keys import Promise
 from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

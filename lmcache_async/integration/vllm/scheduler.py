@@ -41,7 +41,7 @@ from lmcache_async.integration.vllm.request import (
     track,
 )
 from lmcache_async.integration.vllm.versions import shutdown_timeout_s
-from lmcache_async.observability.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.registry import Registry
 from lmcache_async.types import RequestPlan
 

@@ -27,6 +27,7 @@ from lmcache_async.integration.vllm.config import (
 from lmcache_async.integration.vllm.events import Notices
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 
