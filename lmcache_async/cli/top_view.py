@@ -136,8 +136,8 @@ def _engine(told: Told) -> list[tuple[str, str]]:
         ("from the cache", f"{share} of {prompts:,} tokens"),
         ("loads", speed(totals["loaded_bytes"], totals["load_seconds"])),
         ("stores", speed(totals["stored_bytes"], totals["store_copy_seconds"])),
-        ("under way", f"{work['running']}, {work['late_calls']} late"),
-        ("held for requests", f"{work['pinned_chunks']} chunks"),
+        ("running", f"{work['running']}, {work['late_calls']} late"),
+        ("pinned", f"{work['pinned_chunks']} chunks"),
         ("host memory", f"{_size(memory['leased_bytes'])} of {_size(memory['bytes'])}"),
     ]
 

@@ -103,10 +103,10 @@ class EngineSource:
         if queues:
             charts.append(
                 Chart(
-                    "Waiting to be written",
+                    "Pending writes",
                     "bytes",
                     [Series(name.removeprefix("queue."), gauge_values(samples, name)) for name in queues],
-                    note="before the slower tiers",
+                    note="queues of the slower tiers",
                 )
             )
         leased = Series("in use", gauge_values(samples, "leased"))

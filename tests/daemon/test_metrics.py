@@ -22,7 +22,7 @@ def put(pool, tenant, number):
     pool.commit(tenant, key_of(number), slot)
 
 
-def test_a_pool_is_told_by_tenant():
+def test_the_pool_is_exported_by_tenant():
     pool = Pool(memoryview(bytearray(64 << 10)), segment_bytes=16 << 10)
     for number in range(20):
         put(pool, "team", number)

@@ -1,4 +1,4 @@
-"""What a daemon's endpoint tells of its pool and its tenants."""
+"""The status endpoint of the daemon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put(daemon: ThreadedDaemon, tenant: str, nbytes: int) -> None:
     daemon.call(run)
 
 
-async def test_tenants_are_told(daemon: ThreadedDaemon) -> None:
+async def test_the_status_has_the_tenants(daemon: ThreadedDaemon) -> None:
     put(daemon, "chat", 4096)
     put(daemon, "batch", 8192)
     url = daemon.daemon.status_url
@@ -46,7 +46,7 @@ async def test_tenants_are_told(daemon: ThreadedDaemon) -> None:
     assert 'lmcache_async_pool_tenant_bytes{tenant="chat"} 4096' in metrics
 
 
-def test_samples_are_of_the_largest_tenants_alone(daemon: ThreadedDaemon) -> None:
+def test_samples_contain_only_the_largest_tenants(daemon: ThreadedDaemon) -> None:
     for number in range(MAX_TENANTS + 5):
         put(daemon, f"t{number}", 4096 * (number + 1))
     source = DaemonSource(daemon.daemon.pool, daemon.daemon.path, lambda: daemon.daemon.clients)

@@ -1,4 +1,4 @@
-"""Metrics: every verb counted, nothing changed."""
+"""The metrics layer counts every method and changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def arena():
 
 
 def measured(inner) -> MetricsLayer:
-    """By the loop's time, which these tests drive."""
+    """With the clock of the loop, which these tests control."""
     return MetricsLayer(inner, LayerConfig(), context(), clock=now)
 
 
@@ -126,7 +126,7 @@ async def test_latencies_fall_into_fixed_buckets():
 
 
 @in_virtual_time
-async def test_what_is_under_way_and_what_was_given_up():
+async def test_running_and_cancelled_calls_are_counted():
     inner = ToldTier()
     inner.told.append(HANG)
     tier = measured(inner)
@@ -150,7 +150,7 @@ async def test_a_snapshot_does_not_change():
     assert sum(before.verbs["contains"].latency) == 1
 
 
-async def test_around_a_tier_in_the_arena_a_get_is_still_a_lease_of_the_same_slab(arena):
+async def test_a_get_from_the_arena_is_a_lease_of_the_same_slab(arena):
     tier = MetricsLayer(CPUTier(CPUConfig()), LayerConfig(), context())
     tier.bind(arena)
     async with tier:
@@ -163,7 +163,7 @@ async def test_around_a_tier_in_the_arena_a_get_is_still_a_lease_of_the_same_sla
         item[1].release()
 
 
-async def test_an_engine_tells_them_for_every_tier(tmp_path):
+async def test_every_tier_of_an_engine_has_call_metrics(tmp_path):
     rig = Rig()
     tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
     tokens = list(range(40))

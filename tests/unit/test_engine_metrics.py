@@ -80,7 +80,7 @@ async def test_drops_errors_and_an_open_breaker_have_their_causes():
     assert told["stored_chunks_total",] == 0
 
 
-async def test_a_broken_record_is_counted_once_by_cause_and_by_who_found_it(tmp_path):
+async def test_a_corrupt_record_is_counted_once_by_cause_and_finder(tmp_path):
     rig = Rig()
     async with rig.open(tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}]) as engine:
         await engine.store(TOKENS, SLOTS)

@@ -1,4 +1,4 @@
-"""A source whose figures a test chooses."""
+"""A source with values chosen by the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values
 
 
 class FakeSource:
-    """Attributes: name: Shown as the title; broken: Whether telling fails, as a bug would have it."""
+    """Attributes: name: Title of the page; broken: Whether the methods raise."""
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name

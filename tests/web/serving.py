@@ -1,4 +1,4 @@
-"""A real engine with its status page, on a thread of its own, beside a test that looks at the page."""
+"""A real engine with its status page on its own thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60
 
 
 class Served:
-    """An engine that others look at. Attributes: url: Of its page."""
+    """An engine with a status page. Attributes: url: Address of the page."""
 
     def __init__(self, rig: Rig, **settings: Any) -> None:
         self.rig = rig
@@ -31,7 +31,7 @@ class Served:
         return self._thread.submit(work).result(DEADLINE_S)
 
     def plan(self, name: str, **figures: Any) -> None:
-        """A request whose load has not ended."""
+        """Plan a request without loading it."""
 
         async def work() -> None:
             self.engine.planned(RequestPlan(request_id=name, **figures))
@@ -39,7 +39,7 @@ class Served:
         self.call(work())
 
     def ask(self, name: str, tokens: list[int], **plan: Any) -> None:
-        """A request: planned, stored and loaded."""
+        """Plan, store and load a request."""
 
         async def work() -> None:
             if plan:

@@ -1,4 +1,4 @@
-"""Who may read: tokens and names, without a socket."""
+"""Access control of the status endpoint: tokens and host names, without a socket."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def basic(password: str, user: str = "me") -> str:
         ("Bearer \udcff", False),
     ],
 )
-def test_a_token_opens_however_it_is_said(tmp_path: Path, said: str, allowed: bool) -> None:
+def test_a_token_is_accepted_as_bearer_and_as_basic_password(
+    tmp_path: Path, said: str, allowed: bool
+) -> None:
     tokens = Tokens.read(token_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
 
     assert tokens.allow(said) is allowed
     assert TOKEN not in repr(tokens)
 
 
-def test_without_a_file_nobody_says_a_token() -> None:
+def test_without_a_file_no_token_is_required() -> None:
     assert Tokens.read(None).allow("")
 
 
@@ -63,7 +65,7 @@ def test_without_a_file_nobody_says_a_token() -> None:
         (TOKEN, 0o644, "all users may read it"),
     ],
 )
-def test_a_file_that_is_no_use_stops_the_start(tmp_path: Path, text: str, mode: int, says: str) -> None:
+def test_an_invalid_token_file_is_an_error(tmp_path: Path, text: str, mode: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         Tokens.read(token_file(tmp_path, text, mode))
 
@@ -88,7 +90,7 @@ def test_a_file_that_is_no_use_stops_the_start(tmp_path: Path, text: str, mode: 
         ("evil.example@127.0.0.1", True),  # whose host is 127.0.0.1: no browser sends it
     ],
 )
-def test_a_name_that_another_site_lets_point_here_is_not_ours(host: str, ours: bool) -> None:
+def test_only_loopback_names_are_accepted_as_host(host: str, ours: bool) -> None:
     assert is_loopback_name(host) is ours
 
 
@@ -97,7 +99,7 @@ def answers(source: FakeSource, **options: object) -> Responder:
     return Responder(source, [source.sample(), source.sample()], Tokens(), **given)  # type: ignore[arg-type]
 
 
-def test_many_readers_cost_no_more_than_one() -> None:
+def test_a_response_is_reused_for_many_readers() -> None:
     now = 100.0
     source = FakeSource()
     asked = answers(source, clock=lambda: now)
@@ -111,7 +113,7 @@ def test_many_readers_cost_no_more_than_one() -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "get"])
-def test_it_can_only_be_read(method: str) -> None:
+def test_only_get_and_head_are_allowed(method: str) -> None:
     told = answers(FakeSource()).respond(method, "/status.json", {"Host": "localhost"})
 
     assert (told.status, told.headers["Allow"]) == (405, "GET, HEAD")

@@ -1,4 +1,4 @@
-"""The endpoint of a real engine: its figures, and what a wrong config comes to."""
+"""The status endpoint of a real engine: content and configuration errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def status(engine: CacheEngine) -> Any:
     return (await ask(engine.status_url, "/status.json")).json()
 
 
-async def test_an_engine_tells_of_its_tiers_and_its_requests(tmp_path: Path) -> None:
+async def test_the_status_of_an_engine_has_its_tiers_and_requests(tmp_path: Path) -> None:
     rig = Rig()
     tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
     async with rig.open(tiers=tiers, **ON) as engine:
@@ -59,7 +59,7 @@ async def test_an_engine_tells_of_its_tiers_and_its_requests(tmp_path: Path) -> 
     assert 'lmcache_async_retrieve_hit_tokens_total{tier="disk"} 40' in metrics
 
 
-async def test_charts_are_of_samples_taken_while_it_serves() -> None:
+async def test_charts_are_made_from_samples_taken_while_serving() -> None:
     rig = Rig()
     async with rig.open(**ON) as engine:
         await engine.store(TOKENS, list(range(40)))
@@ -75,7 +75,7 @@ async def test_charts_are_of_samples_taken_while_it_serves() -> None:
     assert memory["series"][0]["values"][0] > 0
 
 
-async def test_nothing_is_served_where_nobody_asked_for_it() -> None:
+async def test_without_http_listen_nothing_is_served() -> None:
     rig = Rig()
     async with rig.open() as engine:
         assert engine.status_url is None
@@ -83,7 +83,7 @@ async def test_nothing_is_served_where_nobody_asked_for_it() -> None:
         assert engine.metrics.recent is None
 
 
-async def test_a_port_that_is_taken_stops_the_start_and_leaves_nothing() -> None:
+async def test_a_port_in_use_is_an_error_at_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"http.listen: cannot listen at 127.0.0.1:{port}"):
@@ -91,7 +91,7 @@ async def test_a_port_that_is_taken_stops_the_start_and_leaves_nothing() -> None
                 pass
 
 
-async def test_the_port_is_free_again_when_the_engine_is_closed() -> None:
+async def test_closing_the_engine_frees_the_port() -> None:
     rig = Rig()
     async with rig.open(**ON) as engine:
         place = urlsplit(engine.status_url).netloc
@@ -99,7 +99,7 @@ async def test_the_port_is_free_again_when_the_engine_is_closed() -> None:
         assert (await ask(again.status_url or "", "/healthz")).status == 200
 
 
-def test_without_the_package_the_check_of_a_config_says_so() -> None:
+def test_the_configuration_check_reports_a_missing_aiohttp() -> None:
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from lmcache_async.config import load_config\n"
@@ -117,8 +117,8 @@ def test_without_the_package_the_check_of_a_config_says_so() -> None:
     assert unserved == "[]"
 
 
-def test_without_the_package_the_extra_is_named() -> None:
-    """In a process of its own: here the package is imported already."""
+def test_the_error_of_a_missing_aiohttp_names_the_extra() -> None:
+    """In a separate process, because aiohttp is already imported in this one."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from lmcache_async.config import HTTPConfig\n"

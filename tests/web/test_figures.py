@@ -1,4 +1,4 @@
-"""What is kept of the last minutes and the last requests: pure figures."""
+"""Charts and the list of recent requests, without I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def samples(*counts: dict[str, float]) -> list[Sample]:
     return [Sample(float(second), one) for second, one in enumerate(counts)]
 
 
-def test_a_rate_is_what_a_count_grew_by_in_a_second() -> None:
+def test_a_rate_is_the_growth_of_a_counter_per_second() -> None:
     two_seconds = [Sample(0.0, {"bytes": 10}), Sample(2.0, {"bytes": 30}), Sample(3.0, {"bytes": 30})]
 
     assert rates(two_seconds, "bytes") == [10.0, 0.0]
@@ -24,7 +24,7 @@ def test_a_rate_is_what_a_count_grew_by_in_a_second() -> None:
     assert gauge_values([Sample(0, {"g": 1}), Sample(1, {"g": 2}), Sample(2, {})], "g") == [2, 0.0]
 
 
-def test_a_share_is_of_the_window_and_nothing_where_nothing_came() -> None:
+def test_a_share_covers_the_window_and_is_none_without_growth() -> None:
     told = samples(
         {"all": 0, "cpu": 0},
         {"all": 100, "cpu": 50},
@@ -36,7 +36,7 @@ def test_a_share_is_of_the_window_and_nothing_where_nothing_came() -> None:
     assert shares(told, ["cpu"], "all", window=2) == {"cpu": [0.5, 0.5, None, 1.0]}
 
 
-def test_a_load_that_ends_after_its_window_is_never_more_than_all() -> None:
+def test_shares_of_late_loads_add_up_to_at_most_one() -> None:
     told = samples({"all": 100, "cpu": 0, "disk": 0}, {"all": 100, "cpu": 30, "disk": 10})
 
     assert shares(told, ["cpu", "disk"], "all", window=5) == {"cpu": [0.75], "disk": [0.25]}
@@ -46,7 +46,7 @@ steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 
 
 
 @given(grown=steps, window=st.integers(1, 12))
-def test_shares_of_one_moment_are_at_most_the_whole(grown: list[tuple[int, int, int]], window: int) -> None:
+def test_the_sum_of_shares_is_at_most_one(grown: list[tuple[int, int, int]], window: int) -> None:
     sums = [tuple(sum(column) for column in zip(*grown[: end + 1], strict=True)) for end in range(len(grown))]
     told = samples(*({"all": a, "cpu": b, "disk": c} for a, b, c in sums))
     found = shares(told, ["cpu", "disk"], "all", window=window)
@@ -81,7 +81,7 @@ def test_a_request_is_one_entry_from_its_plan_to_its_last_store() -> None:
     assert told["stored"]["dropped"] == {"deadline": 3}
 
 
-def test_requests_without_an_id_are_entries_of_their_own() -> None:
+def test_requests_without_an_id_are_separate_entries() -> None:
     recent = RecentRequests()
     recent.retrieved("", RetrieveReport(asked_tokens=40))
     recent.retrieved("", RetrieveReport(asked_tokens=2))
@@ -89,7 +89,7 @@ def test_requests_without_an_id_are_entries_of_their_own() -> None:
     assert [entry["loaded"]["asked_tokens"] for entry in recent.as_list()] == [2, 40]
 
 
-def test_the_last_ones_are_kept_with_names_of_a_bounded_length() -> None:
+def test_the_list_and_its_names_are_bounded() -> None:
     recent = RecentRequests(most=3)
     for number in range(10):
         recent.planned(plan(f"{number}" + "x" * 5000, prompt_tokens=1))

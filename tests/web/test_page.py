@@ -111,7 +111,7 @@ def test_when_the_engine_ends_a_notice_appears_and_the_last_figures_stay(page: P
         page.get_by_text("the-last").first.wait_for()
         engine.close()
 
-        expect(page.locator("#notice")).to_contain_text("There is no answer", timeout=60_000)
+        expect(page.locator("#notice")).to_contain_text("No answer", timeout=60_000)
         assert text(page, "#state") == "no answer"
         assert "the-last" in text(page, "#tables")
 

@@ -1,4 +1,4 @@
-"""The server on real sockets: what it answers, what it refuses, and that nothing holds it up."""
+"""The status server on real sockets: responses, limits and deadlines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def token_file(tmp_path: Path) -> Path:
     return file
 
 
-async def test_each_path_is_answered_with_its_type_and_nothing_from_elsewhere() -> None:
+async def test_each_path_has_its_content_type_and_no_external_resource() -> None:
     async with serve() as server:
         heard = {path: await ask(server.url, path) for path in PATHS}
 
@@ -71,7 +71,7 @@ async def test_each_path_is_answered_with_its_type_and_nothing_from_elsewhere() 
     assert heard["/healthz"].body == b"ok\n"
 
 
-async def test_what_is_not_there_is_not_found() -> None:
+async def test_unknown_paths_are_not_found() -> None:
     async with serve() as server:
         for path in (
             "/index.html",
@@ -93,7 +93,7 @@ async def test_head_has_no_body_and_a_body_is_not_read() -> None:
     assert post.status == 405
 
 
-async def test_a_page_of_another_site_is_refused_by_the_name_it_says() -> None:
+async def test_requests_for_another_host_name_are_rejected() -> None:
     async with serve() as server:
         for host in ("evil.example", f"evil.example:{urlsplit(server.url).port}", ""):
             heard = await ask(server.url, "/status.json", headers={"Host": host})
@@ -101,7 +101,7 @@ async def test_a_page_of_another_site_is_refused_by_the_name_it_says() -> None:
             assert b"kind" not in heard.body
 
 
-async def test_who_says_no_token_sees_nothing_but_that_it_lives(token_file: Path) -> None:
+async def test_without_the_token_only_healthz_answers(token_file: Path) -> None:
     async with serve(token_file=token_file) as server:
         silent = {path: (await ask(server.url, path)) for path in (*PATHS, "/nothing")}
         wrong = await ask(server.url, "/status.json", headers={"Authorization": "Bearer x" + TOKEN})
@@ -112,7 +112,7 @@ async def test_who_says_no_token_sees_nothing_but_that_it_lives(token_file: Path
     assert (wrong.status, right.status) == (401, 200)
 
 
-async def test_with_a_token_any_name_may_be_asked_for(token_file: Path) -> None:
+async def test_with_a_token_any_host_name_is_accepted(token_file: Path) -> None:
     async with serve(listen="0.0.0.0:0", token_file=token_file) as server:
         headers = {"Host": "node-7.example:7421", "Authorization": f"Bearer {TOKEN}"}
         heard = await ask(server.url.replace("0.0.0.0", "127.0.0.1"), "/status.json", headers=headers)
@@ -121,12 +121,12 @@ async def test_with_a_token_any_name_may_be_asked_for(token_file: Path) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7421", "10.0.0.7:7421", "node-7:7421", "[::]:7421"])
-def test_beyond_the_loopback_a_token_is_a_must(listen: str) -> None:
+def test_beyond_the_loopback_a_token_file_is_required(listen: str) -> None:
     with pytest.raises(ValueError, match="token_file"):
         config(listen=listen)
 
 
-async def test_what_goes_elsewhere_unencrypted_is_said_once(
+async def test_serving_other_hosts_without_tls_is_logged(
     token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -136,7 +136,7 @@ async def test_what_goes_elsewhere_unencrypted_is_said_once(
     assert [record.getMessage() for record in caplog.records if "not encrypted" in record.getMessage()]
 
 
-async def test_a_certificate_makes_it_https(tmp_path: Path) -> None:
+async def test_a_certificate_enables_https(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with serve(tls_cert_file=authority.issue("server")) as server:
         heard = await ask(server.url, "/healthz", tls=ssl.create_default_context(cafile=authority.file))
@@ -148,14 +148,14 @@ async def test_a_certificate_makes_it_https(tmp_path: Path) -> None:
         await serve(tls_cert_file=broken).__aenter__()
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_a_port_in_use_is_named_in_the_error() -> None:
     async with serve() as server:
         port = urlsplit(server.url).port
         with pytest.raises(ConfigError, match=rf"http\.listen: cannot listen at 127\.0\.0\.1:{port}: "):
             await serve(listen=f"127.0.0.1:{port}").__aenter__()
 
 
-async def test_each_rank_has_the_port_after_the_one_before() -> None:
+async def test_the_rank_is_added_to_the_port() -> None:
     async with serve() as server:
         port = urlsplit(server.url).port
         assert port is not None
@@ -166,7 +166,7 @@ async def test_each_rank_has_the_port_after_the_one_before() -> None:
         await status_server(FakeSource(), config(listen="127.0.0.1:65535"), rank=1).__aenter__()
 
 
-async def test_who_says_nothing_or_does_not_stop_is_ended() -> None:
+async def test_silent_and_endless_requests_are_ended() -> None:
     async with serve(timeout_s=0.3) as server:
         parts = urlsplit(server.url)
         for said in (
@@ -183,7 +183,7 @@ async def test_who_says_nothing_or_does_not_stop_is_ended() -> None:
         assert (await ask(server.url, "/healthz")).status == 200
 
 
-async def test_too_many_connections_are_refused_and_end_nothing() -> None:
+async def test_connections_above_the_limit_are_refused() -> None:
     async with serve(max_connections=2, timeout_s=60) as server:
         parts = urlsplit(server.url)
         held = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_too_many_connections_are_refused_and_end_nothing() -> None:
         assert (await ask(server.url, "/healthz")).status == 200
 
 
-async def test_who_makes_no_handshake_counts_as_well(tmp_path: Path) -> None:
+async def test_connections_without_a_handshake_count_against_the_limit(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pem, tls = authority.issue("server"), ssl.create_default_context(cafile=authority.file)
     async with serve(tls_cert_file=pem, max_connections=4, timeout_s=600) as server:
@@ -228,7 +228,7 @@ async def _end(reader: asyncio.StreamReader) -> None:
 
 
 async def _when_there_is_room(server: StatusServer, tls: ssl.SSLContext) -> int:
-    """It notices the end of a connection in its own time."""
+    """Wait until the server has noticed the end of a connection."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             with contextlib.suppress(OSError, IndexError):
@@ -236,7 +236,7 @@ async def _when_there_is_room(server: StatusServer, tls: ssl.SSLContext) -> int:
             await asyncio.sleep(0)
 
 
-async def test_nothing_is_left_open_when_it_closes() -> None:
+async def test_closing_the_server_ends_all_connections() -> None:
     async with serve(timeout_s=60) as server:
         parts = urlsplit(server.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -249,7 +249,7 @@ async def test_nothing_is_left_open_when_it_closes() -> None:
         await asyncio.open_connection(parts.hostname, parts.port)
 
 
-async def test_a_source_that_breaks_is_a_short_answer_and_a_line_of_the_log(
+async def test_an_error_of_the_source_is_logged_and_not_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     source = FakeSource()
@@ -264,7 +264,7 @@ async def test_a_source_that_breaks_is_a_short_answer_and_a_line_of_the_log(
     assert any("a secret of the source" in record.getMessage() for record in caplog.records)
 
 
-async def test_long_lines_and_headers_are_refused() -> None:
+async def test_long_lines_and_headers_are_rejected() -> None:
     async with serve() as server:
         assert (await ask(server.url, "/" + "x" * 20000)).status == 400
         assert (await ask(server.url, "/", headers={"X": "y" * 50000})).status == 400

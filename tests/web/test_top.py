@@ -1,4 +1,4 @@
-"""`lmcache-async top`: a real engine in the terminal, and a sentence for whatever is in the way."""
+"""`lmcache-async top`: the status of a real engine in the terminal, and error messages."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
         code, shown = call(engine.url, "--once")
 
     assert code == 0
-    for word in ("disk", "in place", "closed", "request-7", "vLLM 8, cpu 40", "load", "held for requests"):
+    for word in ("disk", "in place", "closed", "request-7", "vLLM 8, cpu 40", "load", "pinned"):
         assert word in shown, shown
 
 
-def test_a_load_under_way_is_no_computing() -> None:
+def test_a_running_load_does_not_count_as_computed() -> None:
     with served() as engine:
         engine.plan("r", prompt_tokens=900, local_tokens=100, load_tokens=500, decided="load")
         _, shown = call(engine.url, "--once")
@@ -52,7 +52,7 @@ def test_a_load_under_way_is_no_computing() -> None:
     assert "vLLM 100, loading 500, computed 300" in shown
 
 
-def test_json_is_what_the_page_is_drawn_from() -> None:
+def test_json_prints_the_status() -> None:
     with served() as engine:
         engine.ask("request-7", TOKENS)
         code, shown = call(engine.url.removeprefix("http://"), "--once", "--json")
@@ -102,7 +102,9 @@ def test_a_token_comes_from_the_variable_or_a_file(token_file: Path) -> None:
         {"kind": "daemon"},
     ],
 )
-def test_a_status_of_another_version_is_a_sentence(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+def test_a_status_of_another_version_is_an_error_message(
+    monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
     with served() as engine:
         told = StatusClient(engine.url).read() | change
     if told["charts"] is None:
@@ -117,7 +119,7 @@ def test_a_status_of_another_version_is_a_sentence(monkeypatch: pytest.MonkeyPat
     assert call("http://a", "--once", "--json")[0] == 0
 
 
-def test_it_ends_where_the_version_changes_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_ends_when_the_version_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=160, height=60, file=io.StringIO(), force_terminal=True)
     with served() as engine:
         client = StatusClient(engine.url)
@@ -129,7 +131,7 @@ def test_it_ends_where_the_version_changes_under_way(monkeypatch: pytest.MonkeyP
     assert caught.value.refused
 
 
-def test_names_of_others_rule_no_terminal() -> None:
+def test_names_cannot_control_the_terminal() -> None:
     assert plain("a\x1b[31mb\x07\n[bold]") == "a�[31mb��[bold]"
     with served(model="\x1b]0;taken\x07") as engine:
         engine.ask("[link=http://evil]\x1b[2J", TOKENS, decided="load", why="")
@@ -142,8 +144,8 @@ def test_names_of_others_rule_no_terminal() -> None:
     assert "[link=http://evil]" in shown.get()
 
 
-def test_nothing_that_a_server_tells_rules_the_terminal() -> None:
-    """Whatever in a status is text, and whatever could have been."""
+def test_no_field_of_a_status_can_control_the_terminal() -> None:
+    """Applies to text fields, and to fields that are numbers in a valid status."""
     evil = "\x1b]0;taken\x07:warning:[/b]\ud800"
     with served() as engine:
         engine.ask("request-7", TOKENS)
@@ -164,8 +166,8 @@ def test_nothing_that_a_server_tells_rules_the_terminal() -> None:
     assert shown.count(plain(evil)) >= 8
 
 
-def test_it_watches_until_it_is_told_to_end() -> None:
-    """An engine that is gone for a while ends nothing."""
+def test_watching_continues_until_interrupted() -> None:
+    """Also while the engine does not answer."""
     console = Console(width=160, height=60, file=io.StringIO(), force_terminal=True)
     with served() as engine:
         client = StatusClient(engine.url)
@@ -184,7 +186,7 @@ def test_it_watches_until_it_is_told_to_end() -> None:
     assert "what is shown is old" in shown.partition("request-7")[2]
 
 
-def test_ctrl_c_is_an_end_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_a_normal_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as engine:
         monkeypatch.setattr(top, "watch", lambda *_: interrupt())
         assert call(engine.url) == (0, "")
@@ -277,7 +279,7 @@ def drawn(told: dict, width: int) -> list[str]:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(min_value=72, max_value=220))
 @example(80)
-def test_every_figure_is_there_in_any_width(width: int) -> None:
+def test_every_figure_is_shown_in_any_width(width: int) -> None:
     lines = drawn(BUSY, width)
     text = "\n".join(lines)
 
@@ -291,7 +293,7 @@ def test_every_figure_is_there_in_any_width(width: int) -> None:
                  "evicted", "breaker", "age", "request", "prompt", "comes from", "decision", "load"):  # fmt: skip
         assert re.search(rf"(^| ){name}( |$)", text, re.MULTILINE), name
     for name, value in (("from the cache", "66.3% of 987,654,321 tokens"), ("loads", "33.3 GB/s"),
-                        ("host memory", "399 GiB of 400 GiB"), ("held for requests", "123456 chunks")):  # fmt: skip
+                        ("host memory", "399 GiB of 400 GiB"), ("pinned", "123456 chunks")):  # fmt: skip
         assert name in text
         assert value in text
     for number in range(12):
@@ -302,7 +304,7 @@ def test_every_figure_is_there_in_any_width(width: int) -> None:
     assert "…" not in re.sub(r"[\w-]+…[\w-]+", "", text), "only names lose a part"
 
 
-def test_at_eighty_columns_the_last_values_of_the_charts_are_seen() -> None:
+def test_at_eighty_columns_the_charts_end_with_their_last_values() -> None:
     lines = drawn(BUSY, 80)
 
     [disk] = [line for line in lines if "87.6%" in line]
@@ -312,7 +314,7 @@ def test_at_eighty_columns_the_last_values_of_the_charts_are_seen() -> None:
     assert "Where prompt tokens came from" in "\n".join(lines)
 
 
-def test_at_eighty_columns_what_a_request_comes_from_is_whole() -> None:
+def test_at_eighty_columns_the_sources_of_a_request_are_complete() -> None:
     lines = drawn(BUSY | {"recent": BUSY["recent"][:1]}, 80)
     [start] = [number for number, line in enumerate(lines) if "comes from" in line]
     at = lines[start].index("comes from")
@@ -358,7 +360,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_lines_of_blocks_and_speeds() -> None:
+def test_block_characters_and_rates() -> None:
     assert spark([0.0, None, 1.0, 0.5], 1.0).strip(" ") == "▁ █▅"
     assert spark([0.0], 0.0).strip(" ") == "▁"
     assert speed(0, 1) == speed(1, 0) == "-"

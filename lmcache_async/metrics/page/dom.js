@@ -1,4 +1,4 @@
-// Elements out of text: nothing here ever reads markup.
+// Creates elements from text. Markup is never parsed.
 
 const SVG = "http://www.w3.org/2000/svg";
 export const LOCAL = "vLLM itself";
@@ -31,7 +31,7 @@ export function bar(parts, cls = "bar") {
   return made;
 }
 
-// A tier has the same colour wherever it is named.
+// A tier has the same colour everywhere.
 let places = new Map();
 
 export function place(names) {

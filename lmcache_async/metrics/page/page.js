@@ -1,4 +1,4 @@
-// Draws status.json every two seconds. What comes from there is text, never markup.
+// Fetches status.json every two seconds. All of its content is inserted as text, never as markup.
 
 import { at, node, place } from "./dom.js";
 import { showCharts } from "./plot.js";
@@ -34,11 +34,11 @@ function state(text, cls, notice = "") {
 async function refresh() {
   try {
     const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
-    if (!answer.ok) throw new Error(`the answer was ${answer.status} ${answer.statusText}`);
+    if (!answer.ok) throw new Error(`status ${answer.status} ${answer.statusText}`);
     show(await answer.json());
     state("live", "live");
   } catch (error) {
-    state("no answer", "lost", `There is no answer (${error.message}). What is shown may be old; it is asked for again every two seconds.`);
+    state("no answer", "lost", `No answer (${error.message}). The values may be outdated. The page retries every two seconds.`);
   }
 }
 

@@ -68,7 +68,7 @@ class Plot {
     this.most = ceiling(highest, chart.unit);
     this.axes();
     if (this.length() < 2) {
-      this.svg.append(shape("text", { class: "none", x: (this.left + this.right) / 2, y: (this.top + this.bottom) / 2 }, "the first values come in a moment"));
+      this.svg.append(shape("text", { class: "none", x: (this.left + this.right) / 2, y: (this.top + this.bottom) / 2 }, "waiting for the first values"));
     }
     for (const one of [...drawn].reverse()) this.trace(one);
     this.words(series);

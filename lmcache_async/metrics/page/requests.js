@@ -1,4 +1,4 @@
-// The table of recent requests: where each prompt came from, and why.
+// The table of recent requests.
 
 import { LOCAL, bar, colour, node } from "./dom.js";
 import { causes, sub, sum, table } from "./tables.js";
@@ -22,7 +22,7 @@ function originOf(request) {
   for (const [tier, tokens] of loaded ? loaded.by_tier : []) parts.push([tier, tokens, colour(tier)]);
   if (plan && plan.load_tokens && !loaded) parts.push(["loading", plan.load_tokens, "var(--faint)"]);
   const known = parts.reduce((total, part) => total + part[1], 0);
-  if (whole > known) parts.push([plan ? "computed" : "not there", whole - known, "var(--computed)"]);
+  if (whole > known) parts.push([plan ? "computed" : "not stored", whole - known, "var(--computed)"]);
   return { whole: Math.max(whole, known), parts };
 }
 
@@ -50,7 +50,7 @@ function whyCell({ plan, loaded }) {
 function decisions(decided) {
   const known = Object.entries(DECIDED).filter(([name]) => decided[name]);
   const counted = known.map(([name, [text]]) => `${text} ${short(decided[name])}`).join(", ");
-  return counted ? `where each prompt came from, and why; since the start: ${counted}` : "where each prompt came from, and why";
+  return counted ? `source and decision of each prompt; since the start: ${counted}` : "source and decision of each prompt";
 }
 
 export function requestTable(recent, now, decided) {
@@ -68,5 +68,5 @@ export function requestTable(recent, now, decided) {
       stored ? [`${short(stored.tokens)} tokens`, dropped ? sub(`${count(dropped)} chunks dropped: ${causes(stored.dropped)}`) : sub(bytes(stored.bytes))] : "–",
     ];
   });
-  return table("Recent requests", decisions(decided), columns, rows, "No request came yet.");
+  return table("Recent requests", decisions(decided), columns, rows, "No requests yet.");
 }

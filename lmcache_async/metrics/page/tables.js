@@ -1,4 +1,4 @@
-// Tables of tiers and tenants, and what tables are made of.
+// Tables of tiers and tenants.
 
 import { bar, colour, node } from "./dom.js";
 import { bytes, count, rate, short } from "./words.js";
@@ -27,7 +27,7 @@ export const sum = (counts) => Object.values(counts).reduce((total, one) => tota
 export const causes = (counts) => Object.entries(counts).map(([cause, number]) => `${cause} ${count(number)}`).join(", ");
 
 function room(held, most) {
-  if (most === null) return [bytes(held), sub("no bound of its own")];
+  if (most === null) return [bytes(held), sub("no limit of its own")];
   return [bar([[Math.min(1, most ? held / most : 0), "var(--accent)"]]), sub(`${bytes(held)} of ${bytes(most)}`)];
 }
 
@@ -76,7 +76,7 @@ export function tierTable(tiers) {
     short(tier.evictions),
     breakerCell(tier.breaker),
   ]);
-  return table("Tiers", "fastest first; counts since the start", columns, rows, "There is none.");
+  return table("Tiers", "fastest first; counts since the start", columns, rows, "No tiers.");
 }
 
 export function tenantTable(tenants) {
@@ -89,5 +89,5 @@ export function tenantTable(tenants) {
     count(tenant.writers),
     short(tenant.evictions),
   ]);
-  return table("Tenants", "whose records the pool holds", columns, rows, "Nobody has stored anything yet.");
+  return table("Tenants", "records in the pool", columns, rows, "No records yet.");
 }

@@ -1,4 +1,4 @@
-// The figures at the top of the page.
+// Key figures at the top of the page.
 
 import { bar, node } from "./dom.js";
 import { circuits } from "./tables.js";
@@ -44,7 +44,7 @@ export function engineTiles(told) {
     ),
     tile("Loaded", digits(loaded), loadedUnit, `${rate(totals.loaded_bytes, totals.load_seconds)} while loading`),
     tile("Stored", digits(stored), storedUnit, `${rate(totals.stored_bytes, totals.store_copy_seconds)} while copying`),
-    tile("Under way", count(work.running), work.running === 1 ? "call" : "calls", `${count(work.pinned_chunks)} chunks held for requests, ${count(work.late_calls)} late calls`),
+    tile("Running", count(work.running), work.running === 1 ? "call" : "calls", `${count(work.pinned_chunks)} pinned chunks, ${count(work.late_calls)} late calls`),
     memoryTile("Host memory", memory.leased_bytes, memory.bytes, `at most ${bytes(memory.peak_leased_bytes)} so far`),
     breakerTile(told.tiers),
   ];
@@ -54,10 +54,10 @@ export function daemonTiles(told) {
   const { pool, tenants } = told;
   const sum = (name) => tenants.reduce((total, tenant) => total + tenant[name], 0);
   return [
-    memoryTile("Pool", pool.bytes, pool.max_bytes, `${bytes(pool.unused_bytes)} never used so far`),
+    memoryTile("Pool", pool.bytes, pool.max_bytes, `${bytes(pool.unused_bytes)} not used so far`),
     tile("Records", short(sum("chunks")), "", `${count(tenants.length)} tenants`),
-    tile("Clients", count(pool.clients), "", "connections of engines of this host"),
+    tile("Clients", count(pool.clients), "", "connections of engines on this host"),
     tile("Leases", count(sum("readers") + sum("writers")), "", `${count(sum("readers"))} read, ${count(sum("writers"))} write`),
-    tile("Evictions", short(sum("evictions")), "", "records given up for room"),
+    tile("Evictions", short(sum("evictions")), "", "records evicted to make room"),
   ];
 }

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formatting of numbers.
 
 export const BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const DECIMAL = ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"];

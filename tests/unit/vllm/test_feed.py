@@ -1,4 +1,4 @@
-"""What the model's thread takes of an engine's metrics, between any two moments of the loop's thread."""
+"""Metrics of an engine as taken by the model thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def taken(feed: StatsFeed) -> Samples:
     return samples
 
 
-async def test_each_count_is_taken_once_and_zeros_come_first() -> None:
+async def test_each_count_is_taken_once_after_the_initial_zeros() -> None:
     async with Rig().open() as engine:
         feed = StatsFeed(engine)
         first = await taken(feed)
@@ -41,7 +41,7 @@ async def test_each_count_is_taken_once_and_zeros_come_first() -> None:
     assert not feed.take()
 
 
-async def test_what_is_not_taken_is_kept_as_one_and_not_counted_twice() -> None:
+async def test_values_that_were_not_taken_are_merged_with_later_ones() -> None:
     async with Rig().open() as engine:
         feed = StatsFeed(engine)
         for _ in range(3):
@@ -53,7 +53,7 @@ async def test_what_is_not_taken_is_kept_as_one_and_not_counted_twice() -> None:
         feed.close()
 
 
-async def test_the_models_thread_does_not_wait_for_the_loop_and_takes_no_news_for_none() -> None:
+async def test_the_model_thread_never_waits_for_the_loop() -> None:
     async with Rig().open() as engine:
         feed = StatsFeed(engine)
         feed._collect()
@@ -61,7 +61,7 @@ async def test_the_models_thread_does_not_wait_for_the_loop_and_takes_no_news_fo
             assert not feed.take()
 
         class Lock:
-            """The loop finds in the last moment that nothing is new."""
+            """The loop finds at the last moment that nothing has changed."""
 
             def acquire(self, *, blocking: bool) -> bool:
                 assert not blocking
@@ -77,7 +77,7 @@ async def test_the_models_thread_does_not_wait_for_the_loop_and_takes_no_news_fo
         feed.close()
 
 
-async def test_a_store_tells_once_however_many_chunks_it_has() -> None:
+async def test_a_store_notifies_once_for_all_its_chunks() -> None:
     rig = Rig(blocks=64, slabs=40)
     calls = []
     async with rig.open() as engine:
