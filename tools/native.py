@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ LIBRARIES = (
 )
 
 ADVICE = (
-    "tests of the tier mooncake will fail; install it and call this again. On Debian and Ubuntu:"
+    "tests of the tier mooncake will fail. Install it and run this again: on Debian and Ubuntu:"
     " apt install libibverbs1 libnuma1; on Fedora: dnf install libibverbs numactl-libs"
 )
 
@@ -82,26 +82,42 @@ def fetch(packages: Sequence[str], target: Path) -> None:
         OSError: There is no apt.
         subprocess.SubprocessError: apt or dpkg failed or timed out.
     """
-    with tempfile.TemporaryDirectory(prefix="native-") as name:
+    with apt() as (place, environment):
+        run_quietly(["apt-get", "-q", "download", *packages], place, environment)
+        unpacked = place / "unpacked"
+        unpacked.mkdir()
+        for package in place.glob("*.deb"):
+            run_quietly(["dpkg", "-x", str(package), str(unpacked)], place)
+        target.mkdir(parents=True, exist_ok=True)
+        for library in unpacked.rglob("*.so.*"):
+            if library.is_symlink():  # a soname: copy its target under that name
+                shutil.copyfile(library, target / library.name)
+
+
+@contextlib.contextmanager
+def apt(options: str = "") -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a temporary directory, and the environment of apt commands that keep their state and files in it.
+
+    Args:
+        options: Further lines of apt's configuration.
+
+    Raises:
+        OSError: There is no apt.
+        subprocess.SubprocessError: apt failed or timed out.
+    """
+    with tempfile.TemporaryDirectory(prefix="apt-") as name:
         place = Path(name)
-        for directory in ("state/lists/partial", "cache/archives/partial", "unpacked"):
+        for directory in ("state/lists/partial", "cache/archives/partial"):
             (place / directory).mkdir(parents=True)
-        config = place / "apt.conf"
         # The settings of this machine, such as its proxy, without its hooks.
-        own = [
-            line for line in run_quietly(["apt-config", "dump"], place).splitlines() if "-Invoke" not in line
-        ]
-        config.write_text("\n".join(own) + CONFIG.format(place), encoding="utf-8")
+        settings = run_quietly(["apt-config", "dump"], place).splitlines()
+        own = [line for line in settings if "-Invoke" not in line]
+        config = place / "apt.conf"
+        config.write_text("\n".join(own) + CONFIG.format(place) + options, encoding="utf-8")
         environment = os.environ | {"APT_CONFIG": str(config), "LC_ALL": "C"}
         with contextlib.suppress(subprocess.CalledProcessError):  # one of several sources may be unreachable
             run_quietly(["apt-get", "-q", "update"], place, environment)
-        run_quietly(["apt-get", "-q", "download", *packages], place, environment)
-        for package in place.glob("*.deb"):
-            run_quietly(["dpkg", "-x", str(package), str(place / "unpacked")], place)
-        target.mkdir(parents=True, exist_ok=True)
-        for library in (place / "unpacked").rglob("*.so.*"):
-            if library.is_symlink():  # a soname: copy its target under that name
-                shutil.copyfile(library, target / library.name)
+        yield place, environment
 
 
 def run_quietly(command: Sequence[str], directory: Path, environment: dict[str, str] | None = None) -> str:
