@@ -38,14 +38,14 @@ def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) 
     simulators.settle(sim)
     sim.add("second", tokens, max_tokens=2)
     sim.run()
-    recent = [engine_of(rank)._recent for rank in sim.ranks]
-    simulators.until(lambda: all(len(one.as_list()) == 2 for one in recent))
+    ranks = [engine_of(rank).metrics for rank in sim.ranks]
+    simulators.until(lambda: all(len(metrics.recent.as_list()) == 2 for metrics in ranks))
 
-    for one in recent:
-        second, first = one.as_list()
+    for metrics in ranks:
+        second, first = metrics.recent.as_list()
         assert first["plan"]["decided"] == "miss"
         assert second["plan"]["decided"] == "load"
         assert second["plan"]["prompt_tokens"] == 200
         assert second["plan"]["load_tokens"] > 0
         assert second["loaded"]["tokens"] >= second["plan"]["load_tokens"]
-        assert sum(one.decided.values()) == 2
+        assert sum(metrics.decided.values()) == 2
