@@ -90,19 +90,18 @@ class SchedulerMetrics(Metrics):
         """Count the lookup of an admitted request."""
         if admission.result is None:
             return
-        asked, local = admission.asked_tokens, admission.local_tokens
+        plan = admission.plan
+        asked, local = plan.prompt_tokens, plan.local_tokens
         self._count(self._asked_tokens, asked - local)
         self._count(self.counter("lookups_total", admission.result))
         if admission.result not in ("hit", "miss"):
             return
-        hit = max(0, min(admission.hit_tokens, asked) - local)
+        hit = max(0, min(plan.hit_tokens, asked) - local)
         for tier, tokens in split_tokens(admission.tiers, hit).items():
             self.counter("lookup_hit_tokens_total", tier).add(tokens)
-        if admission.load_tokens:
-            tiers = split_tokens(admission.tiers, admission.load_tokens)
-            self._loading[admission.request_id] = _LoadTokens(
-                asked, local, local + admission.load_tokens, tiers
-            )
+        if plan.load_tokens:
+            tiers = split_tokens(admission.tiers, plan.load_tokens)
+            self._loading[plan.request_id] = _LoadTokens(asked, local, local + plan.load_tokens, tiers)
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """Count the loaded tokens and the time that computing them would have taken."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache_async.integration.vllm.keys import Promise
 from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.types import RequestPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -207,25 +208,14 @@ class Admission:
 
     Attributes:
         result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if the request has none to count.
-        asked_tokens: Known tokens of the request.
-        local_tokens: Leading tokens in vLLM's own prefix cache.
-        hit_tokens: Leading tokens that the tiers have.
-        load_tokens: Tokens that are loaded.
+        plan: Sources of its tokens.
         tiers: Number of chunks of the hit by tier id.
-        decided: What was decided for the hit.
-        why: The reason, in words.
         first: The request was not admitted before.
     """
 
-    request_id: str
     result: str | None
-    asked_tokens: int
-    local_tokens: int
-    hit_tokens: int
-    load_tokens: int
+    plan: RequestPlan
     tiers: Mapping[str, int]
-    decided: Decided
-    why: str
     first: bool
 
 
@@ -513,18 +503,16 @@ class RequestTracker:
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
         decided, why = self._decision(state)
-        return Admission(
+        plan = RequestPlan(
             request_id=self.request_id,
-            result=self._result(state, hit),
-            asked_tokens=self.num_tokens,
+            prompt_tokens=self.num_tokens,
             local_tokens=self._local_tokens,
             hit_tokens=hit,
             load_tokens=load_tokens,
-            tiers=answer.tiers if answer is not None else {},
             decided=decided,
             why=why,
-            first=first,
         )
+        return Admission(self._result(state, hit), plan, answer.tiers if answer is not None else {}, first)
 
     def lookup_unused(self) -> Release | None:
         """Nothing is loaded, so the lookup's pins are not needed."""
@@ -709,28 +697,3 @@ class RequestTracker:
         if cursor.lost_chunk is not None and cursor.lost_chunk <= full:
             return cursor.lost_chunk * size
         return full * size + (self._tail_tokens if full == last and not cursor.tail_pending else 0)
-
-
-def track(
-    request: Any,
-    keys: RequestKeys,
-    options: RequestOptions,
-    roles: Roles,
-    policy: RequestPolicy,
-    *,
-    usable: bool,
-) -> RequestTracker:
-    """The tracker of a new request.
-
-    Args:
-        usable: The KV of the request depends only on what its keys contain.
-    """
-    return RequestTracker(
-        request,
-        keys,
-        policy,
-        may_load=usable and roles.loads and options.load,
-        may_store=usable and roles.stores and options.store,
-        hands_over=roles.hands_over or options.hand_over,
-        promise=options.promise,
-    )

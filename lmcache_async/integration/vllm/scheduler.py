@@ -38,7 +38,6 @@ from lmcache_async.integration.vllm.request import (
     RequestPolicy,
     RequestTracker,
     Roles,
-    track,
 )
 from lmcache_async.integration.vllm.versions import shutdown_timeout_s
 from lmcache_async.logging import LimitedLogger
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.events import Notice
     from lmcache_async.integration.vllm.keys import Promise
     from lmcache_async.integration.vllm.lookup import PromiseCounts
-    from lmcache_async.integration.vllm.request import Admission, LoadSpan, Release, StoreSpan
+    from lmcache_async.integration.vllm.request import LoadSpan, Release, StoreSpan
     from lmcache_async.metrics.samples import Samples
     from lmcache_async.tiers.base import Capabilities, Medium
 
@@ -443,7 +442,8 @@ class SchedulerConnector:
         tracker = self._tracker(request)
         admission = tracker.admitted(external_tokens)
         self.metrics.admitted(admission)
-        self._note_plan(admission)
+        if self._wants_plans and admission.first:
+            self._plans.append(admission.plan)
         if external_tokens == 0:
             self._release(tracker.lookup_unused())
         else:
@@ -621,7 +621,15 @@ class SchedulerConnector:
                 and self._media.all_by_content(request.mm_features)
             )
             keys = _keys_of(request, options.tags)
-            tracker = track(request, keys, options, self.roles, self._policy, usable=usable)
+            tracker = RequestTracker(
+                request,
+                keys,
+                self._policy,
+                may_load=usable and self.roles.loads and options.load,
+                may_store=usable and self.roles.stores and options.store,
+                hands_over=self.roles.hands_over or options.hand_over,
+                promise=options.promise,
+            )
             self._trackers[request.request_id] = tracker
         return tracker
 
@@ -638,20 +646,6 @@ class SchedulerConnector:
     def _release(self, release: Release | None) -> None:
         if release is not None:
             self._client.release(release.lookup, release.answer)
-
-    def _note_plan(self, admission: Admission) -> None:
-        if self._wants_plans and admission.first:
-            self._plans.append(
-                RequestPlan(
-                    request_id=admission.request_id,
-                    prompt_tokens=admission.asked_tokens,
-                    local_tokens=admission.local_tokens,
-                    hit_tokens=admission.hit_tokens,
-                    load_tokens=admission.load_tokens,
-                    decided=admission.decided,
-                    why=admission.why,
-                )
-            )
 
     # Loads
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lmcache_async.config import EngineConfig
-    from lmcache_async.device.copier import Copier, Fence
+    from lmcache_async.device.copier import Fence
     from lmcache_async.hashing import Namespace
     from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.jobs import Job, JobPart
     from lmcache_async.tiers.layers.notice import Watcher
-    from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
+    from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -52,21 +52,6 @@ for nothing, so only an event loop or copy threads that are held up take this lo
 
 STATS_INTERVAL_S = 0.5
 """Shortest time between two collections of the engine's metrics."""
-
-
-class Engine(Protocol):
-    """The parts of the cache engine that transfers use."""
-
-    @property
-    def copier(self) -> Copier: ...
-
-    async def store_chunks(self, request: StoreRequest) -> StoreReport: ...
-
-    async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport: ...
-
-    async def clear(self, *, memory_only: bool = False) -> int: ...
-
-    def planned(self, plan: RequestPlan) -> None: ...
 
 
 class Loop(Protocol):
@@ -80,18 +65,23 @@ class Transfers:
 
     The end of every job is reported exactly once, also after a failure: of a load by its request, of a store by its
     job. `load`, `store` and the `take_*` methods are called by the model's thread and do not block.
+
+    Attributes:
+        layerwise: The loads that the forward of their own step awaits.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CacheEngine,
         loop: Loop,
         *,
         rank: int,
         chunk_size: int,
         groups: Sequence[KVGroup],
+        layout: KVLayout,
         notices: Notices | None = None,
     ) -> None:
+        self.layerwise = LayerwiseLoads(self.give_up, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
@@ -105,18 +95,16 @@ class Transfers:
         self._copied: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
         self._loading: set[int] = set()  # jobs whose end is not reported yet
-        self._storing: set[int] = set()  # jobs whose blocks are not reported as copied yet
+        self._storing: dict[
+            int, int
+        ] = {}  # jobs whose blocks are not reported as copied, and their parts left
 
-    def load(self, jobs: Sequence[Job], progress: Mapping[int, LoadProgress] | None = None) -> None:
-        """Start loads, ordered after the work that the model's thread has queued on the device.
-
-        Args:
-            progress: By job, the progress of layer-wise loads.
-        """
+    def load(self, jobs: Sequence[Job]) -> None:
+        """Start loads, ordered after the work that the model's thread has queued on the device."""
         if not jobs:
             return
-        waited = progress or {}
-        self._expect(jobs)
+        waited = self.layerwise.start([job for job in jobs if job.layerwise])
+        self._expect_loads(jobs)
         try:
             started = self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
         except Exception as error:  # the loads fail, and vLLM computes instead
@@ -129,8 +117,7 @@ class Transfers:
         """Start stores of what the forward passes so far have computed."""
         if not jobs:
             return
-        with self._lock:
-            self._storing.update(job.job_id for job in jobs)
+        self._expect_stores(jobs)
         try:
             started = self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
         except Exception as error:  # the stores are dropped
@@ -148,24 +135,18 @@ class Transfers:
         except Exception as error:  # only the status page needs them
             logger.log(logging.ERROR, repr(error), "load decisions are not shown: %r", error, exc_info=True)
 
-    def lose_loads(self, jobs: Iterable[Job]) -> None:
-        """Report loads that were not started as failed in every block."""
-        for job in jobs:
-            self._expect([job])
-            self._load_ended(job, job.touched_blocks())
+    def drop(self, loads: Sequence[Job], stores: Sequence[Job]) -> None:
+        """Report jobs that were not started: loads as failed in every block, stores as copied."""
+        self._expect_loads(loads)
+        self._loads_lost(loads, {})
+        self._expect_stores(stores)
+        self._copies_ended(stores)
 
     def give_up(self, job: Job) -> None:
         """Report a layer-wise load that was started as failed in every block, whatever its outcome."""
         self._load_ended(job, ())
         with self._lock:
             self._failed_blocks.update(job.touched_blocks())
-
-    def drop_stores(self, jobs: Iterable[Job]) -> None:
-        """Report the blocks of stores that were not started as copied."""
-        for job in jobs:
-            with self._lock:
-                self._storing.add(job.job_id)
-            self._copy_ended(job)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended since the last call."""
@@ -246,12 +227,11 @@ class Transfers:
         return [block for ids in rows[report.hit_chunks :] for block in ids.tolist() if block != SKIP]
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
-        copied = _Countdown(len(job.parts), lambda: self._copy_ended(job))
         unshared: int | None = job.num_chunks
         try:
             if job.epoch < self._epoch:
                 return
-            reports = [await self._store_part(job, part, fence, copied.one) for part in job.parts]
+            reports = [await self._store_part(job, part, fence) for part in job.parts]
             present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
             unshared = job.num_chunks - present - shared
             if not unshared and not shared:
@@ -261,14 +241,12 @@ class Transfers:
                 logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True
             )
         finally:
-            copied.end()
+            self._copies_ended([job])
             if job.hand_over and unshared is not None:
                 with self._lock:
                     self._unshared[job.job_id] = unshared
 
-    async def _store_part(
-        self, job: Job, part: JobPart, fence: Fence | None, copied: Callable[[], None]
-    ) -> StoreReport:
+    async def _store_part(self, job: Job, part: JobPart, fence: Fence | None) -> StoreReport:
         chunks, rows = self._chunks(job, part)
         return await self._engine.store_chunks(
             StoreRequest(
@@ -277,7 +255,7 @@ class Transfers:
                 rows=rows,
                 request_namespace=job.request_namespace,
                 fence=fence,
-                on_copied=copied,
+                on_copied=lambda: self._part_copied(job),
             )
         )
 
@@ -299,9 +277,13 @@ class Transfers:
                 self._finished.add(job.request_id)
             self._failed_blocks.update(failed_blocks)
 
-    def _expect(self, jobs: Iterable[Job]) -> None:
+    def _expect_loads(self, jobs: Iterable[Job]) -> None:
         with self._lock:
             self._loading.update(job.job_id for job in jobs)
+
+    def _expect_stores(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            self._storing.update((job.job_id, len(job.parts)) for job in jobs)
 
     def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
         """No load of these runs any more: report those that were not reported, and end their progress."""
@@ -311,33 +293,20 @@ class Transfers:
         for waited in progress.values():
             waited.end()
 
-    def _copies_ended(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            self._copy_ended(job)
-
-    def _copy_ended(self, job: Job) -> None:
+    def _part_copied(self, job: Job) -> None:
         with self._lock:
-            if job.job_id in self._storing:
-                self._storing.discard(job.job_id)
-                self._copied[job.job_id] = 1
+            left = self._storing.get(job.job_id, 0) - 1
+            if left > 0:
+                self._storing[job.job_id] = left
+                return
+        self._copies_ended([job])
 
-
-class _Countdown:
-    """Calls a function once: when `one` was called `count` times, or at `end`."""
-
-    def __init__(self, count: int, function: Callable[[], None]) -> None:
-        self._left = count
-        self._function: Callable[[], None] | None = function
-
-    def one(self) -> None:
-        self._left -= 1
-        if self._left <= 0:
-            self.end()
-
-    def end(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
+    def _copies_ended(self, jobs: Iterable[Job]) -> None:
+        """The blocks of these stores are not read any more. A job is reported once."""
+        with self._lock:
+            for job in jobs:
+                if self._storing.pop(job.job_id, None) is not None:
+                    self._copied[job.job_id] = 1
 
 
 class LayerwiseLoads:
@@ -346,13 +315,16 @@ class LayerwiseLoads:
     Used on the model's thread.
 
     Args:
+        give_up: Reports a load as failed.
         layer_ends: For each layer, the number of leading planes that contain all of it. A layer that is missing here
             waits for every plane.
         num_planes: Planes of the layout.
     """
 
-    def __init__(self, transfers: Transfers, layer_ends: Mapping[str, int], num_planes: int) -> None:
-        self._transfers = transfers
+    def __init__(
+        self, give_up: Callable[[Job], None], layer_ends: Mapping[str, int], num_planes: int
+    ) -> None:
+        self._give_up = give_up
         self._ends = layer_ends
         self._num_planes = num_planes
         self._jobs: list[tuple[Job, LoadProgress]] = []
@@ -360,7 +332,7 @@ class LayerwiseLoads:
         self._deadline = 0.0
 
     def start(self, jobs: Sequence[Job]) -> Mapping[int, LoadProgress]:
-        """Start before the forward. Returns the progress of each job for `Transfers.load`."""
+        """Start before the forward. Returns the progress of each job."""
         if not jobs:
             return {}
         self.settle()
@@ -398,7 +370,7 @@ class LayerwiseLoads:
                     logging.ERROR, repr(error), "the outcome of a load is unknown: %r", error, exc_info=True
                 )
             if not proven:
-                self._transfers.give_up(job)
+                self._give_up(job)
 
     def _is_proven(self, progress: LoadProgress) -> bool:
         """Whether the forward waited for every layer, and the outcome of the load is known."""
@@ -524,7 +496,6 @@ class WorkerConnector:
         self._stop = asyncio.Event()
         self.engine: CacheEngine | None = None
         self._transfers: Transfers | None = None
-        self._layerwise: LayerwiseLoads | None = None
         self._feed: StatsFeed | None = None
         self._notices = Notices(config.chunk_size) if kv_events and rank == 0 else None
         self._loads_early = False
@@ -612,9 +583,9 @@ class WorkerConnector:
             rank=self.rank,
             chunk_size=self.config.chunk_size,
             groups=self._groups,
+            layout=layout,
             notices=self._notices,
         )
-        self._layerwise = LayerwiseLoads(transfers, layout.layer_ends, layout.num_planes)
         return LookupServer(engine, self._identity(namespace), self.socket, clear=transfers.clear)
 
     def begin_step(self, metadata: StepMetadata) -> bool:
@@ -626,13 +597,12 @@ class WorkerConnector:
     def start_loads(self) -> bool:
         """start_load_kv."""
         loads, self._loads = self._loads, ()
-        progress = self._waits.start([job for job in loads if job.layerwise])
-        self._running.load(loads, progress)
+        self._running.load(loads)
         return True
 
     def wait_for_layer(self, layer_name: str) -> bool:
         """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
-        self._waits.wait(layer_name)
+        self._running.layerwise.wait(layer_name)
         return True
 
     def start_stores(self) -> bool:
@@ -644,14 +614,13 @@ class WorkerConnector:
     def abandon_step(self) -> None:
         """Report jobs that were not started as failed or dropped, after an error."""
         loads, stores, self._loads, self._stores = self._loads, self._stores, (), ()
-        self._running.lose_loads(loads)
-        self._running.drop_stores(stores)
+        self._running.drop(loads, stores)
 
     def take_finished(self) -> set[str]:
         return self._running.take_finished()
 
     def take_failed_blocks(self) -> set[int]:
-        self._waits.settle()  # the forward is over
+        self._running.layerwise.settle()  # the forward is over
         return self._running.take_failed_blocks()
 
     def take_report(self) -> WorkerReport | None:
@@ -681,12 +650,6 @@ class WorkerConnector:
         if self._transfers is None:
             raise RuntimeError("the KV cache was never registered")
         return self._transfers
-
-    @property
-    def _waits(self) -> LayerwiseLoads:
-        if self._layerwise is None:
-            raise RuntimeError("the KV cache was never registered")
-        return self._layerwise
 
     async def _serve(
         self, layout: KVLayout, namespace: Namespace, opened: concurrent.futures.Future[None]

@@ -143,7 +143,7 @@ def test_a_hit_is_decided_once_for_each_number_of_local_tokens() -> None:
 def test_each_decision_has_a_reason() -> None:
     def decided(tracker: RequestTracker) -> tuple[str, str]:
         admission = tracker.admitted(0)
-        return admission.decided, admission.why
+        return admission.plan.decided, admission.plan.why
 
     off = tracker_of(1001, may_load=False)
     local = tracker_of(1001)
