@@ -27,8 +27,8 @@ LAYERWISE = (
     Mutation(
         "blocks of a layer-wise load that failed stay in vLLM's prefix cache",
         "lmcache_async/integration/vllm/scheduler.py",
-        "self._manager.evict_blocks({*own,",
-        "set({*own,",
+        "self._manager.evict_blocks(bad)",
+        "bad.clear()",
         TEST_LEFT_BEHIND,
     ),
     Mutation(

@@ -173,15 +173,6 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
     )
 
 
-def replica_of(vllm_config: Any) -> int:
-    """Number of the data-parallel replica of this engine; 0 without data parallelism.
-
-    Each replica of a dense model is an engine with `data_parallel_size` 1 and `data_parallel_rank` 0; only the
-    index differs.
-    """
-    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))  # older versions may lack it
-
-
 def _replicated(kv_cache_config: Any) -> bool:
     """Whether all tensor-parallel ranks have the same KV, as with MLA, whose latents are not split by head."""
     return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs_of(kv_cache_config))

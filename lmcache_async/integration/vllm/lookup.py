@@ -75,7 +75,7 @@ class Answer:
         partial_keys: Key of the partial chunk, by rank.
         partial_text: Extra text of the partial chunk.
         tiers: Number of chunks by the id of the tier that has them, on the first rank.
-        pinned: A rank holds leases for this lookup until it is told to release them.
+        pinned: A rank holds leases for this lookup until they are released.
         resident: Every rank holds leases for the whole hit: all of it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
     """

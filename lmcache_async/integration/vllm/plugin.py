@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: makes the connector known by its name."""
+"""Registration of the connector with vLLM, which calls it in each of its processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NAME = "LMCacheAsyncConnector"
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`. Calling it again changes nothing."""
+    """Register the connector. Entry point of the group `vllm.general_plugins`; repeated calls have no effect."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -22,11 +22,11 @@ from lmcache_async.integration.vllm.config import (
     engine_config,
     groups_of,
     namespace_of,
-    replica_of,
 )
 from lmcache_async.integration.vllm.events import Notices
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
+from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
@@ -521,7 +521,7 @@ class WorkerConnector:
             groups=groups,
             socket=socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank),
             kv_events=events is not None and events.enable_kv_cache_events,
-            replica=replica_of(vllm_config),
+            replica=data_parallel_index(vllm_config),
             open_engine=open_engine,
         )
 

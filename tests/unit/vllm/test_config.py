@@ -31,9 +31,9 @@ from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
     namespace_of,
-    replica_of,
     unsupported_reason,
 )
+from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
@@ -371,11 +371,11 @@ def test_a_replica_of_a_dense_model_is_known_by_its_index(rank: int):
     parallel.reconfigure_for_independent_dp_rank()  # as vLLM does in the replica's process
 
     assert parallel.data_parallel_rank == 0
-    assert replica_of(SimpleNamespace(parallel_config=parallel)) == rank
+    assert data_parallel_index(SimpleNamespace(parallel_config=parallel)) == rank
 
 
 def test_a_vllm_without_data_parallelism_is_the_first_replica(config: Any):
-    assert replica_of(config) == 0
+    assert data_parallel_index(config) == 0
 
 
 def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):

@@ -140,8 +140,8 @@ def test_a_salted_prompt_is_not_told_of_and_nothing_is_where_nobody_wants_it(
     sim.run()
     steps_until(sim, until, lambda: len(events) >= 6)
 
-    told = {token for event in events for token in event.token_ids}
-    assert not told - set(prompt(3 * CHUNK, 2))
+    reported = {token for event in events for token in event.token_ids}
+    assert not reported - set(prompt(3 * CHUNK, 2))
 
 
 def test_without_kv_events_no_tier_is_watched(make: Any, until: Until) -> None:

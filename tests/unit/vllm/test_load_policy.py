@@ -142,7 +142,7 @@ def test_decodes_and_ends_without_a_beginning_say_nothing():
     time.now = 1.0
     clock.end()
     clock.begin(1000)
-    clock.begin(0)  # its end was never told
+    clock.begin(0)  # its end was never reported
     clock.end()
 
     assert not clock.known

@@ -40,7 +40,7 @@ async def test_what_is_no_map_is_refused():
         await received(b"\x01\x00\x00\x00\x07")
 
 
-def test_both_halves_find_the_same_socket(socket_dir: Path):
+def test_scheduler_and_worker_find_the_same_socket(socket_dir: Path):
     assert socket_path(socket_dir, "engine", 1) == socket_path(socket_dir, "engine", 1)
 
 

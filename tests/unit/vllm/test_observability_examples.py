@@ -251,9 +251,9 @@ def test_prometheus_reads_the_rules_and_two_jobs() -> None:
 
 def test_the_docs_have_every_series_as_the_code_does() -> None:
     page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text()
-    told = re.findall(r"^\| `(lmcache_async_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    documented = re.findall(r"^\| `(lmcache_async_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
 
-    assert told == [
+    assert documented == [
         (one.full_name, one.kind, ", ".join(f"`{label}`" for label in one.labels) or "none", one.help)
         for one in SERIES.values()
     ]

@@ -29,7 +29,7 @@ IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 
 
 class Client:
-    """The lookup client without its thread: hashes at once unless told not to, answers when told to."""
+    """The lookup client without its thread: hashes at once unless `hashes` is False; answers when `answer` is called."""
 
     def __init__(self) -> None:
         self.time = 0.0

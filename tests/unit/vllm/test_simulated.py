@@ -86,8 +86,8 @@ def expected(tokens: list[int], max_tokens: int) -> list[int]:
 
 
 def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
-    half = scheduler_of(sim)
-    assert (half.has_work, half.num_requests, half.loads_active) == (False, 0, False)
+    side = scheduler_of(sim)
+    assert (side.has_work, side.num_requests, side.loads_active) == (False, 0, False)
     assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1
 
 

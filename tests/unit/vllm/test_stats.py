@@ -88,8 +88,8 @@ def server_metrics(sim: SimulatedVLLM) -> KVConnectorProm:
 
 def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> None:
     """Hand over what the steps gave, as vLLM's front end does behind its socket."""
-    told, sim.connector_stats = sim.connector_stats, []
-    for stats in told:
+    received, sim.connector_stats = sim.connector_stats, []
+    for stats in received:
         prom.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), engine)
 
 
@@ -105,18 +105,20 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
-def run_until_told(sim: SimulatedVLLM, prom: KVConnectorProm, until: Until, wanted: dict[Any, float]) -> None:
+def run_until_received(
+    sim: SimulatedVLLM, prom: KVConnectorProm, until: Until, wanted: dict[Any, float]
+) -> None:
     """Steps of other requests bring what the workers have counted in the meantime."""
     seeds = iter(range(1000, 2000))
 
-    def told() -> bool:
+    def received() -> bool:
         sim.add(f"beside {next(seeds)}", prompt(20, next(seeds)), max_tokens=1)
         sim.run()
         served(sim, prom)
         found = values()
         return all(found.get(key) == value for key, value in wanted.items())
 
-    until(told)
+    until(received)
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
@@ -128,21 +130,21 @@ def test_a_hit_is_told_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until
     settle(sim, until)
     sim.add("warm", tokens)
     sim.run()
-    run_until_told(sim, prom, until, {("retrieve_hit_tokens_total", "cpu"): 2 * 496})
+    run_until_received(sim, prom, until, {("retrieve_hit_tokens_total", "cpu"): 2 * 496})
 
-    told = values(**LABELS)
-    assert told["retrieve_seconds_count",] == 2  # a retrieve of each rank
-    assert told["retrieve_asked_tokens_total",] == 2 * 496
-    assert told["lookup_hit_tokens_total", "cpu"] == told["load_tokens_total", "cpu"] == 496
-    assert told["decided_total", "load"] == 1
-    assert told["lookups_total", "hit"] == 1
-    assert told["prefill_saved_seconds_total",] == pytest.approx(4.96)
-    assert told["prefill_tokens_per_second",] == 100
-    assert told["arena_bytes",] > 8 << 20  # of both ranks
-    assert told["tier_chunks", "disk"] >= 2 * 8
-    assert told["breaker_state", "read", "disk"] == 0
-    assert told["tier_call_seconds_count", "cpu", "get_many"] >= 2
-    assert values() == told  # every series has vLLM's labels
+    received = values(**LABELS)
+    assert received["retrieve_seconds_count",] == 2  # a retrieve of each rank
+    assert received["retrieve_asked_tokens_total",] == 2 * 496
+    assert received["lookup_hit_tokens_total", "cpu"] == received["load_tokens_total", "cpu"] == 496
+    assert received["decided_total", "load"] == 1
+    assert received["lookups_total", "hit"] == 1
+    assert received["prefill_saved_seconds_total",] == pytest.approx(4.96)
+    assert received["prefill_tokens_per_second",] == 100
+    assert received["arena_bytes",] > 8 << 20  # of both ranks
+    assert received["tier_chunks", "disk"] >= 2 * 8
+    assert received["breaker_state", "read", "disk"] == 0
+    assert received["tier_call_seconds_count", "cpu", "get_many"] >= 2
+    assert values() == received  # every series has vLLM's labels
 
 
 def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, until: Until) -> None:
@@ -228,8 +230,8 @@ def _steps_tell(sim: SimulatedVLLM, logged: KVConnectorLogging, name: str) -> bo
     for stats in sim.connector_stats:
         logged.observe(stats)
     sim.connector_stats = []
-    told = logged.transfer_stats_accumulator
-    return told is not None and name in told.reduce()
+    received = logged.transfer_stats_accumulator
+    return received is not None and name in received.reduce()
 
 
 def filled(source: str = "rank 0", **gauges: float) -> list[Any]:

@@ -229,7 +229,7 @@ def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Un
     ],
     ids=["all", "not all", "none", "written before", "it failed"],
 )
-def test_of_a_store_to_be_handed_over_the_tiers_answer_is_told(
+def test_of_a_store_to_be_handed_over_the_answer_of_the_tiers_is_reported(
     worker: Worker, until: Until, report: StoreReport | None, unshared: int | None
 ):
     if report is None:
@@ -238,17 +238,17 @@ def test_of_a_store_to_be_handed_over_the_tiers_answer_is_told(
         worker.engine.store_report = report
     worker.begin_step(StepMetadata(stores=(replace(job(7), hand_over=True), job(8))))
     worker.start_stores()
-    told: dict[int, int] = {}
+    reported: dict[int, int] = {}
     seen: set[int] = set()
 
     def both_have_ended() -> bool:
         if (found := worker.take_report()) is not None:
-            told.update(found.unshared)
+            reported.update(found.unshared)
             seen.update(found.copied)
-        return seen == {7, 8} and (unshared is None or 7 in told)
+        return seen == {7, 8} and (unshared is None or 7 in reported)
 
     until(both_have_ended)
-    assert told == ({} if unshared is None else {7: unshared})
+    assert reported == ({} if unshared is None else {7: unshared})
 
 
 def test_a_store_that_fails_gives_its_blocks_back(worker: Worker, until: Until):
