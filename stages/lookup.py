@@ -39,10 +39,13 @@ class LookupStage:
             masked = [i for i in missing if (batch.rows[i] < 0).any()]
             drops["masked"] += len(masked)
             missing = [i for i in missing if i not in set(masked)]
+        rows = batch.rows[: len(chunks)]
+        if len(missing) < len(chunks):
+            chunks, rows = tuple(chunks[i] for i in missing), tuple(rows[i] for i in missing)
         return MissingBatch(
             request=batch.request,
-            chunks=tuple(chunks[i] for i in missing),
-            rows=tuple(batch.rows[i] for i in missing),
+            chunks=chunks,
+            rows=rows,
             drops=drops,
             present=present,
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
-from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.report import BatchStored, WriteOutcomes
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -21,21 +20,15 @@ class WriteStage:
         self._stack = stack
 
     async def __call__(self, batch: SealedBatch) -> BatchStored:
-        loop = asyncio.get_running_loop()
-        outcomes: list[asyncio.Future[str]] = [loop.create_future() for _ in batch.chunks]
-
-        def on_outcome(position: int, cause: str) -> None:
-            if not outcomes[position].done():
-                outcomes[position].set_result(cause)
-
+        outcomes = WriteOutcomes(len(batch.chunks))
         items = [(chunk.key, buffer) for chunk, buffer in zip(batch.chunks, batch.buffers, strict=True)]
         at_rest = batch.at_rest if isinstance(batch, EncryptedBatch) else None
-        shared = await self._stack.write(items, on_outcome, at_rest=at_rest)
+        shared = await self._stack.write(items, outcomes.note, at_rest=at_rest)
         return BatchStored(
             chunks=batch.chunks,
-            outcomes=tuple(outcomes),
+            outcomes=outcomes,
             shared=tuple(map(tuple, shared)),
             present=batch.present,
             dropped=Counter(batch.drops),
-            bytes=sum(buffer.nbytes for buffer in batch.buffers),
+            bytes=sum([buffer.nbytes for buffer in batch.buffers]),
         )

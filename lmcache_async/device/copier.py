@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,7 @@ class Fence:
     event: DeviceEvent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyJob:
+class CopyJob(NamedTuple):
     """Rows and payload of one chunk.
 
     Attributes:

@@ -267,7 +267,7 @@ class CacheEngine:
                     batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
                 except (BudgetExceededError, TierError) as error:
                     batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
-                waiting = [outcome for batch in batches for outcome in batch.outcomes if not outcome.done()]
+                waiting = [end for batch in batches if (end := batch.outcomes.pending()) is not None]
                 if waiting:
                     await asyncio.wait(waiting, timeout=left())
                 report = _merge_stored(batches, start, copied.time or start)
@@ -535,16 +535,17 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
     dropped: Counter[str] = Counter()
     for batch in batches:
         dropped.update(batch.dropped)
-        for chunk, outcome in zip(batch.chunks, batch.outcomes, strict=True):
-            cause = outcome.result() if outcome.done() else "deadline"
-            if cause:
-                dropped[cause] += 1
-            else:
-                stored += 1
-                tokens += len(chunk.tokens)
+        causes = batch.outcomes.causes
+        stored += causes.count("")
+        tokens += sum(
+            [len(chunk.tokens) for chunk, cause in zip(batch.chunks, causes, strict=True) if cause == ""]
+        )
+        dropped.update(cause or "deadline" for cause in causes if cause != "")
     return StoreReport(
         stored=stored,
-        shared=sum(map(_in_a_shared_tier, chain.from_iterable(batch.shared for batch in batches))),
+        shared=sum(
+            map(_in_a_shared_tier, filter(None, chain.from_iterable(batch.shared for batch in batches)))
+        ),
         present=sum(batch.present for batch in batches),
         dropped=dropped,
         tokens=tokens,

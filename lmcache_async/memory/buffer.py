@@ -47,8 +47,8 @@ class Slab:
     """
 
     __slots__ = (
-        *("__weakref__", "_bytes", "_guard", "_owner", "_region"),
-        *("common", "index", "leases", "nbytes", "offset"),
+        *("__weakref__", "_bytes", "_guard", "_region"),
+        *("common", "index", "leases", "nbytes", "offset", "owner"),
     )
 
     def __init__(
@@ -67,7 +67,7 @@ class Slab:
         self.common = common
         self.leases = 0
         self._region = region
-        self._owner = owner
+        self.owner = owner
         self._bytes: Bytes | None = None
         self._guard: weakref.ref[Bytes] | None = None
 
@@ -93,13 +93,13 @@ class Slab:
         self.leases -= 1
         if self.leases == 0:
             if self._bytes is None:
-                self._owner.slab_idle(self)
+                self.owner.slab_idle(self)
             elif not self.common and sys.getrefcount(self._bytes) == _NO_VIEWS:
-                self._owner.slab_idle(self)  # the array is used again by the next lease
+                self.owner.slab_idle(self)  # the array is used again by the next lease
             else:
                 self._guard = weakref.ref(self._bytes, self._views_gone)
                 self._bytes = None  # calls `_views_gone` now, or when the last view is gone
-        self._owner.lease_ended(self)
+        self.owner.lease_ended(self)
 
     def forget_bytes(self) -> None:
         """Drop the array of an idle slab, which keeps the region mapped."""
@@ -107,7 +107,7 @@ class Slab:
 
     def _views_gone(self, guard: weakref.ref[Bytes]) -> None:
         del guard
-        self._owner.slab_idle(self)
+        self.owner.slab_idle(self)
 
 
 def _count_own_references() -> int:
@@ -151,37 +151,34 @@ class Buffer:
     one or both: see `lmcache_async.tiers.border`.
 
     Attributes:
+        nbytes: Requested length in bytes, or that of `resize`; at most the length of the slab. Read-only.
+        released: Whether the lease was released. Read-only.
         readonly: Views and arrays of this lease reject writes, and its tensors are copies.
         owner: Releases the lease. Other code need not release it, and may release it repeatedly.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_released", "_slab", "_views", "owner", "readonly")
+    __slots__ = ("__weakref__", "_slab", "_views", "nbytes", "owner", "readonly", "released")
 
     def __init__(self, slab: Slab, nbytes: int) -> None:
         if not 0 <= nbytes <= slab.nbytes:
             raise _wrong_size(nbytes, slab)
         slab.leases += 1
         self._slab = slab
-        self._nbytes = nbytes
-        self._released = False
+        self.nbytes = nbytes
+        self.released = False
         self._views: dict[int, memoryview] | None = None  # None for most leases
         self.readonly = False
         self.owner: LeaseOwner | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Requested length in bytes, or that of `resize`; at most the length of the slab."""
-        return self._nbytes
-
-    @property
-    def released(self) -> bool:
-        return self._released
 
     @property
     def shared(self) -> bool:
         """Whether the slab has readers other than this lease. It must not be written to then."""
         self._check_leased()
         return self._slab.common or self._slab.leases > 1
+
+    def is_of(self, owner: object) -> bool:
+        """Whether this is a lease of one of the slabs of `owner`."""
+        return self._slab.owner is owner
 
     @property
     def address(self) -> int:
@@ -191,12 +188,12 @@ class Buffer:
     @property
     def view(self) -> memoryview:
         """All `nbytes` bytes; writable unless the lease is read-only. Raises ValueError after the release."""
-        return self._view(self._nbytes)
+        return self._view(self.nbytes)
 
     @property
     def padded_view(self) -> memoryview:
         """`view`, extended to a multiple of 4096 bytes for direct I/O."""
-        return self._view(-(-self._nbytes // PAGE) * PAGE)
+        return self._view(-(-self.nbytes // PAGE) * PAGE)
 
     @property
     def array(self) -> Bytes:
@@ -204,11 +201,12 @@ class Buffer:
 
         The array of a read-only lease cannot be made writable.
         """
-        return self._bytes()[: self._nbytes]
+        return self._bytes()[: self.nbytes]
 
     def array_from(self, offset: int) -> Bytes:
         """Return `array[offset:]`."""
-        return self._bytes()[offset : self._nbytes]
+        found = self._slab.bytes if not (self.released or self.readonly) else self._bytes()
+        return found[offset : self.nbytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """Return the bytes from `offset` on as a tensor, without a copy.
@@ -226,8 +224,8 @@ class Buffer:
         import torch
 
         stop = offset + math.prod(shape) * dtype.itemsize
-        if not 0 <= offset <= stop <= self._nbytes:
-            raise ValueError(f"bytes {offset} to {stop} are not all within the {self._nbytes} of the buffer")
+        if not 0 <= offset <= stop <= self.nbytes:
+            raise ValueError(f"bytes {offset} to {stop} are not all within the {self.nbytes} of the buffer")
         array = self._bytes()[offset:stop]
         return torch.from_numpy(array.copy() if self.readonly else array).view(dtype).view(shape)
 
@@ -236,8 +234,9 @@ class Buffer:
 
         It has its own length and is read-only if this lease is.
         """
-        self._check_leased()
-        lease = Buffer(self._slab, self._nbytes)
+        if self.released:
+            self._check_leased()
+        lease = Buffer(self._slab, self.nbytes)
         lease.readonly = self.readonly
         if self.owner is not None:
             self.owner.retained(lease)
@@ -246,7 +245,7 @@ class Buffer:
     def lend(self, owner: LeaseOwner) -> Buffer:
         """Return another lease of the same slab, read-only and released by `owner`."""
         self._check_leased()
-        lease = Buffer(self._slab, self._nbytes)
+        lease = Buffer(self._slab, self.nbytes)
         lease.readonly = True
         lease.owner = owner
         return lease
@@ -259,12 +258,12 @@ class Buffer:
         self._check_leased()
         lease = Buffer.__new__(Buffer)
         lease._slab = self._slab
-        lease._nbytes = self._nbytes
-        lease._released = False
+        lease.nbytes = self.nbytes
+        lease.released = False
         lease._views = None
         lease.readonly = False
         lease.owner = None
-        self._released = True
+        self.released = True
         if self._views is not None:
             self._end_views(self._views)
         return lease
@@ -278,7 +277,7 @@ class Buffer:
         self._check_leased()
         if not 0 <= nbytes <= self._slab.nbytes:
             raise _wrong_size(nbytes, self._slab)
-        self._nbytes = nbytes
+        self.nbytes = nbytes
 
     def release(self) -> None:
         """Release the lease. Its views become unusable.
@@ -286,11 +285,11 @@ class Buffer:
         Raises:
             RuntimeError: The lease was released before and has no owner.
         """
-        if self._released:
+        if self.released:
             if self.owner is not None:
                 return
             raise RuntimeError(f"the lease of slab {self._slab.index} was given back twice")
-        self._released = True
+        self.released = True
         if self._views is not None:
             self._end_views(self._views)
         self._slab.drop()
@@ -304,8 +303,8 @@ class Buffer:
         self.release()
 
     def __repr__(self) -> str:
-        state = "released" if self._released else f"{self._slab.leases} leases"
-        return f"<Buffer of {self._nbytes} bytes in slab {self._slab.index}, {state}>"
+        state = "released" if self.released else f"{self._slab.leases} leases"
+        return f"<Buffer of {self.nbytes} bytes in slab {self._slab.index}, {state}>"
 
     def _bytes(self) -> Bytes:
         self._check_leased()
@@ -334,7 +333,7 @@ class Buffer:
         self._views = None
 
     def _check_leased(self) -> None:
-        if self._released:
+        if self.released:
             raise ValueError(f"the lease of slab {self._slab.index} was released")
 
 

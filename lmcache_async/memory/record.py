@@ -170,7 +170,9 @@ class HeaderTemplate:
         key = chunk.key
         if len(key) != KEY_BYTES or len(checksum) != _CHECKSUM_BYTES:
             raise ValueError(f"key {key.hex()} or checksum {checksum.hex()} does not have 16 bytes")
-        tokens = _token_bytes(chunk.tokens)
+        tokens = (
+            chunk.tokens if chunk.tokens.dtype is _TOKEN_TYPE else _little_endian(chunk.tokens)
+        ).tobytes()
         return b"".join(
             (self._before_key, key, self._before_tokens, tokens, self._rest, checksum, self._tail)
         )
@@ -283,8 +285,12 @@ def _pack(fields: dict[str, Any]) -> bytes:
     return packed
 
 
+def _little_endian(tokens: Tokens) -> Tokens:
+    return tokens.astype(_TOKEN_TYPE)
+
+
 def _token_bytes(tokens: Tokens) -> bytes:
-    return (tokens if tokens.dtype is _TOKEN_TYPE else tokens.astype(_TOKEN_TYPE)).tobytes()
+    return _little_endian(tokens).tobytes()
 
 
 def _bounded(text: str) -> str:

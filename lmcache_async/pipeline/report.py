@@ -10,13 +10,45 @@ from lmcache_async.errors import TierError
 from lmcache_async.types import Chunk
 
 
+class WriteOutcomes:
+    """Outcome of each chunk of a batch, complete when the slowest tier has finished.
+
+    Args:
+        count: Number of chunks.
+
+    Attributes:
+        causes: For each chunk "" if at least one tier stored it, else the cause; None as long as it is not known.
+    """
+
+    __slots__ = ("_complete", "_left", "causes")
+
+    def __init__(self, count: int) -> None:
+        self.causes: list[str | None] = [None] * count
+        self._left = count
+        self._complete: asyncio.Future[None] | None = None
+
+    def note(self, position: int, cause: str) -> None:
+        """Note the outcome of a chunk. Only the first one counts."""
+        if self.causes[position] is None:
+            self.causes[position] = cause
+            self._left -= 1
+            if not self._left and self._complete is not None and not self._complete.done():
+                self._complete.set_result(None)
+
+    def pending(self) -> asyncio.Future[None] | None:
+        """Return a future that is done when the outcomes are complete; None if they are."""
+        if self._left and self._complete is None:
+            self._complete = asyncio.get_running_loop().create_future()
+        return self._complete if self._left else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStored:
     """Result of storing a batch of chunks. Complete when the slowest tier has finished.
 
     Attributes:
         chunks: Chunks that were written to the tiers.
-        outcomes: For each chunk, "" if at least one tier stored it, else the cause.
+        outcomes: Outcomes of these chunks.
         shared: For each chunk, the results of the tiers that are shared with other processes; None if the
             tier stored it, else the error.
         present: Number of chunks of the request that were stored before.
@@ -25,7 +57,7 @@ class BatchStored:
     """
 
     chunks: tuple[Chunk, ...] = ()
-    outcomes: tuple[asyncio.Future[str], ...] = ()
+    outcomes: WriteOutcomes = field(default_factory=lambda: WriteOutcomes(0))
     shared: tuple[tuple[asyncio.Future[TierError | None], ...], ...] = ()
     present: int = 0
     dropped: Counter[str] = field(default_factory=Counter)

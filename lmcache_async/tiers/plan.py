@@ -40,6 +40,8 @@ class Cover:
 
 def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
     """Group consecutive chunks of the same tier: (tier, start, stop) in prefix order."""
+    if tiers and tiers.count(tiers[0]) == len(tiers):  # by far the most frequent case
+        return [(tiers[0], 0, len(tiers))]
     result: list[tuple[int, int, int]] = []
     start = 0
     for tier, group in groupby(tiers):

@@ -34,7 +34,6 @@ class CPUTier(Tier):
         self._max_bytes = config.max_bytes
         self._max_slabs = 0
         self._arena: Arena | None = None
-        self._addresses = range(0)
         self._chunks: dict[ChunkKey, Buffer] = {}
         self._policy = LRUPolicy()
         self._evictions = 0
@@ -59,7 +58,6 @@ class CPUTier(Tier):
                 " bytes: raise max_bytes or lower chunk_size"
             )
         self._arena = arena
-        self._addresses = range(arena.address, arena.address + arena.num_slabs * arena.slab_bytes)
         arena.add_reclaimer(self._reclaim)
 
     async def contains(self, key: ChunkKey) -> bool:
@@ -105,8 +103,7 @@ class CPUTier(Tier):
                 results.append(error)
             else:
                 results.append(None)
-        for key, _ in reversed(items):  # one by one: the chunks may be of several prompts
-            self._policy.touch([key])
+        self._policy.touch_each([key for key, _ in items])
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -158,22 +155,21 @@ class CPUTier(Tier):
         # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
         self._policy.add(key, 1)
         try:
-            self._make_room()
-            self._chunks[key] = self._lease(buffer)
+            if len(self._chunks) >= self._max_slabs:
+                self._make_room()
+            self._chunks[key] = buffer.retain() if buffer.is_of(self._arena) else self._copy(buffer)
         except BaseException:
             self._policy.discard(key)
             raise
 
     def _make_room(self) -> None:
-        if len(self._chunks) >= self._max_slabs and not self._evict(1):
+        if not self._evict(1):
             raise TierFullError(f"all {self._max_slabs} slabs of the cpu tier are in use")
 
-    def _lease(self, buffer: Buffer) -> Buffer:
-        """Return a lease for the tier: of the same slab, or of a copy if the buffer is not in the arena."""
+    def _copy(self, buffer: Buffer) -> Buffer:
+        """Return a lease of a copy in the arena."""
         arena = self._arena
         assert arena is not None  # open
-        if buffer.address in self._addresses:
-            return buffer.retain()
         lease = arena.lease_nowait(buffer.nbytes)
         if lease is None:
             raise TierFullError(f"the arena has no slab free for a chunk of {buffer.nbytes} bytes")

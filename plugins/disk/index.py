@@ -117,8 +117,7 @@ class DiskIndex:
 
     def touch_each(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of chunks of one or several prompts, each prompt's in prefix order."""
-        for key in reversed(keys):
-            self._policy.touch([key])
+        self._policy.touch_each(keys)
 
     @contextlib.contextmanager
     def reading(self, key: ChunkKey) -> Iterator[None]:

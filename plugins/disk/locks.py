@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 
 class KeyLocks:
@@ -57,7 +57,7 @@ class KeyLocks:
 
 
 class PrioritySemaphore:
-    """Limit concurrent reads and admit waiters of older calls first.
+    """Limit concurrent reads and admit those of older calls first.
 
     The records of one call are read together this way, so they can be verified and copied while those of the
     next call are read. In order of arrival, concurrent batches would all end at the same time.
@@ -69,34 +69,26 @@ class PrioritySemaphore:
     def __init__(self, slots: int) -> None:
         self._free = slots
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, Callable[[], bool]]] = []
 
-    async def acquire(self, priority: int) -> None:
-        """Wait for a slot.
+    def submit(self, priority: int, start: Callable[[], bool]) -> None:
+        """Call `start` when there is a slot, now or in a later `release`.
 
-        Waiters are admitted in ascending order of `priority`, then in order of arrival. If the call is
-        cancelled while waiting, no slot is taken.
+        Calls are made in ascending order of `priority`, then in order of arrival.
 
         Args:
             priority: Number of the call; lower is older.
+            start: Starts the read and returns True, or returns False if it does not use the slot.
         """
-        if self._free:
+        if not self._free:
+            heapq.heappush(self._waiting, (priority, next(self._arrivals), start))
+        elif start():
             self._free -= 1
-            return
-        admitted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), admitted))
-        try:
-            await admitted
-        except asyncio.CancelledError:
-            if not admitted.cancelled():
-                self.release()
-            raise
 
     def release(self) -> None:
-        """Release a slot, to the next waiter if there is one."""
+        """Release the slot of a started read."""
         while self._waiting:
-            *_, admitted = heapq.heappop(self._waiting)
-            if not admitted.done():
-                admitted.set_result(None)
+            *_, start = heapq.heappop(self._waiting)
+            if start():
                 return
         self._free += 1

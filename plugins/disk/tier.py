@@ -137,23 +137,23 @@ class DiskTier(Tier):
         """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""
         with self._call() as store, reads(len(keys)) as results:
             call = next(self._numbers)
-            reading = BatchRead(store, results)
+            reading = BatchRead(store, results, call)
             async with store.in_use(keys):
                 try:
                     for position, key in enumerate(keys):
                         if (entry := reading.begin(position, key)) is None:
                             continue
                         try:
-                            buffer = results[position] = await allocate(entry.nbytes)
+                            results[position] = await allocate(entry.nbytes)
                         except BudgetExceededError as error:  # the chunks that got memory are usable
                             results[position] = no_memory(error)
                             break
-                        await store.read_slots.acquire(call)
-                        reading.start(position, buffer)
-                    await reading.wait()
+                        reading.submit(position)
+                    if (ended := reading.ended()) is not None:
+                        await asyncio.wait([ended])
                 finally:
                     await reading.end()
-            await reading.drop_unreadable()
+            await reading.finish()
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -591,17 +591,20 @@ class BatchRead:
     Args:
         store: The records.
         results: Results of the call. A record that cannot be read is a miss there, or its error.
+        call: Number of the call; reads of lower numbers come first.
     """
 
-    def __init__(self, store: RecordStore, results: list[Buffer | TierError | None]) -> None:
+    def __init__(self, store: RecordStore, results: list[Buffer | TierError | None], call: int) -> None:
         self._store = store
         self._results = results
+        self._call = call
         self._loop = asyncio.get_running_loop()
         self._begun: dict[int, tuple[ChunkKey, Entry]] = {}  # excluded from eviction
+        self._waiting: set[int] = set()  # for a slot
         self._running: dict[int, Future[int | Failure]] = {}
         self._failures: list[tuple[int, ChunkKey, Entry, Failure]] = []
-        self._bug: BaseException | None = None  # of a read
-        self._idle: asyncio.Future[None] | None = None  # done when `_running` is empty
+        self._error: BaseException | None = None  # a read could not be started, or has a bug
+        self._idle: asyncio.Future[None] | None = None  # done when no read is waiting or running
 
     def begin(self, position: int, key: ChunkKey) -> Entry | None:
         """Exclude a record from eviction until its read has ended. Return None if there is no valid one."""
@@ -617,38 +620,53 @@ class BatchRead:
         self._begun[position] = key, entry
         return entry
 
-    def start(self, position: int, buffer: Buffer) -> None:
-        """Start the read of a record in a thread. The caller has acquired a slot, which is released at its end."""
-        store = self._store
+    def submit(self, position: int) -> None:
+        """Start the read of a record in a thread, into its buffer, as soon as there is a slot for it."""
+        self._waiting.add(position)
+        self._store.read_slots.submit(self._call, partial(self._start, position))
+
+    def _start(self, position: int) -> bool:
+        if position not in self._waiting:  # withdrawn
+            return False
+        self._waiting.discard(position)
+        store, buffer = self._store, self._results[position]
+        assert isinstance(buffer, Buffer)
         try:
             future = store.threads.start(store.files.read, self._begun[position][0], buffer.padded_view)
-        except BaseException:
-            store.read_slots.release()
-            raise
+        except Exception as error:  # noqa: BLE001  # raised by `finish`; this may be in the release of another call
+            self._error = error
+            self._settle()
+            return False
         self._running[position] = future
         future.add_done_callback(partial(self._notify_loop, position))
+        return True
 
-    async def wait(self) -> None:
-        """Wait until the started reads have ended."""
-        if self._running:
-            self._idle = self._loop.create_future()
-            await asyncio.wait([self._idle])
-        if self._bug is not None:
-            raise self._bug
+    def ended(self) -> asyncio.Future[None] | None:
+        """Return a future that is done when all reads have ended; None if they have."""
+        if not self._waiting and not self._running:
+            return None
+        self._idle = self._loop.create_future()
+        return self._idle
 
     async def end(self) -> None:
         """Withdraw the reads that no thread has begun, and wait for the others, also if cancelled."""
+        self._waiting.clear()
         for future in self._running.values():
             future.cancel()
-        if self._running:
-            self._idle = self._loop.create_future()
-            await wait_done(self._idle)
+        if (ended := self.ended()) is not None:
+            await wait_done(ended)
         for key, _ in self._begun.values():  # of which no read was started
             self._store.index.end_reading(key)
         self._begun.clear()
 
-    async def drop_unreadable(self) -> None:
-        """Remove the records that are missing or corrupt from the index."""
+    async def finish(self) -> None:
+        """Remove the records that are missing or corrupt from the index.
+
+        Raises:
+            TierClosedError: A read could not be started.
+        """
+        if self._error is not None:
+            raise self._error
         for position, key, entry, error in self._failures:
             try:
                 await self._store.drop_unreadable(key, entry, error)
@@ -667,7 +685,7 @@ class BatchRead:
         self._store.index.end_reading(key)
         outcome: int | Failure | None = None
         if not future.cancelled():
-            self._bug = self._bug or future.exception()
+            self._error = self._error or future.exception()
             outcome = None if future.exception() else future.result()
         buffer = self._results[position]
         assert isinstance(buffer, Buffer)
@@ -678,7 +696,10 @@ class BatchRead:
             buffer.release()
             if outcome is not None:
                 self._failures.append((position, key, entry, outcome))
-        if not self._running and self._idle is not None and not self._idle.done():
+        self._settle()
+
+    def _settle(self) -> None:
+        if not (self._waiting or self._running or self._idle is None or self._idle.done()):
             self._idle.set_result(None)
 
 

@@ -16,7 +16,7 @@ from lmcache_async.plugins.disk.files import RecordFiles
 from lmcache_async.plugins.disk.locks import PrioritySemaphore
 from lmcache_async.testing.records import SLAB_BYTES, key_of
 from lmcache_async.types import ChunkKey
-from tests.tiers.disk_tools import put, turns
+from tests.tiers.disk_tools import put
 
 
 @pytest.fixture
@@ -27,59 +27,39 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-class Caller:
-    """Takes a slot and keeps it until `end`."""
-
-    def __init__(self, semaphore: PrioritySemaphore, call: int, log: list[int]) -> None:
-        self.go_on = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run(semaphore, call, log))
-
-    async def _run(self, semaphore: PrioritySemaphore, call: int, log: list[int]) -> None:
-        await semaphore.acquire(call)
-        try:
+def submit(semaphore: PrioritySemaphore, call: int, log: list[int], *, starts: bool = True) -> None:
+    def start() -> bool:
+        if starts:
             log.append(call)
-            await self.go_on.wait()
-        finally:
-            semaphore.release()
+        return starts
 
-    async def end(self) -> None:
-        self.go_on.set()
-        await self.task
+    semaphore.submit(call, start)
 
 
-async def test_slots_go_to_the_oldest_waiting_call() -> None:
+def test_slots_go_to_the_oldest_waiting_call() -> None:
     log: list[int] = []
     semaphore = PrioritySemaphore(2)
-    callers = [Caller(semaphore, call, log) for call in (7, 3, 9, 5, 4, 5)]
-    await turns()
+    for call in (7, 3, 9, 5, 4, 5):
+        submit(semaphore, call, log)
     assert log == [7, 3]
-    async with asyncio.timeout(30):
-        await callers[0].end()
-        for caller in callers:
-            caller.go_on.set()
-        await asyncio.gather(*(caller.task for caller in callers))
+    for _ in range(4):
+        semaphore.release()
 
     assert log == [7, 3, 4, 5, 5, 9]
 
 
-@pytest.mark.parametrize("moment", ["waiting", "admitted"])
-async def test_a_cancelled_caller_passes_its_slot_on(moment: str) -> None:
+@pytest.mark.parametrize("withdrawn", ["first", "waiting"])
+def test_a_read_that_does_not_start_passes_its_slot_on(withdrawn: str) -> None:
     log: list[int] = []
     semaphore = PrioritySemaphore(1)
-    first, second, third = (Caller(semaphore, call, log) for call in (1, 2, 3))
-    await turns()
-    if moment == "admitted":
-        first.go_on.set()
-        while not first.task.done():  # its slot is passed on in its last step
-            await asyncio.sleep(0)
-    second.task.cancel()
-    await turns()
-    assert second.task.cancelled()
-    await first.end()
-    await third.end()
+    submit(semaphore, 1, log, starts=withdrawn != "first")
+    submit(semaphore, 2, log, starts=withdrawn != "waiting")
+    submit(semaphore, 3, log)
+    semaphore.release()
+    submit(semaphore, 4, log)
+    semaphore.release()
 
-    assert log in ([1, 3], [1, 2, 3])
-    await asyncio.wait_for(semaphore.acquire(9), 30)
+    assert log == ([2, 3, 4] if withdrawn == "first" else [1, 3, 4])
 
 
 async def test_a_batch_is_read_before_the_next_one(

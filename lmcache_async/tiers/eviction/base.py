@@ -45,6 +45,11 @@ class EvictionPolicy(ABC):
                 neighbours only if no nearer neighbour is known.
         """
 
+    def touch_each(self, keys: Sequence[ChunkKey]) -> None:
+        """Record the use of chunks of one or several prompts, each prompt's in prefix order."""
+        for key in reversed(keys):
+            self.touch([key])
+
     @abstractmethod
     def before(self, key: ChunkKey) -> ChunkKey | None:
         """Return the known predecessor of a stored chunk in its prompt; None if it is not known."""

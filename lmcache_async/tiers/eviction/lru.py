@@ -56,23 +56,19 @@ class LRUPolicy(EvictionPolicy):
         self._sizes[key] = size
         self._total += size
         self._queue[key] = None
-        parent = self._nearest(self._hints.pop(key, None))
+        parent = self._hints.pop(key, None)
         if parent is not None:
-            self._link(key, parent)
+            self._link(key, parent if parent in self._sizes else self._nearest(parent))
 
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool = True) -> None:
-        queue, sizes, parents = self._queue, self._sizes, self._parents
-        for key in reversed(keys):
-            if key in queue:
-                queue.move_to_end(key)
-            elif key in sizes:
-                queue[key] = None
+        self.touch_each(keys)
         if len(keys) < 2:
             return
+        sizes, parents, hints = self._sizes, self._parents, self._hints
         seen: set[ChunkKey] | None = None
         for parent, child in pairwise(keys):
             held = child in sizes
-            known = parents.get(child) if held else self._hints.get(child)
+            known = parents.get(child) if held else hints.get(child)
             if known == parent:
                 continue
             if known is not None and not gapless:
@@ -84,7 +80,19 @@ class LRUPolicy(EvictionPolicy):
                 self._unlink(child)
                 self._link(child, parent)
             else:
-                self._hint(child, parent)
+                hints[child] = parent
+                hints.move_to_end(child)
+        bound = min(max(MIN_HINTS, len(sizes)), self._max_hints)
+        while len(hints) > bound:
+            hints.popitem(last=False)
+
+    def touch_each(self, keys: Sequence[ChunkKey]) -> None:
+        queue, sizes = self._queue, self._sizes
+        for key in reversed(keys):
+            if key in queue:
+                queue.move_to_end(key)
+            elif key in sizes:
+                queue[key] = None
 
     def before(self, key: ChunkKey) -> ChunkKey | None:
         return self._parents.get(key)
@@ -157,21 +165,14 @@ class LRUPolicy(EvictionPolicy):
     def __iter__(self) -> Iterator[ChunkKey]:
         return iter(self._sizes)
 
-    def _nearest(self, key: ChunkKey | None) -> ChunkKey | None:
+    def _nearest(self, key: ChunkKey) -> ChunkKey:
         """Return `key` if it is stored, else its nearest stored ancestor that is known, else `key`."""
-        ancestor = key
+        ancestor: ChunkKey | None = key
         for _ in range(len(self._hints)):
             if ancestor is None or ancestor in self._sizes:
                 break
             ancestor = self._hints.get(ancestor)
         return ancestor or key
-
-    def _hint(self, child: ChunkKey, parent: ChunkKey) -> None:
-        self._hints[child] = parent
-        self._hints.move_to_end(child)
-        bound = min(max(MIN_HINTS, len(self._sizes)), self._max_hints)
-        while len(self._hints) > bound:
-            self._hints.popitem(last=False)
 
     def _link(self, child: ChunkKey, parent: ChunkKey) -> None:
         # Chains have no cycles, but a caller that passes keys in a wrong order could create one, which would
