@@ -1,4 +1,4 @@
-"""Any file, any environment, any mapping: a config or a ConfigError, in bounded time and memory."""
+"""Any file, environment and mapping gives a config or a ConfigError, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ mappings = st.dictionaries(names | texts, values, max_size=5)
 
 @st.composite
 def documents(draw: st.DrawFn) -> str:
-    """Text that is nearly a config, or nothing like one."""
+    """Text that resembles a config, or does not."""
     lines = draw(st.lists(st.tuples(names | texts, texts, st.integers(0, 3)), max_size=6))
     text = "\n".join(f"{' ' * (2 * depth)}{name.split('.')[-1]}: {value}" for name, value, depth in lines)
     for _ in range(draw(st.integers(0, 3))):
@@ -54,7 +54,7 @@ def documents(draw: st.DrawFn) -> str:
 
 
 def load(**sources: object) -> EngineConfig | str:
-    """The config, or what was wrong with it."""
+    """Return the config or the error."""
     try:
         return load_config(**{"env": {}, **sources})  # type: ignore[arg-type]
     except ConfigError as error:
@@ -110,7 +110,7 @@ def test_any_environment(tmp_path):
 
 
 def bomb(width: int, depth: int) -> str:
-    """Aliases that unfold to width ** depth values."""
+    """Return YAML whose aliases expand to width ** depth values."""
     lines = [f"a0: &a0 [{', '.join(['x'] * width)}]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, depth)]
     return "\n".join([*lines, f"arena: *a{depth - 1}"])

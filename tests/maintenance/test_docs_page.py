@@ -1,4 +1,4 @@
-"""docs/records.md: its commands run, in their order, and end with 0; its tables name what there is."""
+"""The commands of docs/records.md run in order and exit with 0; its tables are up to date."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
     assert len(ran) >= 15
 
 
-def test_every_option_is_one_that_the_commands_have():
+def test_every_option_of_the_page_exists():
     commands = load_commands()
     known = {
         option

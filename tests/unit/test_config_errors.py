@@ -1,4 +1,4 @@
-"""Each message that a wrong config can get: where, which key, which value, what is expected, what is near."""
+"""Error messages of the configuration: place, key, value, expected value and nearest key."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ def test_a_file_larger_than_any_config_is_not_read(tmp_path):
     assert message(path=file) == f"the config file {file} cannot be read: it has more than 262144 bytes"
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "kv.yaml")
 
     assert "it is not a regular file" in message(path=tmp_path / "kv.yaml")
 
 
-def test_aliases_and_merges_of_usual_size_work(tmp_path):
+def test_aliases_and_merges_of_common_size_work(tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text("store: &all {batch_bytes: 1MiB}\nretrieve: {<<: *all, verify_arena: true}\n")
 
@@ -144,7 +144,7 @@ def test_aliases_and_merges_of_usual_size_work(tmp_path):
     assert config.store.batch_bytes == config.retrieve.batch_bytes == 1 << 20
 
 
-def test_a_file_that_is_not_there_names_who_asked_for_it(tmp_path):
+def test_a_missing_file_is_reported_with_the_variable_that_names_it(tmp_path):
     file = tmp_path / "nope.yaml"
     text = f"the config file {file} cannot be read: No such file or directory"
 
@@ -161,7 +161,7 @@ def test_a_file_that_is_not_text(tmp_path):
     assert message(path=file) == f"the config file {file} cannot be read: it is not UTF-8 text"
 
 
-def test_a_disagreement_is_told_at_the_key_that_was_set(tmp_path):
+def test_a_contradiction_is_reported_at_the_key_that_is_set(tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text("arena:\n  max_bytes: 1GiB\n")
     env = {"LMCACHE_ASYNC_STORE__MAX_PENDING_WRITE_BYTES": "2GiB"}
@@ -203,7 +203,7 @@ keys = st.sampled_from([*EngineConfig.model_fields, "arena.max_bytes", "store.st
 
 
 @given(st.dictionaries(keys | st.text(max_size=12), json_values, max_size=4))
-def test_whatever_the_mapping_holds_the_answer_is_a_config_or_a_config_error(extra):
+def test_any_mapping_gives_a_config_or_a_config_error(extra):
     extra.pop("config_file", None)
 
     try:

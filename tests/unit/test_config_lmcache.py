@@ -1,4 +1,4 @@
-"""LMCache's own file and variables: mapped, named with the reason, or refused."""
+"""LMCache's file and variables: converted, reported with the reason, or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ controller_url lmcache_worker_port plugin_locations external_backends nixl_peer_
 
 @pytest.fixture
 def load(tmp_path, caplog):
-    """load_config of LMCache's YAML and variables, and the warnings that it gave."""
+    """Return a function that loads LMCache's YAML and variables and returns the config and the warnings."""
 
     def load(text: str | None = None, extra=None, **variables) -> tuple[EngineConfig, list[str]]:
         env = {f"LMCACHE_{name}": value for name, value in variables.items()}
@@ -72,7 +72,7 @@ def tiers(config: EngineConfig) -> list[tuple[str, dict]]:
     return [(tier.name, dict(tier.options)) for tier in config.tiers]
 
 
-def test_a_usual_file_of_lmcache(load):
+def test_a_common_file_of_lmcache(load):
     config, warnings = load(
         "chunk_size: 128\nlocal_cpu: true\nmax_local_cpu_size: 5.0\n"
         'local_disk: "file:///var/kv/"\nmax_local_disk_size: 0.5\nsave_decode_cache: no\nsave_unfull_chunk: no\n'
@@ -85,7 +85,7 @@ def test_a_usual_file_of_lmcache(load):
     assert warnings == []
 
 
-def test_lmcaches_variables_come_before_its_file_key_by_key(load):
+def test_variables_of_lmcache_override_single_keys_of_its_file(load):
     config, _ = load(
         "local_disk: /var/kv\nmax_local_disk_size: 1\nchunk_size: 4", MAX_LOCAL_DISK_SIZE="2", CHUNK_SIZE="8"
     )
@@ -110,7 +110,7 @@ def test_lmcaches_variables_come_before_its_file_key_by_key(load):
         ("CHUNK_SIZE", "'16'", lambda config: config.chunk_size, 16),
     ],
 )
-def test_a_variable_with_a_meaning_here(load, name, value, get, expected):
+def test_a_supported_variable(load, name, value, get, expected):
     config, warnings = load(**{name: value})
 
     assert get(config) == expected
@@ -132,13 +132,13 @@ def test_a_disk_without_cpu_leaves_the_arena_for_staging(load):
     ]
 
 
-def test_a_place_is_named_for_tiers_that_come_from_lmcache(load):
+def test_tiers_from_lmcache_have_an_origin(load):
     config, _ = load("local_disk: /var/kv", MAX_LOCAL_DISK_SIZE="1")
 
     assert config.tiers[1].where.endswith("lmcache.yaml and LMCACHE_MAX_LOCAL_DISK_SIZE: tiers[1] (disk)")
 
 
-def test_extra_config_takes_lmcaches_keys_with_lmcaches_prefix(load):
+def test_extra_config_accepts_keys_of_lmcache_with_its_prefix(load):
     config, warnings = load(
         CHUNK_SIZE="1",
         extra={"lmcache.chunk_size": 2, "lmcache.mp.host": "h", "discard_partial_chunks": True},
@@ -153,7 +153,7 @@ def test_extra_config_takes_lmcaches_keys_with_lmcaches_prefix(load):
     ]
 
 
-def test_our_own_key_comes_before_lmcaches_in_the_same_mapping(load):
+def test_our_key_overrides_the_one_of_lmcache_in_the_same_mapping(load):
     assert load(extra={"chunk_size": 1, "lmcache.chunk_size": 2})[0].chunk_size == 1
 
 
@@ -164,7 +164,7 @@ def test_a_file_of_lmcache_is_recognised_under_any_name(tmp_path):
     assert load_config(file, env={}).arena.max_bytes == 2 * GIB
 
 
-def test_a_file_with_a_typo_is_still_lmcaches(tmp_path):
+def test_a_file_of_lmcache_with_a_typo_is_recognised(tmp_path):
     file = tmp_path / "any.yaml"
     file.write_text("local_cpu: true\nmax_local_cpu_sise: 2\n")
 
@@ -203,13 +203,13 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
     ]
 
 
-def test_what_only_turns_off_what_is_not_there_is_not_worth_a_warning(load):
+def test_disabling_a_missing_feature_is_not_a_warning(load):
     text = "enable_p2p: false\nremote_url: null\nuse_layerwise: no\nnuma_mode: null\nextra_config: {}\n"
 
     assert load(text, CACHE_POLICY="LRU", REMOTE_SERDE="naive", USE_EXPERIMENTAL="True")[1] == []
 
 
-def test_lmcaches_file_is_not_read_beside_a_file_of_ours(tmp_path, caplog):
+def test_the_file_of_lmcache_is_not_read_beside_ours(tmp_path, caplog):
     ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
     ours.write_text("chunk_size: 4\n")
     theirs.write_text("chunk_size: 8\n")
@@ -220,7 +220,7 @@ def test_lmcaches_file_is_not_read_beside_a_file_of_ours(tmp_path, caplog):
     assert f"LMCACHE_CONFIG_FILE: {theirs} is not read, {ours} is" in caplog.text
 
 
-def test_it_is_told_when_a_variable_of_lmcache_replaces_the_tiers_of_our_file(tmp_path, caplog):
+def test_a_variable_of_lmcache_that_replaces_our_tiers_is_a_warning(tmp_path, caplog):
     ours = tmp_path / "ours.yaml"
     ours.write_text("tiers: [cpu, {name: disk, path: /x}]\n")
 
@@ -231,7 +231,7 @@ def test_it_is_told_when_a_variable_of_lmcache_replaces_the_tiers_of_our_file(tm
 
 
 @pytest.mark.parametrize("scheme", ["hf3fs", "lm", "nixl"])
-def test_a_remote_without_a_tier_is_named(load, scheme):
+def test_a_remote_url_without_a_tier_is_a_warning(load, scheme):
     config, (warning,) = load(REMOTE_URL=f"{scheme}://host:1")
 
     assert tiers(config) == [("cpu", {})]
@@ -240,7 +240,7 @@ def test_a_remote_without_a_tier_is_named(load, scheme):
 
 
 @pytest.mark.parametrize(("scheme", "name"), [("lm", "lm"), ("mooncakestore", "mooncake")])
-def test_a_remote_whose_tier_is_installed_is_a_tier(load, tmp_path, monkeypatch, scheme, name):
+def test_a_remote_url_with_an_installed_tier_is_that_tier(load, tmp_path, monkeypatch, scheme, name):
     metadata = tmp_path / "remote_tiers-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-tiers\nVersion: 1\n")
@@ -257,7 +257,7 @@ def test_a_remote_whose_tier_is_installed_is_a_tier(load, tmp_path, monkeypatch,
     ("url", "name"),
     [("redis://host:6379", "redis"), ("rediss://host", "valkey"), ("redis-sentinel://a,b", "valkey")],
 )
-def test_a_redis_is_the_tier_of_its_name(load, url, name):
+def test_a_redis_url_is_the_tier_of_its_scheme(load, url, name):
     config, warnings = load(REMOTE_URL=url, LOCAL_CPU="no")
 
     assert tiers(config) == [(name, {"url": url})]
@@ -290,11 +290,11 @@ def test_a_wrong_setting_of_lmcache(load, variables, text):
 
 
 @pytest.mark.parametrize("key", LMCACHE_KEYS)
-def test_every_key_of_lmcache_is_mapped_or_has_a_reason(key):
+def test_every_key_of_lmcache_is_converted_or_has_a_reason(key):
     assert (ALIASES.get(key, key) in SUPPORTED) != (ALIASES.get(key, key) in {*WHY_NOT, "extra_config"})
 
 
-def test_what_the_tables_say_is_there():
+def test_the_tables_name_existing_keys():
     assert {ours.key for ours in SUPPORTED.values()} <= set(known_keys(EngineConfig))
     assert set(DEFAULTS) <= {*WHY_NOT, *WHY_NOT_VARIABLES}
     assert {*WHY_NOT, *SUPPORTED} >= CONNECTOR_KEYS

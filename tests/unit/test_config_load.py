@@ -1,4 +1,4 @@
-"""One config from a mapping, variables and a file: the same parser, in order of precedence."""
+"""Loading a config from a mapping, variables and a file, in order of precedence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def leaves(model: type[BaseModel], above: tuple[str, ...] = ()):
-    """Every key with its field."""
+    """Return every key with its field."""
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from leaves(info.annotation, (*above, name))
@@ -91,7 +91,7 @@ def test_a_config_survives_a_dump_and_a_load(file):
 
 
 @given(st.sets(st.sampled_from(["extra", "own", "lmcache", "file"])))
-def test_the_first_of_mapping_own_variable_lmcaches_variable_file_default_wins(tmp_path_factory, given_by):
+def test_precedence_of_mapping_variable_lmcache_variable_file_default(tmp_path_factory, given_by):
     path = tmp_path_factory.mktemp("config") / "kv.yaml"
     path.write_text("chunk_size: 4\n" if "file" in given_by else "")
     env = {"LMCACHE_ASYNC_CHUNK_SIZE": "2"} if "own" in given_by else {}
@@ -121,7 +121,7 @@ def test_sections_merge_and_lists_replace(file):
     assert [tier.name for tier in config.tiers] == ["cpu"]
 
 
-def test_the_defaults_alone_are_a_config():
+def test_the_defaults_are_a_valid_config():
     config = load_config(env={})
 
     assert config == EngineConfig()
@@ -140,7 +140,7 @@ def test_pending_writes_are_half_of_the_arena_unless_configured():
     )
 
 
-def test_the_environment_is_read_only_where_none_is_given(monkeypatch, file):
+def test_the_environment_of_the_process_is_the_default(monkeypatch, file):
     monkeypatch.setenv("LMCACHE_ASYNC_CONFIG_FILE", str(file))
     monkeypatch.setenv("LMCACHE_ASYNC_COPY_THREADS", "7")
 
@@ -191,11 +191,11 @@ def test_a_section_in_one_variable():
     ],
 )
 @pytest.mark.parametrize("prefix", ["LMCACHE_", "LMCACHE_ASYNC_"])
-def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours(prefix, name, value):
+def test_variables_of_kubernetes_for_a_service_are_ignored(prefix, name, value):
     assert load_config(env={prefix + name: value}) == EngineConfig()
 
 
-def test_options_of_a_tier_may_stand_beside_its_name_or_under_options():
+def test_options_of_a_tier_are_beside_its_name_or_under_options():
     flat = TierSpec.model_validate({"name": "disk", "path": "/x"})
     spelled = TierSpec(name="disk", id="disk", options={"path": "/x"})
 

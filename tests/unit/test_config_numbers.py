@@ -1,4 +1,4 @@
-"""Every number that can be configured, of the engine, the daemon, each tier and each layer: what it never takes."""
+"""Values that no configurable number of the engine, the daemon, a tier or a layer accepts."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ NO_NUMBERS = [
 
 
 def kinds(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of."""
+    """Return the types of an annotation."""
     parts = get_args(annotation)
     return set().union(*map(kinds, parts)) if parts else {annotation}
 
@@ -64,7 +64,7 @@ def numbers() -> list[Any]:
 
 
 @pytest.mark.parametrize("info", numbers())
-def test_no_number_is_a_flag_infinite_negative_or_beyond_use(info):
+def test_no_number_accepts_booleans_infinity_negative_or_huge_values(info):
     metadata = tuple(info.metadata)
     adapter = TypeAdapter(Annotated[info.annotation, *metadata] if metadata else info.annotation)
     for value in NO_NUMBERS:
@@ -80,7 +80,7 @@ def test_the_walk_finds_the_numbers():
     assert len(found) > 60
 
 
-def test_the_largest_values_are_taken():
+def test_the_largest_values_are_accepted():
     found = load_config(
         env={},
         extra={"chunk_size": 1 << 24, "shutdown_timeout_s": 1e9, "vllm.prefill_tokens_per_s": "none"},

@@ -1,4 +1,4 @@
-"""Sizes: what is read, what is refused, and that a formatted size is read back."""
+"""Parsing and formatting of sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPECTED = "expected a size in bytes, such as 8GiB, 500MB or 1048576"
 
 
 @given(st.integers(1, MAX_BYTES))
-def test_a_formatted_size_is_read_back(nbytes):
+def test_parsing_is_the_inverse_of_formatting(nbytes):
     assert parse_size(format_size(nbytes)) == nbytes
 
 
@@ -51,12 +51,12 @@ def test_fractions_and_spaces(value, nbytes):
 @pytest.mark.parametrize(
     "value", ["", "GiB", "abc", "8 GiBs", "1e9", "-1", "-1GiB", "1.5", 1.5, True, None, [], "1,5GiB", "٣GiB"]
 )
-def test_what_is_no_size_is_refused(value):
+def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match=f"^{re.escape(EXPECTED)}$"):
         parse_size(value)
 
 
-def test_a_bare_letter_is_refused_because_it_means_two_things():
+def test_an_ambiguous_unit_is_refused():
     with pytest.raises(ValueError, match=r"^expected GiB \(1024\) or GB \(1000\) as the unit$"):
         parse_size("8G")
 

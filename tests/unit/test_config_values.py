@@ -1,4 +1,4 @@
-"""The typed leaves: strict about meaning, human about spelling."""
+"""Parsers of configuration values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUE, FALSE = ["true", "yes", "on", "1"], ["false", "no", "off", "0"]
 
 
 @given(st.sampled_from(TRUE + FALSE), st.sampled_from([str.lower, str.upper, str.title]))
-def test_booleans_are_read_in_each_spelling_and_case(text, case):
+def test_booleans_are_parsed_in_each_spelling_and_case(text, case):
     assert values.parse_flag(f" {case(text)} ") is (text in TRUE)
 
 
@@ -32,12 +32,12 @@ def test_booleans_of_yaml_are_booleans(value, flag):
 
 
 @given(st.integers(1, 10**17))
-def test_counts_are_whole_numbers_also_as_text(number):
+def test_counts_are_whole_numbers_or_their_text(number):
     assert values.parse_count(number) == values.parse_count(f" {number} ") == number
 
 
 @given(st.floats(min_value=1e-9, max_value=1e9))
-def test_seconds_are_read_from_numbers_and_text(seconds):
+def test_seconds_are_numbers_or_their_text(seconds):
     assert values.parse_seconds(seconds) == values.parse_seconds(str(seconds)) == seconds
 
 
@@ -84,7 +84,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("parse", "value", "message"), [(parse, value, text) for parse, many, text in REFUSED for value in many]
 )
-def test_what_does_not_fit_is_refused_with_what_is_expected(parse, value, message):
+def test_an_invalid_value_is_refused_with_the_expected_one(parse, value, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse(value)
 
@@ -95,7 +95,7 @@ def test_a_wait_of_zero_is_no_wait(value, wait):
 
 
 @pytest.mark.parametrize("value", [["hash", "write"], ("hash", "write"), "hash, write", '["hash", "write"]'])
-def test_names_are_read_from_lists_and_from_text(value):
+def test_names_are_lists_or_their_text(value):
     assert values.parse_names(value) == ("hash", "write")
 
 
