@@ -207,26 +207,6 @@ WHY_NOT_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDD
 """Prefixes of settings without an equivalent here, and the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A setting of LMCache with its name of today."""
-
-    key: str
-    value: Any
-    origin: Origin
-    rank: Rank
-
-    @property
-    def where(self) -> str:
-        return self.origin.at((self.key,))
-
-    def parsed(self, parse: Callable[[object], Any]) -> Any:
-        try:
-            return parse(self.value)
-        except ValueError as error:
-            raise ConfigError(f"{self.where}: {self.key} is {show(self.value, self.key)}: {error}") from None
-
-
 def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
     """Whether a file is LMCache's: it has more keys that are LMCache's only than keys that are ours only."""
     ours = sum(key in EngineConfig.model_fields and key not in SUPPORTED for key in content)
@@ -234,13 +214,13 @@ def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
     return theirs > ours
 
 
-def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> list[Found]:
-    return [Found(_modern(key), value, _renamed(origin, key), rank) for key, value in content.items()]
+def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> list[Setting]:
+    return [Setting((_modern(key),), value, _renamed(origin, key), rank) for key, value in content.items()]
 
 
-def found_in_variables(env: Mapping[str, str]) -> list[Found]:
+def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
     """Return the settings of the `LMCACHE_*` variables without those of ours. Empty variables are ignored."""
-    found: list[Found] = []
+    found: list[Setting] = []
     for name in sorted(env):
         key = name.removeprefix(VARIABLE_PREFIX).lower()
         value = _unquoted(env[name].strip())
@@ -248,7 +228,7 @@ def found_in_variables(env: Mapping[str, str]) -> list[Found]:
             continue
         if value and not is_service_link(name, value):
             found.append(
-                Found(_modern(key), value, Origin(name, variable_prefix=VARIABLE_PREFIX), Rank.LMCACHE)
+                Setting((_modern(key),), value, Origin(name, variable_prefix=VARIABLE_PREFIX), Rank.LMCACHE)
             )
     return found
 
@@ -268,7 +248,7 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def translate(
-    found: Iterable[Found], tier_names: Callable[[], Collection[str]], problems: list[str]
+    found: Iterable[Setting], tier_names: Callable[[], Collection[str]], problems: list[str]
 ) -> tuple[list[Setting], list[str]]:
     """Convert LMCache's settings to ours, and return a note for each setting without effect.
 
@@ -293,7 +273,7 @@ def translate(
     return settings, notes
 
 
-def _translated(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> list[Setting]:
+def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) -> list[Setting]:
     """Convert one setting. Settings of tiers are converted together, by `_tiers`."""
     supported = SUPPORTED.get(item.key)
     if supported is not None:
@@ -315,7 +295,7 @@ def _translated(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> l
 
 
 def _tiers(
-    chosen: Mapping[str, Found], tier_names: Callable[[], Collection[str]], notes: list[str]
+    chosen: Mapping[str, Setting], tier_names: Callable[[], Collection[str]], notes: list[str]
 ) -> list[Setting]:
     """Convert LMCache's cpu, disk and remote to one setting of `tiers`; none if none of them is set."""
     used = [chosen[key] for key in ("local_cpu", "local_disk", "remote_url") if key in chosen]
@@ -351,12 +331,12 @@ def _tiers(
     return [Setting(("tiers",), tiers, Origin(where), last.rank)]
 
 
-def _has_cpu(chosen: Mapping[str, Found]) -> bool:
+def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
     local_cpu = chosen.get("local_cpu")
     return local_cpu is None or unless_none(local_cpu.value) is None or bool(local_cpu.parsed(parse_flag))
 
 
-def _is_staging_only(item: Found, chosen: Mapping[str, Found], notes: list[str]) -> bool:
+def _is_staging_only(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) -> bool:
     """Whether it is `max_local_cpu_size: 0` with `local_cpu: false`; the other tiers still need an arena."""
     if item.key != "max_local_cpu_size" or _has_cpu(chosen) or not _asks_nothing(item):
         return False
@@ -379,7 +359,7 @@ def _disk_path(value: object) -> str | None:
     return value.strip()
 
 
-def _disk_size(disk: Found, size: Found | None) -> int:
+def _disk_size(disk: Setting, size: Setting | None) -> int:
     if size is None or _asks_nothing(size):
         raise ConfigError(
             f"{disk.where}: local_disk is {show(disk.value)}: expected max_local_disk_size beside it,"
@@ -395,7 +375,7 @@ def _url_scheme(value: object) -> str:
     return match[1].lower()
 
 
-def _notes_of(item: Found) -> list[str]:
+def _notes_of(item: Setting) -> list[str]:
     why = _why_not(item.key, variable=bool(item.origin.variable_prefix))
     if why is None:
         choice = nearest(item.key, [*SUPPORTED, *WHY_NOT, *ALIASES])
@@ -414,7 +394,7 @@ def _is_known(key: str) -> bool:
     return key in SUPPORTED or key == "extra_config" or _why_not(key, variable=False) is not None
 
 
-def _asks_nothing(item: Found) -> bool:
+def _asks_nothing(item: Setting) -> bool:
     text = str(item.value).strip().lower()
     return text == DEFAULTS[item.key] if item.key in DEFAULTS else text in _OFF
 

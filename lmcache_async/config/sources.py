@@ -53,6 +53,25 @@ class Setting:
     origin: Origin
     rank: Rank
 
+    @property
+    def key(self) -> str:
+        return spell_path(self.path)
+
+    @property
+    def where(self) -> str:
+        return self.origin.at(self.path)
+
+    def parsed(self, parse: Callable[[object], Any]) -> Any:
+        """Parse the value.
+
+        Raises:
+            ConfigError: The value is invalid.
+        """
+        try:
+            return parse(self.value)
+        except ValueError as error:
+            raise ConfigError(f"{self.where}: {self.key} is {show(self.value, self.key)}: {error}") from None
+
 
 def mapping_settings(
     content: Mapping[Any, Any], origin: Origin, rank: Rank, problems: list[str]
@@ -108,10 +127,9 @@ def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> list[Set
         if file is None or not given or setting.rank is Rank.VARIABLE:
             kept.append(setting)
         else:
-            key = spell_path(setting.path)
             problems.append(
-                f"{setting.origin.at(setting.path)}: {key} is a secret and not allowed there: name its file with"
-                f" {file}, or set {PREFIX}{key.upper().replace('.', '__')}"
+                f"{setting.where}: {setting.key} is a secret and not allowed there: name its file with {file}, or set"
+                f" {PREFIX}{setting.key.upper().replace('.', '__')}"
             )
     return kept
 
