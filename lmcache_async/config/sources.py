@@ -1,4 +1,8 @@
-"""Sources of settings: the YAML file, mappings and environment variables, merged by precedence."""
+"""Sources of settings: the YAML file, mappings and environment variables, merged by precedence.
+
+Variables are read by pydantic-settings. Its YAML source is not used, because it has neither the line of a key nor
+limits of size, depth and aliases.
+"""
 
 from __future__ import annotations
 

@@ -50,9 +50,13 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
         return
     try:
         yield ok("writable", f"{existing} can be written to")
-        with closing(RecordDirectory(scratch)) as directory:
-            directory.prepare()
-            direct = detect_direct(directory, "auto")
+        try:
+            with closing(RecordDirectory(scratch)) as directory:
+                directory.prepare()
+                direct = detect_direct(directory, "auto")
+        except OSError as error:
+            yield fail("direct I/O", f"a trial failed: {error.strerror}", "see the kernel's log")
+            return
         yield _check_direct(config, direct)
         if sample_bytes is not None:
             yield _check_speed(scratch, sample_bytes, direct=direct and config.odirect is not False)

@@ -8,6 +8,7 @@ import sys
 
 from lmcache_async.cli import doctor
 from lmcache_async.tiers.diagnosis import Outcome, ok
+from tests.cli.site import GOOD, install
 
 
 def quick(monkeypatch) -> None:
@@ -35,6 +36,30 @@ def test_the_command_as_json_and_as_text(invoke, tmp_path, monkeypatch):
     assert f"ok    config: valid ({file})" in text.stdout
     assert "speed" not in text.stdout
     assert text.stdout.splitlines()[-1].endswith("0 fail")
+
+
+DIAGNOSED = f"""{GOOD}
+from lmcache_async.tiers.diagnosis import ok, warn
+
+class DiagnosedShelf(Shelf):
+    def diagnose(self, *, sample_bytes=None):
+        yield warn("boards", f"{{self.config.boards}} boards", "buy more")
+        yield ok("sample", str(sample_bytes))
+"""
+
+
+def test_a_third_party_tier_diagnoses_itself_and_is_probed(invoke, others, tmp_path, monkeypatch):
+    quick(monkeypatch)
+    install(others, "shelf", {"shelf": "DiagnosedShelf"}, DIAGNOSED)
+    file = tmp_path / "kv.yaml"
+    file.write_text("tiers: [cpu, {name: shelf, id: wall, colour: red}]\n")
+
+    result = invoke("doctor", "--config", file, "--sample", "4MiB")
+
+    assert "warn  boards (wall): 3 boards\n      buy more\n" in result.stdout
+    assert f"ok    sample (wall): {4 << 20}\n" in result.stdout
+    assert "ok    opens (wall): in " in result.stdout
+    assert "fail  record (wall): the stored record was not returned" in result.stdout
 
 
 def test_errors_of_the_config_fail_and_the_rest_is_checked(invoke, tmp_path, monkeypatch):

@@ -99,6 +99,19 @@ def test_a_file_system_without_direct_io(tmp_path, monkeypatch, odirect, outcome
     assert diagnosed(tmp_path, odirect=odirect)["direct I/O"].outcome is outcome
 
 
+def test_a_trial_of_direct_io_that_fails_is_a_failed_check(tmp_path, monkeypatch):
+    def refuse(directory, wanted):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(diagnosis, "detect_direct", refuse)
+
+    checks = diagnosed(tmp_path, sample_bytes=MIB)
+
+    assert checks["direct I/O"].found == "a trial failed: Input/output error"
+    assert checks["writable"].outcome is Outcome.OK
+    assert contents(tmp_path) == []
+
+
 def test_the_file_system_is_that_of_the_longest_mount_and_of_several_the_last(monkeypatch):
     mounts = [Mount("/", "ext4"), Mount("/mnt/a b", "tmpfs"), Mount("/mnt/a b", "nfs4"), Mount("/mnt", "xfs")]
     monkeypatch.setattr(diagnosis.psutil, "disk_partitions", lambda all: mounts)
