@@ -3,82 +3,37 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-
-@dataclass(frozen=True, slots=True)
-class CommandSpec:
-    """One command.
-
-    Attributes:
-        target: A function or a `typer.Typer`, as `module:name`.
-        summary: First paragraph of its help, for the list of commands.
-    """
-
-    target: str
-    summary: str
-
-
-COMMANDS: Mapping[str, CommandSpec] = {
-    "bench": CommandSpec(
-        "lmcache_async.cli.bench:bench_app", "Measure memory, disk and tiers, each beside its physical limit."
-    ),
-    "serve": CommandSpec(
-        "lmcache_async.cli.serve:serve_command",
-        "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
-    ),
-    "doctor": CommandSpec(
-        "lmcache_async.cli.doctor:doctor_command",
-        "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
-    ),
-    "tiers": CommandSpec(
-        "lmcache_async.cli.tiers:tiers_command",
-        "List the installed tiers, layers and stages, and why one cannot be used.",
-    ),
-    "config": CommandSpec("lmcache_async.cli.config:config_app", "Show, check and describe configurations."),
-    "top": CommandSpec(
-        "lmcache_async.cli.top:top_command",
-        "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
-    ),
-    "inspect": CommandSpec(
-        "lmcache_async.cli.inspect:inspect_command",
-        "Show the records by namespace, or the header of one record. Read-only.",
-    ),
-    "verify": CommandSpec(
-        "lmcache_async.cli.verify:verify_command",
-        "Read every record and verify its checksums, lengths and key.",
-    ),
-    "gc": CommandSpec(
-        "lmcache_async.cli.gc:gc_command",
-        "Delete records by namespace, age or size, and unreadable ones.",
-    ),
-    "copy": CommandSpec(
-        "lmcache_async.cli.copy:copy_command",
-        "Copy records from one directory or tier to another, each verified on the way.",
-    ),
-    "warm": CommandSpec(
-        "lmcache_async.cli.warm:warm_command",
-        "Copy the prefixes of prompts from a slower tier of a config to the faster ones.",
-    ),
+COMMANDS = {
+    "bench": "Measure memory, disk and tiers, each beside its physical limit.",
+    "serve": "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
+    "doctor": "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
+    "tiers": "List the installed tiers, layers and stages, and why one cannot be used.",
+    "config": "Show, check and describe configurations.",
+    "top": "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
+    "inspect": "Show the records by namespace, or the header of one record. Read-only.",
+    "verify": "Read every record and verify its checksums, lengths and key.",
+    "gc": "Delete records by namespace, age or size, and unreadable ones.",
+    "copy": "Copy records from one directory or tier to another, each verified on the way.",
+    "warm": "Copy the prefixes of prompts from a slower tier of a config to the faster ones.",
 }
+"""First paragraph of the help of each command. `serve` is `serve_command` in `cli/serve.py`, and so on."""
 
 
 class LazyCommand(TyperCommand):
     """A command whose module is imported when it is parsed. Name and summary are known before."""
 
-    def __init__(self, name: str, spec: CommandSpec) -> None:
-        super().__init__(name, help=spec.summary)
-        self._spec = spec
+    def __init__(self, name: str) -> None:
+        super().__init__(name, help=COMMANDS[name])
 
     def load(self) -> Any:
         """Import and return the click command."""
-        target = pkgutil.resolve_name(self._spec.target)
+        target = pkgutil.resolve_name(f"lmcache_async.cli.{self.name}:{self.name}_command")
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
@@ -92,8 +47,8 @@ class LazyCommand(TyperCommand):
 def load_commands() -> dict[str, Any]:
     """Return all click commands by their full names, such as `config show`. Imports all modules."""
     loaded: dict[str, Any] = {}
-    for name, spec in COMMANDS.items():
-        command = LazyCommand(name, spec).load()
+    for name in COMMANDS:
+        command = LazyCommand(name).load()
         inner = command.commands if isinstance(command, TyperGroup) else None
         loaded |= {name: command} if inner is None else {f"{name} {key}": one for key, one in inner.items()}
     return loaded
@@ -104,8 +59,8 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for name, spec in COMMANDS.items():
-            self.add_command(LazyCommand(name, spec))
+        for name in COMMANDS:
+            self.add_command(LazyCommand(name))
 
 
 def _print_version(wanted: bool) -> None:

@@ -26,14 +26,14 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results mean nothing.")
 ]
 
-bench_app = typer.Typer(
+bench_command = typer.Typer(
     help="Measure memory, disk and tiers, each beside its physical limit.",
     no_args_is_help=True,
     add_completion=False,
 )
 
 
-@bench_app.command("memory")
+@bench_command.command("memory")
 def memory_command(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt; 8192 by default, which is 1 GiB.")
@@ -50,7 +50,7 @@ def memory_command(
     _run("memory", memory.SUMMARY, memory.run, settings, json_file, rounds, quick)
 
 
-@bench_app.command("disk")
+@bench_command.command("disk")
 def disk_command(
     path: Annotated[
         Path | None,
@@ -80,7 +80,7 @@ def disk_command(
     _run("disk", disk.SUMMARY, disk.run, given, json_file, rounds, quick)
 
 
-@bench_app.command("tier")
+@bench_command.command("tier")
 def tier_command(
     name: Annotated[
         str,

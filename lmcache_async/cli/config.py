@@ -49,7 +49,7 @@ from lmcache_async.tiers.layers.base import ConfiguredLayer
 DEFAULT = "default"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-config_app = typer.Typer(
+config_command = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Show, check and describe configurations."
 )
 
@@ -62,7 +62,7 @@ ExtraOption = Annotated[
 ]
 
 
-@config_app.command("show")
+@config_command.command("show")
 def show_command(
     file: Annotated[
         Path | None,
@@ -96,7 +96,7 @@ def show_command(
     _print_notes(notes)
 
 
-@config_app.command("check")
+@config_command.command("check")
 def check_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.", dir_okay=False)],
     extra: ExtraOption = None,
@@ -120,7 +120,7 @@ def check_command(
         raise typer.Exit(PROBLEM)
 
 
-@config_app.command("schema")
+@config_command.command("schema")
 def schema_command(daemon: DaemonFlag = False) -> None:
     """Print the JSON schema of a config file, with the options of all installed tiers, layers and stages.
 

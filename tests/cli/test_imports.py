@@ -90,20 +90,18 @@ def test_help_completion_and_commands_without_an_engine_do_not_import_torch(tmp_
 def test_the_list_shows_each_command_with_the_first_paragraph_of_its_help():
     loaded = load_commands()
 
-    for name, spec in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         if name in loaded:
             first, _, _ = loaded[name].help.partition("\n\n")
-            assert spec.summary == " ".join(first.split()), name
+            assert summary == " ".join(first.split()), name
 
 
 def test_help_lists_every_command(invoke):
     shown = invoke("--help")
 
     assert shown.exit_code == 0
-    for name, spec in COMMANDS.items():
-        assert any(
-            line.split()[1:2] == [name] and spec.summary[:40] in line for line in shown.stdout.splitlines()
-        )
+    for name, summary in COMMANDS.items():
+        assert any(line.split()[1:2] == [name] and summary[:40] in line for line in shown.stdout.splitlines())
 
 
 def test_the_version_is_that_of_the_distribution(invoke):
