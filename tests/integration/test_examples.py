@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serving import COMMANDS, DEADLINE_S, MODEL, ROOT, Serving, environment
+from tests.integration.serving import COMMANDS, DEADLINE_S, MODEL, ROOT, Serving
+from tests.integration.vllm_driver import Engines
 
 pytestmark = pytest.mark.vllm
 
@@ -101,20 +102,9 @@ def test_documents_are_shared_as_far_as_prompts_begin_alike(server: Serving) -> 
     assert as_told(found)
 
 
-def test_vllm_as_a_library_finds_the_first_prompt(served_model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "examples.vllm.offline_vllm",
-        f"--model={served_model}",
-        "--enforce-eager",
-    ]
-    environ = environment(tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # a process less to start
-    ran = subprocess.run(
-        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+def test_vllm_as_a_library_finds_the_first_prompt(engines: Engines, served_model: Path) -> None:
+    printed = engines.run_module("examples.vllm.offline_vllm", f"--model={served_model}", "--enforce-eager")
 
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    found = [int(line[1]) for line in LINE.finditer(ran.stdout)]
+    found = [int(line[1]) for line in LINE.finditer(printed)]
     assert found[0] == 0
     assert found[1] >= 512

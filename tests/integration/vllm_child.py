@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -173,14 +174,23 @@ def _image(image: dict[str, Any]) -> Image.Image:
 
 
 def serve(channel: socket.socket) -> None:
-    """Until the end of the input. The first line carries the engine's options."""
+    """Answer requests until the end of the input.
+
+    The first line has the options of an engine, or a module to be run as `python -m` does, with its arguments.
+    """
     with channel.makefile("rw", encoding="utf-8") as stream:
 
         def answer(value: Any) -> None:
             stream.write(json.dumps(value) + "\n")
             stream.flush()
 
-        child = Child(json.loads(stream.readline()))
+        options = json.loads(stream.readline())
+        if "module" in options:
+            sys.argv[1:] = options["arguments"]
+            runpy.run_module(options["module"], run_name="__main__", alter_sys=True)
+            answer(None)
+            return
+        child = Child(options)
         answer(None)
         for line in stream:
             request = json.loads(line)

@@ -275,6 +275,13 @@ class Engines:
         finally:
             engine.kill()
 
+    def run_module(self, module: str, *arguments: str) -> str:
+        """Run a module as `python -m` does, in a process that has imported vLLM, and return what it printed."""
+        process = self._fork({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        process.start({"module": module, "arguments": arguments})
+        process.kill()
+        return process.log()
+
     def close(self) -> None:
         for engine in self._started:
             engine.kill()
