@@ -73,16 +73,25 @@ class MooncakeTier(Tier):
         return [*await self.contains_many(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        memory: list[BudgetExceededError] = []
-        [result] = await self._get_many([key], allocate, memory)
-        if memory:
-            raise memory[0]
+        [result] = await self.get_many([key], allocate)
         if isinstance(result, TierError):
-            raise result
+            no_room = result.__cause__ if isinstance(result.__cause__, BudgetExceededError) else None
+            raise no_room or result
         return result
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await self._get_many(keys, allocate, [])
+        with self._call() as client, reads(len(keys)) as results:
+            try:
+                stored = await client.contains(keys) if keys else []
+            except TierError as error:
+                return [error] * len(keys)
+
+            async def get(positions: Sequence[int]) -> None:
+                await self._get_batch(client, keys, positions, allocate, results)
+
+            for positions in _rounds(keys, [i for i, present in enumerate(stored) if present]):
+                await self._in_batches(positions, get, results)
+        return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         [error] = await self.put_many([(key, buffer)])
@@ -141,22 +150,6 @@ class MooncakeTier(Tier):
         await self._calls.wait_ended()
         await client.aclose()
 
-    async def _get_many(
-        self, keys: Sequence[ChunkKey], allocate: Allocate, short: list[BudgetExceededError]
-    ) -> list[Buffer | TierError | None]:
-        with self._call() as client, reads(len(keys)) as results:
-            try:
-                there = await client.contains(keys) if keys else []
-            except TierError as error:
-                return [error] * len(keys)
-
-            async def get(positions: Sequence[int]) -> None:
-                await self._get_batch(client, keys, positions, allocate, results, short)
-
-            for positions in _rounds(keys, [i for i, present in enumerate(there) if present]):
-                await self._in_batches(positions, get, results)
-        return results
-
     async def _get_batch(
         self,
         client: Client,
@@ -164,7 +157,6 @@ class MooncakeTier(Tier):
         positions: Sequence[int],
         allocate: Allocate,
         results: list[Buffer | TierError | None],
-        short: list[BudgetExceededError],
     ) -> None:
         """Read records directly into new leases. The engine returns the length of each."""
         assert self._arena is not None  # open
@@ -174,7 +166,6 @@ class MooncakeTier(Tier):
                 try:
                     leased[position] = await allocate(self._arena.slab_bytes)
                 except BudgetExceededError as error:
-                    short.append(error)
                     results[position] = no_memory(error)
             if not leased:
                 return
@@ -187,14 +178,14 @@ class MooncakeTier(Tier):
                     leased[position].resize(answer)
                     results[position] = leased.pop(position)
                 elif answer in {0, TOO_LONG}:
-                    await self._broken(client, key)
+                    await self._reject_length(client, key)
                 elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
                     results[position] = client.pool.error("get", key, answer)
         finally:
             for buffer in leased.values():
                 buffer.release()
 
-    async def _broken(self, client: Client, key: ChunkKey) -> None:
+    async def _reject_length(self, client: Client, key: ChunkKey) -> None:
         """Count a record of an invalid length as corrupt, and try to remove it. It is a miss."""
         self._corrupt["length"] += 1
         with contextlib.suppress(TierError):

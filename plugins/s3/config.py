@@ -17,7 +17,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _EXPECTED = "expected s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Location of records.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     prefix: str
 
 
-def parse_place(url: str) -> Place:
+def parse_location(url: str) -> Location:
     """Parse a URL such as s3://bucket/prefix.
 
     Raises:
@@ -44,14 +44,14 @@ def parse_place(url: str) -> Place:
     names = [name for name in parts.path.split("/") if name]
     if ".." in names or "." in names:
         raise ValueError(f"{_EXPECTED}, without '.' and '..'")
-    return Place(kind, parts.netloc, "/".join(names))
+    return Location(kind, parts.netloc, "/".join(names))
 
 
 def _parse_url(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(_EXPECTED)  # noqa: TRY004 - pydantic reads ValueError
-    place = parse_place(value.strip())
-    return "/".join(part for part in (f"{place.kind}://{place.bucket}", place.prefix) if part)
+    location = parse_location(value.strip())
+    return "/".join(part for part in (f"{location.kind}://{location.bucket}", location.prefix) if part)
 
 
 def _check_endpoint(value: str) -> str:
@@ -115,8 +115,8 @@ class S3Config(TierConfig):
     request_timeout_s: Seconds = 15.0
 
     @property
-    def place(self) -> Place:
-        return parse_place(self.url)
+    def location(self) -> Location:
+        return parse_location(self.url)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -129,7 +129,7 @@ class S3Config(TierConfig):
                 "allow_http",
             )
         has_secret = self.secret_key is not None or self.secret_key_file is not None
-        if self.place.kind == "s3" and has_secret != (self.access_key_id is not None):
+        if self.location.kind == "s3" and has_secret != (self.access_key_id is not None):
             raise disagree(
                 "access_key_id and secret_key (or secret_key_file) require each other; set both or neither",
                 "access_key_id",
@@ -138,7 +138,7 @@ class S3Config(TierConfig):
                 "url",
             )
         for name, kind in _BELONGS.items():
-            if getattr(self, name) is not None and self.place.kind != kind:
+            if getattr(self, name) is not None and self.location.kind != kind:
                 raise disagree(f"{name} is only valid for {kind}:// URLs, and url is {self.url}", name, "url")
         return self
 

@@ -38,19 +38,19 @@ def open_store(config: S3Config) -> ObjectStore:
     Raises:
         ConfigError: A file cannot be read, or the options are invalid.
     """
-    place = config.place
+    location = config.location
     options: dict[str, Any] = {
         "client_options": _client_options(config),
         # The retry layer retries, so the client does not.
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=config.request_timeout_s)},
     }
-    prefix = place.prefix or None
+    prefix = location.prefix or None
     try:
-        if place.kind == "gs":
-            return GCSStore(place.bucket, prefix=prefix, config=_google(config), **options)
-        if place.kind == "az":
-            return AzureStore(place.bucket, prefix=prefix, config=_azure(config), **options)
-        return S3Store(place.bucket, prefix=prefix, config=_s3(config), **options)
+        if location.kind == "gs":
+            return GCSStore(location.bucket, prefix=prefix, config=_google(config), **options)
+        if location.kind == "az":
+            return AzureStore(location.bucket, prefix=prefix, config=_azure(config), **options)
+        return S3Store(location.bucket, prefix=prefix, config=_s3(config), **options)
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may contain a secret
 

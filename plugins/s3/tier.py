@@ -94,14 +94,14 @@ class S3Tier(Tier):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as bucket:
-            return await _side_by_side([_is_there(bucket, key) for key in keys])
+            return await _concurrently([_is_there(bucket, key) for key in keys])
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Look up a few keys, then `concurrency` keys at a time, until there is a miss."""
         start, width = 0, _FIRST_WINDOW
         with self._call() as bucket:
             while start < len(keys):
-                there = await _side_by_side([_is_there(bucket, key) for key in keys[start : start + width]])
+                there = await _concurrently([_is_there(bucket, key) for key in keys[start : start + width]])
                 if not all(there):
                     return start + there.index(False)
                 start, width = start + width, self._config.concurrency
@@ -172,7 +172,7 @@ class S3Tier(Tier):
         if content is None:
             return None
         if isinstance(content, Found) or not len(content):
-            await self._broken(bucket, key, content.nbytes if isinstance(content, Found) else 0)
+            await self._reject_length(bucket, key, content.nbytes if isinstance(content, Found) else 0)
             return None
         buffer = await allocate(len(content))
         try:
@@ -188,11 +188,11 @@ class S3Tier(Tier):
             if found is None:
                 return None
             if not 0 < found.nbytes <= self._max_record_bytes:
-                await self._broken(bucket, key, found.nbytes)
+                await self._reject_length(bucket, key, found.nbytes)
                 return None
             buffer = await allocate(found.nbytes)
             try:
-                if all(await _side_by_side(self._parts(bucket, key, found, buffer))):
+                if all(await _concurrently(self._parts(bucket, key, found, buffer))):
                     return buffer
             except BaseException:
                 buffer.release()
@@ -230,7 +230,7 @@ class S3Tier(Tier):
         assert self._copies is not None
         await in_thread(self._copies, partial(_fill, content, buffer, start))
 
-    async def _broken(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
+    async def _reject_length(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
         """Count an object of an invalid length as corrupt, and try to delete it. It is a miss."""
         self._corrupt["length"] += 1
         self._logger.report(
@@ -257,7 +257,7 @@ class S3Tier(Tier):
             yield self._opened
 
 
-async def _side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the calls concurrently and return their results in order. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -29,8 +29,8 @@ SCAN_COUNT = 1000
 """COUNT of a SCAN command: keys that the server examines in one step, which blocks it."""
 _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 
-Places: TypeAlias = "dict[tuple[Node, bool], list[int]]"
-"""Positions of keys by node, and whether ASKING is required."""
+Routes: TypeAlias = "dict[tuple[Node, bool], list[int]]"
+"""Positions of keys by node and whether ASKING is required."""
 
 
 class Client:
@@ -54,17 +54,17 @@ class Client:
             TierUnavailableError: The nodes are unknown.
         """
         answers: list[Reply | TierError] = [None] * len(names)
-        places: Places = {}
+        routes: Routes = {}
         for position, node in enumerate(await self.topology.route(names)):
             if isinstance(node, TierError):
                 answers[position] = node
             else:
-                places.setdefault((node, False), []).append(position)
+                routes.setdefault((node, False), []).append(position)
         for _ in range(MAX_REDIRECTS):
-            if not places:
+            if not routes:
                 return answers
-            places = await self._ask_nodes(command, names, places, answers)
-        for position in (position for positions in places.values() for position in positions):
+            routes = await self._ask_nodes(command, names, routes, answers)
+        for position in (position for positions in routes.values() for position in positions):
             answers[position] = TierUnavailableError(
                 f"the cluster redirected the command {MAX_REDIRECTS} times"
             )
@@ -121,18 +121,18 @@ class Client:
         raise TierUnavailableError(f"the cluster redirected the command {MAX_REDIRECTS} times")
 
     async def _ask_nodes(
-        self, command: bytes, names: Sequence[bytes], places: Places, answers: list[Reply | TierError]
-    ) -> Places:
+        self, command: bytes, names: Sequence[bytes], routes: Routes, answers: list[Reply | TierError]
+    ) -> Routes:
         """Send the command to all nodes; return the redirected positions by node."""
-        if len(places) == 1:
-            [((node, asking), positions)] = places.items()
+        if len(routes) == 1:
+            [((node, asking), positions)] = routes.items()
             await self._ask_node(command, names, node, asking, positions, answers)
         else:
             async with asyncio.TaskGroup() as group:
-                for (node, asking), positions in places.items():
+                for (node, asking), positions in routes.items():
                     group.create_task(self._ask_node(command, names, node, asking, positions, answers))
-        further: Places = {}
-        for (node, _), positions in places.items():
+        further: Routes = {}
+        for (node, _), positions in routes.items():
             for position in positions:
                 answer = answers[position]
                 if not isinstance(answer, ErrorReply):

@@ -30,7 +30,7 @@ SECRET = "kept-from-everybody"
     ],
 )
 def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tuple[str, str, str]) -> None:
-    assert S3Config(url=url).place == place
+    assert S3Config(url=url).location == place
 
 
 @pytest.mark.parametrize(
