@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         TierConfig,
         TierStatistics,
     )
-    from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
+    from lmcache_async.tiers.middleware.base import Layer, LayerConfig, LayerContext, LayerStatistics
     from lmcache_async.types import ChunkKey, RetrieveReport, StoreReport
 
 __all__ = [
@@ -53,13 +53,13 @@ __all__ = [
     "ChunkCorruptError",
     "ChunkKey",
     "ConfigError",
-    "ConfiguredLayer",
     "EngineClosedError",
     "EngineConfig",
     "KVLayout",
     "LMCacheAsyncError",
     "LMCacheEngine",
     "LMCacheEngineBuilder",
+    "Layer",
     "LayerConfig",
     "LayerContext",
     "LayerStatistics",
@@ -116,12 +116,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above and reject other na
             "TierConfig",
             "TierStatistics",
         ],
-        "lmcache_async.tiers.layers.base": [
-            "ConfiguredLayer",
-            "LayerConfig",
-            "LayerContext",
-            "LayerStatistics",
-        ],
+        "lmcache_async.tiers.middleware.base": ["Layer", "LayerConfig", "LayerContext", "LayerStatistics"],
         "lmcache_async.types": ["ChunkKey", "RetrieveReport", "StoreReport"],
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -44,7 +44,7 @@ from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer
+from lmcache_async.tiers.middleware.base import Layer
 
 DEFAULT = "default"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -265,7 +265,7 @@ def _layer_values(
 ) -> Iterator[Value]:
     yield format_value((*path, "name"), layer.name, source)
     try:
-        layer_class = registry.load_class(LAYERS, layer.name, ConfiguredLayer, third_party=third_party)
+        layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)
         pairs = list(flatten(validate_options(layer_class.options_type, layer.options, ""), path))
     except Exception:  # noqa: BLE001 - as above
         pairs = [((*path, key), value) for key, value in layer.options.items()]

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from lmcache_async.config import format_size
 from lmcache_async.registry import LAYERS, STAGES, TIERS
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer
+from lmcache_async.tiers.middleware.base import Layer
 
 KINDS = {"tier": TIERS, "layer": LAYERS, "stage": STAGES}
 """Entry-point group of each kind of plug-in."""
@@ -51,10 +51,10 @@ def options_type(kind: str, target: Any) -> type[BaseModel] | None:
     if isinstance(target, type):
         if kind == "tier" and issubclass(target, Tier):
             found = target.config_type
-        elif kind == "layer" and issubclass(target, ConfiguredLayer):
+        elif kind == "layer" and issubclass(target, Layer):
             found = target.options_type
     if found is None:
-        raise TypeError(f"{target!r} is not a subclass of {'Tier' if kind == 'tier' else 'ConfiguredLayer'}")
+        raise TypeError(f"{target!r} is not a subclass of {'Tier' if kind == 'tier' else 'Layer'}")
     if not (isinstance(found, type) and issubclass(found, BaseModel)):
         raise TypeError(f"its options are {found!r}, not a pydantic model")
     return found

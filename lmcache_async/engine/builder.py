@@ -32,7 +32,7 @@ from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.pipeline.stage import build_stage
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.tiers.layers.notice import Watcher
+from lmcache_async.tiers.adapter import Watcher
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config, validate_options
 from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
-from lmcache_async.engine.tiers import layer_context, layered, placed_layer
+from lmcache_async.engine.tiers import layer_context, make_layer, placed_layer
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -19,7 +19,7 @@ from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import Stage, StageInfo, describe
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Capabilities, Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer, Shared
+from lmcache_async.tiers.middleware.base import Layer, Shared
 from lmcache_async.types import RetrieveReport
 
 START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
@@ -127,10 +127,12 @@ def _of_tier(config: EngineConfig, spec: TierSpec, registry: Registry, shared: S
         context = layer_context(spec, layer, default_logger(), shared, EngineMetrics().tier(spec.id))
         try:
             if tier is not None:
-                tier = layered(registry, layer, tier, context, third_party=third_party)
+                make_layer(
+                    registry, layer, context, in_arena=tier.capabilities.in_arena, third_party=third_party
+                )
             else:  # report mistakes of the layers too
                 layer_class = registry.load_class(
-                    LAYERS, layer.name, ConfiguredLayer, where=context.where, third_party=third_party
+                    LAYERS, layer.name, Layer, where=context.where, third_party=third_party
                 )
                 validate_options(layer_class.options_type, layer.options, layer.origin, beside=("id",))
         except Exception as error:  # noqa: BLE001 - as above

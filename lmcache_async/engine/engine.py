@@ -31,8 +31,8 @@ from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.registry import Registry
+from lmcache_async.tiers.adapter import Watcher
 from lmcache_async.tiers.base import ScrubReport
-from lmcache_async.tiers.layers.notice import Watcher
 from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)

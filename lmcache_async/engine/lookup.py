@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_async.engine.costs import CostLine
 from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.buffer import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from lmcache_async.memory.arena import Arena
-    from lmcache_async.memory.buffer import Buffer
     from lmcache_async.tiers.stack import TierStack
     from lmcache_async.types import ChunkKey, RetrieveReport
 
@@ -161,10 +161,10 @@ class LoadCosts:
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:
-            buffer = await self._stack.tiers[tier].tier.get(key, self._allocate)
+            (buffer,) = await self._stack.tiers[tier].tier.get([key], self._allocate)
         except (TierError, BudgetExceededError):
             return  # a later lookup tries again
-        if buffer is not None:
+        if isinstance(buffer, Buffer):
             buffer.release()
             self._note(tier, 1, loop.time() - start)
 

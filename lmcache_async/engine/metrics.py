@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmcache_async.engine.tiers import layer_statistics
 from lmcache_async.memory.arena import Arena, ArenaStatistics
 from lmcache_async.memory.budget import BudgetStatistics
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.tiers.base import TierStatistics
-from lmcache_async.tiers.layers.base import LayerStatistics
-from lmcache_async.tiers.layers.breaker import BreakerStatistics
-from lmcache_async.tiers.layers.limit import LimitStatistics
-from lmcache_async.tiers.layers.retry import RetryStatistics
+from lmcache_async.tiers.middleware.base import LayerStatistics
+from lmcache_async.tiers.middleware.breaker import BreakerStatistics
+from lmcache_async.tiers.middleware.limit import LimitStatistics
+from lmcache_async.tiers.middleware.retry import RetryStatistics
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.tiers.writer import WriterStatistics
 
@@ -53,7 +52,7 @@ class EngineStatistics:
             arena=arena.statistics(),
             tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
             writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
-            layers={stacked.id: layer_statistics(stacked.tier) for stacked in stack.tiers},
+            layers={stacked.id: stacked.tier.layer_statistics() for stacked in stack.tiers},
             counts=stack.metrics.tier_counts(),
             pinned_chunks=pinned_chunks,
             running=running,

@@ -16,8 +16,8 @@ from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, pa
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.samples import exposition
-from lmcache_async.tiers.layers.base import LayerStatistics
-from lmcache_async.tiers.layers.breaker import BreakerStatistics
+from lmcache_async.tiers.middleware.base import LayerStatistics
+from lmcache_async.tiers.middleware.breaker import BreakerStatistics
 
 _WINDOW = 10
 """Samples over which a share is averaged, because a request may be planned in one and loaded in another."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
 from lmcache_async.registry import LAYERS, TIERS, Registry
+from lmcache_async.tiers.adapter import Watcher
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerContext, LayerStatistics, Shared, TierLayer
-from lmcache_async.tiers.layers.border import BorderLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
-from lmcache_async.tiers.layers.notice import NoticeLayer, Watcher
+from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.middleware.base import Layer, LayerContext, Shared
 from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter
 
@@ -74,63 +70,38 @@ def _stacked(
     chunk_bytes: int,
     replica: int,
 ) -> StackedTier:
-    tier = _tier(registry, spec, namespace, replica, third_party=config.plugins.third_party)
+    third_party = config.plugins.third_party
+    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
+    options = validate_options(tier_class.config_type, spec.options, spec.origin)
+    rank = namespace.rank if namespace.world_size > 1 else None
+    tier = tier_class(options.for_process(rank=rank, replica=replica))
     in_arena = tier.capabilities.in_arena
-    if not in_arena:
-        tier = BorderLayer(tier, name=spec.id, logger=logger)
-    if watcher is not None:
-        tier = NoticeLayer(tier, spec.id, watcher)
-    layers = spec.layers
-    if layers is None:
-        layers = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
-    for index, layer in reversed(list(enumerate(layers))):
+    usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
+    layers: list[Layer] = []
+    for index, layer in enumerate(usual if spec.layers is None else spec.layers):
         layer = placed_layer(spec, index, layer)
         context = layer_context(spec, layer, logger, shared, metrics.tier(spec.id))
-        tier = layered(registry, layer, tier, context, third_party=config.plugins.third_party)
-    if in_arena:  # never waits for I/O: no deadline, no queue; the border is outside of the layers
-        return StackedTier(spec.id, BorderLayer(tier, name=spec.id, logger=logger))
-    guarded = GuardLayer(
+        layers.append(make_layer(registry, layer, context, in_arena=in_arena, third_party=third_party))
+    handle = TierHandle(
         tier,
         name=spec.id,
-        timeout_s=spec.timeout_s,
-        close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
-        open_timeout_s=spec.open_timeout_s,
         logger=logger,
+        layers=layers,
+        timeout_s=spec.timeout_s,
+        open_timeout_s=spec.open_timeout_s,
+        close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
+        watcher=watcher,
     )
-    if not guarded.capabilities.writes:
-        return StackedTier(spec.id, guarded)
+    if in_arena or not handle.capabilities.writes:  # a tier in the arena stores a chunk at once
+        return StackedTier(spec.id, handle)
     writer = TierWriter(
-        guarded,
+        handle,
         name=spec.id,
         max_bytes=config.max_pending_write_bytes,
         max_s=config.store.max_pending_write_s,
         chunk_bytes=chunk_bytes,
     )
-    return StackedTier(spec.id, guarded, writer)
-
-
-def _tier(
-    registry: Registry, spec: TierSpec, namespace: Namespace, replica: int, *, third_party: bool
-) -> Tier:
-    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
-    options = dict(spec.options)
-    if "subdirectory" in tier_class.config_type.model_fields:
-        options |= _own_subdirectory(options, namespace, replica)
-    return tier_class(validate_options(tier_class.config_type, options, spec.origin))
-
-
-def _own_subdirectory(options: Mapping[str, Any], namespace: Namespace, replica: int) -> dict[str, str]:
-    """Return the option `subdirectory` that is unique to this process.
-
-    The first replica has the directories of an engine without replicas, and so keeps its records when
-    replicas are added.
-    """
-    given = options.get("subdirectory")
-    rank = f"rank-{namespace.rank}" if namespace.world_size > 1 else ""
-    if replica == 0:
-        return {"subdirectory": rank} if rank and given is None else {}
-    own = f"dp{replica}-{rank}" if rank else f"dp{replica}"
-    return {"subdirectory": f"{given}/{own}" if given else own}
+    return StackedTier(spec.id, handle, writer)
 
 
 def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
@@ -153,33 +124,28 @@ def layer_context(
     )
 
 
-def layered(
-    registry: Registry, spec: LayerSpec, inner: Tier, context: LayerContext, *, third_party: bool
-) -> Tier:
-    """Return the configured layer around the tier `inner`.
+def make_layer(
+    registry: Registry, spec: LayerSpec, context: LayerContext, *, in_arena: bool, third_party: bool
+) -> Layer:
+    """Return a configured layer.
+
+    Args:
+        registry: Installed plug-ins.
+        spec: Configuration of the layer.
+        context: Context of the layer.
+        in_arena: Whether the tier stores its chunks in the arena.
+        third_party: Whether plug-ins of other distributions may be loaded.
 
     Raises:
         ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
         MissingDependencyError: A required package is not installed.
     """
     where = context.where
-    layer_class = registry.load_class(
-        LAYERS, spec.name, ConfiguredLayer, where=where, third_party=third_party
-    )
-    if inner.capabilities.in_arena and not layer_class.fits_arena:
+    layer_class = registry.load_class(LAYERS, spec.name, Layer, where=where, third_party=third_party)
+    if in_arena and not layer_class.fits_arena:
         raise ConfigError(
             f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
             f" layer {spec.name!r} out of its `layers`"
         )
     options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
-    return layer_class(inner, options, context)
-
-
-def layer_statistics(tier: Tier) -> dict[str, LayerStatistics]:
-    """Return the statistics of the layers around a tier, by layer id."""
-    told: dict[str, LayerStatistics] = {}
-    while isinstance(tier, TierLayer):
-        if isinstance(tier, ConfiguredLayer) and (statistics := tier.layer_statistics()) is not None:
-            told[tier.context.layer] = statistics
-        tier = tier.inner
-    return told
+    return layer_class(options, context)

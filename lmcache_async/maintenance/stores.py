@@ -28,9 +28,9 @@ from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier, TierConfig
-from lmcache_async.tiers.layers.border import BorderLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
+from lmcache_async.tiers.results import ReadResult, memory_was_short, no_memory
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -146,10 +146,8 @@ def _directory_store(
 
 
 def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
-    """Return the config for a rank, if ranks have directories of their own."""
-    if rank is None or "subdirectory" not in type(config).model_fields:
-        return config
-    return config.model_copy(update={"subdirectory": f"rank-{rank}"})
+    """Return the options of a rank's process; those of the only process if no rank is given."""
+    return config if rank is None else config.for_process(rank=rank)
 
 
 def _named_tier(text: str, path: Path | None, config: EngineConfig | None) -> TierSpec:
@@ -177,14 +175,10 @@ def _tier_store(tier: Tier, spec: TierSpec, options: OfflineOptions) -> OfflineS
             f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
         )
     logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
-    guarded = GuardLayer(
-        BorderLayer(tier, name=spec.id, logger=logger),
-        name=spec.id,
-        timeout_s=spec.timeout_s,
-        open_timeout_s=spec.open_timeout_s,
-        logger=logger,
+    handle = TierHandle(
+        tier, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
     )
-    return TierStore(guarded, options, name=spec.id, timeout_s=spec.timeout_s)
+    return TierStore(handle, options, name=spec.id, timeout_s=spec.timeout_s)
 
 
 class TierStore(OfflineStore):
@@ -193,13 +187,15 @@ class TierStore(OfflineStore):
     A record is always read as a whole: a tier has no method to read a part of one.
 
     Args:
-        tier: Not opened yet, behind a guard: its calls have a deadline and raise TierError.
+        tier: Not opened yet. Its calls have a deadline and raise TierError.
         options: Options of the store.
         name: The tier's id.
-        timeout_s: Seconds between two keys of a listing; other calls have the guard's deadline.
+        timeout_s: Seconds between two keys of a listing; other calls have the tier's deadline.
     """
 
-    def __init__(self, tier: Tier, options: OfflineOptions, *, name: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, tier: TierHandle, options: OfflineOptions, *, name: str, timeout_s: float = 30.0
+    ) -> None:
         self.name = f"tier {name!r}"
         self.in_flight = options.in_flight
         self._tier = tier
@@ -233,12 +229,18 @@ class TierStore(OfflineStore):
             return await in_thread(self._workers, functools.partial(_visit_view, visit, buffer.view))
 
     async def load(self, record: StoredRecord) -> Buffer | None:
+        result: ReadResult
         try:
-            return await self._tier.get(record.key, self._lease)
+            (result,) = await self._tier.get([record.key], self._lease)
         except BudgetExceededError as error:
+            result = no_memory(error)
+        if not isinstance(result, TierError):
+            return result
+        if memory_was_short(result):
             raise TierError(
-                f"record {record.key.hex()}: {error}; raise --max-record-bytes if records are longer"
-            ) from error
+                f"record {record.key.hex()}: {result.__cause__}; raise --max-record-bytes if records are longer"
+            ) from result
+        raise result
 
     async def allocate(self, nbytes: int) -> Buffer | None:
         return await self._lease(nbytes) if nbytes <= self._arena.slab_bytes else None
@@ -246,7 +248,7 @@ class TierStore(OfflineStore):
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         there: list[bool] = []
         for start in range(0, len(keys), _LOOKUP_BATCH):
-            there += await self._tier.contains_many(keys[start : start + _LOOKUP_BATCH])
+            there += await self._tier.lookup(keys[start : start + _LOOKUP_BATCH], exact=True)
         return there
 
     async def prepare_writes(self) -> None:
@@ -254,7 +256,9 @@ class TierStore(OfflineStore):
 
     async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
         del used_ns  # a tier has its own order of use
-        await self._tier.put(key, record)
+        (error,) = await self._tier.put([(key, record)])
+        if error is not None:
+            raise error
 
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
         self._require(self._tier.capabilities.removes, "delete records")

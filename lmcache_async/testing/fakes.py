@@ -1,4 +1,4 @@
-"""Fake tiers (in a dict, gated, slow, faulty), and a registry that also offers given plug-ins."""
+"""Fake tiers (in a dict, gated, slow, faulty), wrappers of tiers and handles, and a registry that also offers given plug-ins."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import copy
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
 
 from lmcache_async.config.values import OptionalSize
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
 from lmcache_async.tiers.eviction import LRUPolicy
-from lmcache_async.tiers.layers.base import TierLayer
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
 
 FaultKind: TypeAlias = Literal["error", "refuse", "bug", "delay", "hang", "drop", "lie", "flip", "cut"]
@@ -61,8 +63,158 @@ class FaultPlan:
     faults: tuple[Fault | None, ...] = ()
 
 
-class FaultyTier(TierLayer):
-    """A layer that injects planned faults into `contains`, `get` and `put`, in order of the calls.
+class ForwardingTier(Tier):
+    """A tier that forwards every call to another one. Base class of tiers that change some of the calls.
+
+    Args:
+        inner: The other tier.
+
+    Attributes:
+        inner: The other tier.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def bind(self, arena: Arena) -> None:
+        self.inner.on_evicted = self.on_evicted
+        self.inner.bind(arena)
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return await self.inner.contains(key)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        return await self.inner.get(key, allocate)
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        await self.inner.put(key, buffer)
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return await self.inner.count_prefix(keys)
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self.inner.contains_many(keys)
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        return await self.inner.get_many(keys, allocate)
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        return await self.inner.put_many(items)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return await self.inner.remove(key)
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self.inner.reject(key, cause)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        return await self.inner.scrub(max_bytes_per_s=max_bytes_per_s)
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        async for key in self.inner.keys():
+            yield key
+
+    async def clear(self) -> int:
+        return await self.inner.clear()
+
+    def statistics(self) -> TierStatistics:
+        return self.inner.statistics()
+
+    async def __aenter__(self) -> Self:
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.inner.__aexit__(kind, error, trace)
+
+
+class HandleTier(Tier):
+    """The calls of a tier handle as a tier, for tests of layers and of the handle itself.
+
+    Args:
+        handle: The handle.
+
+    Attributes:
+        handle: The handle.
+    """
+
+    def __init__(self, handle: TierHandle) -> None:
+        super().__init__(TierConfig())
+        self.handle = handle
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.handle.capabilities
+
+    def bind(self, arena: Arena) -> None:
+        self.handle.bind(arena)
+
+    async def contains(self, key: ChunkKey) -> bool:
+        (stored,) = await self.handle.lookup([key], exact=True)
+        return stored
+
+    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self.handle.lookup(keys, exact=True)
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        stored = await self.handle.lookup(keys)
+        return stored.index(False) if False in stored else len(stored)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        (result,) = await self.handle.get([key], allocate)
+        if isinstance(result, TierError):
+            raise result
+        return result
+
+    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        return await self.handle.get(keys, allocate)
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        (error,) = await self.handle.put([(key, buffer)])
+        if error is not None:
+            raise error
+
+    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        return await self.handle.put(items)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return await self.handle.remove(key)
+
+    async def reject(self, key: ChunkKey, cause: str) -> bool:
+        return await self.handle.reject(key, cause)
+
+    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
+        return await self.handle.scrub(max_bytes_per_s=max_bytes_per_s)
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
+        async for key in self.handle.keys():
+            yield key
+
+    async def clear(self) -> int:
+        return await self.handle.clear()
+
+    def statistics(self) -> TierStatistics:
+        return self.handle.statistics()
+
+    async def __aenter__(self) -> Self:
+        await self.handle.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.handle.__aexit__(kind, error, trace)
+
+
+class FaultyTier(ForwardingTier):
+    """A tier that injects planned faults into `contains`, `get` and `put`, in order of the calls.
 
     Batch calls are split into single ones, so each chunk takes one entry of the plan. When the plan is used
     up, calls pass unchanged.
@@ -241,8 +393,8 @@ class DictTier(Tier):
             del self.records[victim]
 
 
-class GatedTier(TierLayer):
-    """A layer that blocks every `get` and `put` until the gate is opened. The gate is closed at first.
+class GatedTier(ForwardingTier):
+    """A tier that blocks every `get` and `put` until the gate is opened. The gate is closed at first.
 
     Cancelling a blocked call ends it without a call of the inner tier.
 
@@ -283,8 +435,8 @@ class GatedTier(TierLayer):
         await self._gate.wait()
 
 
-class LatencyTier(TierLayer):
-    """A layer that delays calls by a fixed latency and by the transfer time of their bytes.
+class LatencyTier(ForwardingTier):
+    """A tier that delays calls by a fixed latency and by the transfer time of their bytes.
 
     A batch call is delayed once. Time is the running loop's, so a loop with virtual time does not wait.
 

@@ -14,8 +14,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.caches import DTYPES, cache_forms
 from lmcache_async.testing.fakes import DictConfig, DictTier, Fault, FaultKind, FaultPlan, FaultyTier
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES
-from lmcache_async.tiers.layers.border import BorderLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -118,7 +117,7 @@ def tier_stacks(
     fault_kinds: Sequence[FaultKind] = HARMLESS,
     timeout_s: float = 30.0,
 ) -> TierStack:
-    """Stacks of tiers, not opened, built as an engine builds them: a guard and a write queue for each tier.
+    """Stacks of tiers, not opened, built as an engine builds them: a handle and a write queue for each tier.
 
     Each tier is a FaultyTier with its own plan around a DictTier. Some have a capacity of a few slabs (of
     `lmcache_async.testing.records`).
@@ -135,8 +134,7 @@ def tier_stacks(
         limit = draw(st.none() | st.integers(1, max_slabs))
         inner = DictTier(DictConfig(max_bytes=None if limit is None else limit * SLAB_BYTES))
         faulty = FaultyTier(inner, draw(fault_plans(kinds=fault_kinds)) if fault_kinds else None)
-        bordered = BorderLayer(faulty, name=f"tier{index}", logger=logger)
-        guarded = GuardLayer(bordered, name=f"tier{index}", timeout_s=timeout_s, logger=logger)
-        writer = TierWriter(guarded, name=f"tier{index}", max_bytes=64 * SLAB_BYTES)
-        stacked.append(StackedTier(f"tier{index}", guarded, writer))
+        handle = TierHandle(faulty, name=f"tier{index}", logger=logger, timeout_s=timeout_s)
+        writer = TierWriter(handle, name=f"tier{index}", max_bytes=64 * SLAB_BYTES)
+        stacked.append(StackedTier(f"tier{index}", handle, writer))
     return TierStack(stacked, write_timeout_s=timeout_s)

@@ -17,10 +17,10 @@ from typing_extensions import TypeVar  # defaults of type variables are in typin
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.answers import reads, settle, settle_put
-from lmcache_async.tiers.border import flag
+from lmcache_async.tiers.contract import check_flag
 from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
+from lmcache_async.tiers.results import read_results, set_read_result, set_write_result
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -32,6 +32,19 @@ class TierConfig(BaseModel):
     """Options of a tier, checked at start-up; a tier's own config derives from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def for_process(self, *, rank: int | None, replica: int = 0) -> Self:
+        """Return the options of one process of several, if each needs its own, such as a directory.
+
+        The default returns these options: all processes share the tier's store.
+
+        Args:
+            rank: Rank of the process; None if there is only one.
+            replica: Number of the data-parallel replica. Replica 0 has the options of an engine without replicas,
+                and so keeps its records when replicas are added.
+        """
+        del rank, replica
+        return self
 
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig, default=Any)
@@ -239,13 +252,13 @@ class Tier(ABC, Generic[ConfigT]):
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the longest prefix of `keys` that is stored."""
         for count, key in enumerate(keys):
-            if not flag("contains", await self.contains(key)):
+            if not check_flag("contains", await self.contains(key)):
                 return count
         return len(keys)
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Call `contains` for each key, in order. Called only for tiers with a `local_index`."""
-        return [flag("contains", await self.contains(key)) for key in keys]
+        return [check_flag("contains", await self.contains(key)) for key in keys]
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Call `get` for each key; the results are in the order of `keys`.
@@ -256,11 +269,11 @@ class Tier(ABC, Generic[ConfigT]):
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
         """
         limit = asyncio.Semaphore(self.capabilities.max_concurrency)
-        with reads(len(keys)) as results:
+        with read_results(len(keys)) as results:
 
             async def one(index: int, key: ChunkKey) -> None:
                 async with limit:
-                    await settle(results, index, self.get(key, allocate))
+                    await set_read_result(results, index, self.get(key, allocate))
 
             async with asyncio.TaskGroup() as group:
                 for index, key in enumerate(keys):
@@ -278,7 +291,7 @@ class Tier(ABC, Generic[ConfigT]):
 
         async def one(index: int, key: ChunkKey, buffer: Buffer) -> None:
             async with limit:
-                await settle_put(results, index, self.put(key, buffer))
+                await set_write_result(results, index, self.put(key, buffer))
 
         async with asyncio.TaskGroup() as group:
             for index, (key, buffer) in enumerate(items):
@@ -324,7 +337,7 @@ class Tier(ABC, Generic[ConfigT]):
         """Remove every chunk that `keys` lists. Return the number of removed chunks."""
         removed = 0
         for key in [key async for key in self.keys()]:
-            removed += flag("remove", await self.remove(key))
+            removed += check_flag("remove", await self.remove(key))
         return removed
 
     def statistics(self) -> TierStatistics:

@@ -5,21 +5,61 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import compress
 from typing import Self
 
-from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
+from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
-from lmcache_async.tiers.layers.guard import GuardLayer
-from lmcache_async.tiers.outcome import leaving, no_room, release_all, when_all
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.plan import Cover, runs
-from lmcache_async.tiers.stacked import Fetched, StackedTier
-from lmcache_async.tiers.writer import WriteReservation
+from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey
 
-__all__ = ["Fetched", "StackedTier", "TierStack"]
+
+@dataclass(frozen=True, slots=True)
+class StackedTier:
+    """A tier in the stack.
+
+    Attributes:
+        id: Name in the configuration, log lines and counters; unique in the stack.
+        tier: The tier with its layers.
+        writer: Write queue of the tier; None for a tier in the arena, which stores a chunk at once, and for a
+            read-only tier.
+    """
+
+    id: str
+    tier: TierHandle
+    writer: TierWriter | None = None
+
+    @property
+    def leaves_memory(self) -> bool:
+        """Whether its records are stored outside the memory of the process."""
+        return not self.tier.capabilities.in_arena
+
+    @property
+    def writable(self) -> bool:
+        """Whether the tier accepts writes; otherwise it is only read."""
+        return self.tier.capabilities.writes
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Result of a fetch: buffers of the leading chunks, leased to the caller.
+
+    Attributes:
+        buffers: One for each chunk up to the first missing one.
+        tiers: For each buffer the index of the tier that it was read from.
+        cause: Why the prefix ends early; "" if all chunks were read.
+    """
+
+    buffers: tuple[Buffer, ...]
+    tiers: tuple[int, ...]
+    cause: str
 
 
 class TierStack:
@@ -54,16 +94,16 @@ class TierStack:
     @property
     def leaves_memory(self) -> bool:
         """Whether records are written to any tier outside the memory of the process."""
-        return any(stacked.leaves_memory for stacked in self._takers)
+        return any(stacked.leaves_memory for stacked in self._writable)
 
     @property
-    def _takers(self) -> list[StackedTier]:
-        return [stacked for stacked in self.tiers if stacked.takes]
+    def _writable(self) -> list[StackedTier]:
+        return [stacked for stacked in self.tiers if stacked.writable]
 
     @property
     def late_calls(self) -> int:
         """Number of abandoned calls that have not ended yet."""
-        return sum(s.tier.late_calls for s in self.tiers if isinstance(s.tier, GuardLayer))
+        return sum(stacked.tier.late_calls for stacked in self.tiers)
 
     async def open(self, arena: Arena) -> Self:
         """Open every tier. If one fails, those already open are closed again.
@@ -102,7 +142,7 @@ class TierStack:
             False if the deadline has passed.
         """
         waits = [s.writer.flush(timeout_s=timeout_s) for s in self.tiers if s.writer is not None]
-        waits += [s.tier.drain(timeout_s=timeout_s) for s in self.tiers if isinstance(s.tier, GuardLayer)]
+        waits += [stacked.tier.drain(timeout_s=timeout_s) for stacked in self.tiers]
         return all(await asyncio.gather(*waits))
 
     async def plan(self, keys: Sequence[ChunkKey], in_arena: bool = False) -> tuple[tuple[int, ...], str]:
@@ -127,7 +167,8 @@ class TierStack:
                 if in_arena and not stacked.tier.capabilities.in_arena:
                     continue
                 try:
-                    cover.mark(index, await stacked.holds(keys, positions))
+                    stored = await stacked.tier.lookup([keys[position] for position in positions])
+                    cover.mark(index, list(compress(positions, stored)))
                 except TierError as error:
                     failed = True
                     self._counts[stacked.id].failed(error)
@@ -147,16 +188,16 @@ class TierStack:
         """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
-        answered = not self._takers
-        for stacked in self._takers:
+        answered = not self._writable
+        for stacked in self._writable:
             try:
-                held = await stacked.holds(keys, everything)
+                stored = await stacked.tier.lookup(keys)
             except TierError as error:
                 self._counts[stacked.id].failed(error)
                 continue  # a tier that fails would not accept a write now either
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
-            lacking.update(set(wanted).difference(held))
+            lacking.update(position for position in wanted if not stored[position])
         return sorted(lacking) if answered else everything
 
     async def fetch(
@@ -193,10 +234,10 @@ class TierStack:
                     cause = "vanished"
                     break
         except BaseException:
-            release_all(got)
+            release_results(got)
             raise
         count = next((i for i, buffer in enumerate(got) if buffer is None), len(got))
-        release_all(got[count:])
+        release_results(got[count:])
         for tier, start, stop in runs(sources[:count]):
             self._counts[self.tiers[tier].id].hit_chunks.add(stop - start)
         buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
@@ -212,7 +253,7 @@ class TierStack:
         index, start, stop = run
         stacked = self.tiers[index]
         try:
-            results = await stacked.tier.get_many(keys[start:stop], allocate)
+            results = await stacked.tier.get(keys[start:stop], allocate)
         except (TierError, BudgetExceededError) as error:
             self._counts[stacked.id].failed(error)
             return
@@ -230,12 +271,11 @@ class TierStack:
         allocate: Allocate,
         got: list[Buffer | None],
     ) -> int:
+        found: list[Buffer | None] = [None]
         for index in range(tiers[position] + 1, len(self.tiers)):
-            try:
-                got[position] = await self.tiers[index].tier.get(key, allocate)
-            except (TierError, BudgetExceededError) as error:
-                self._counts[self.tiers[index].id].failed(error)
-            if got[position] is not None:
+            await self._fetch_run([key], (index, 0, 1), allocate, found)
+            if found[0] is not None:
+                got[position] = found[0]
                 return index
         return tiers[position]
 
@@ -255,13 +295,13 @@ class TierStack:
                 if not stacked.tier.capabilities.in_arena:
                     continue
                 try:
-                    got = await stacked.tier.get_many(keys[start:stop], no_room)
+                    got = await stacked.tier.get(keys[start:stop], _no_memory)
                 except (TierError, BudgetExceededError) as error:
                     self._counts[stacked.id].failed(error)
                     continue
                 leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
         except BaseException:
-            release_all(leases)
+            release_results(leases)
             raise
         return leases
 
@@ -281,7 +321,7 @@ class TierStack:
         deadline = loop.time() + timeout_s
         reservations: list[WriteReservation] = []
         try:
-            for stacked in self._takers:
+            for stacked in self._writable:
                 if stacked.writer is not None:
                     left = max(0.0, deadline - loop.time())
                     reservations.append(await stacked.writer.reserve(keys, timeout_s=left))
@@ -314,12 +354,12 @@ class TierStack:
         Raises:
             ChainError: Encryption is on and `at_rest` is None.
         """
-        outside = leaving(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
+        outside = _outside_records(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
         shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         errors: list[TierError | None] = [None] * len(items)
         kept = [False] * len(items)
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
-        for stacked in self._takers:
+        for stacked in self._writable:
             given = outside if stacked.leaves_memory else items
             for position in range(len(given), len(items)):
                 errors[position] = TierFullError("no arena memory to encrypt it in")
@@ -332,13 +372,13 @@ class TierStack:
                         shared[position].append(future)
                     future.add_done_callback(lambda f, s=stacked: self._counts[s.id].written([f.result()]))  # type: ignore[misc]
                 continue
-            outcomes = await stacked.put_now(given)
+            outcomes = await stacked.tier.put(given)
             self._counts[stacked.id].written(outcomes)
             for position, outcome in enumerate(outcomes):
                 errors[position] = outcome
                 kept[position] |= outcome is None
         for position, futures in enumerate(queued):
-            when_all(futures, kept[position], errors[position], position, on_outcome)
+            _report_outcome(futures, kept[position], errors[position], position, on_outcome)
         return shared
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
@@ -352,12 +392,12 @@ class TierStack:
         """
         for index, stacked in enumerate(self.tiers):
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
-            if not (wanted and stacked.takes) or (self._encrypted and stacked.leaves_memory):
+            if not (wanted and stacked.writable) or (self._encrypted and stacked.leaves_memory):
                 continue
             if stacked.writer is not None:
                 await stacked.writer.submit(wanted, timeout_s=0.0)
             else:
-                outcomes = await stacked.put_now(wanted)
+                outcomes = await stacked.tier.put(wanted)
                 self._counts[stacked.id].promoted_chunks.add(outcomes.count(None))
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
@@ -374,3 +414,65 @@ class TierStack:
             await stacked.tier.reject(key, cause)
         except TierError as error:
             self._counts[stacked.id].failed(error)
+
+
+def _report_outcome(
+    futures: Sequence[asyncio.Future[TierError | None]],
+    kept: bool,
+    error: TierError | None,
+    position: int,
+    on_outcome: Callable[[int, str], None],
+) -> None:
+    """Report the outcome of a chunk now, or when the last of its futures is done.
+
+    Args:
+        futures: Results of the tiers that queued the chunk.
+        kept: Whether a tier has stored the chunk already.
+        error: Error of a tier that was written to at once, if any.
+        position: Position of the chunk.
+        on_outcome: Called with the position and "" if at least one tier stored the chunk, else the class name
+            of an error.
+    """
+    if not futures:
+        on_outcome(position, "" if kept or error is None else type(error).__name__)
+        return
+    left = len(futures)
+
+    def one_done(_: asyncio.Future[TierError | None]) -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            return
+        results = [future.result() for future in futures]
+        failures = [result for result in [*results, error] if result is not None]
+        if kept or None in results or not failures:
+            on_outcome(position, "")
+        else:
+            on_outcome(position, type(failures[0]).__name__)
+
+    for future in futures:
+        future.add_done_callback(one_done)
+
+
+def _outside_records(
+    items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None, *, encrypted: bool
+) -> Sequence[tuple[ChunkKey, Buffer]]:
+    """Return the records for the tiers outside the arena.
+
+    Args:
+        items: Keys and plain records.
+        at_rest: Encrypted records of the first `len(at_rest)` items; None if no stage encrypts.
+        encrypted: Whether encryption is on.
+
+    Raises:
+        ChainError: Encryption is on and `at_rest` is None.
+    """
+    if at_rest is not None:
+        return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
+    if encrypted:
+        raise ChainError("encryption is on, but a stage of store.stages gives `write` no encrypted records")
+    return items
+
+
+async def _no_memory(nbytes: int) -> Buffer:
+    raise BudgetExceededError(f"no copy is made here, so {nbytes} bytes are not leased")

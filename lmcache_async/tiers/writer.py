@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
 
 
@@ -109,7 +109,7 @@ class TierWriter:
 
     def __init__(
         self,
-        tier: Tier,
+        tier: TierHandle,
         *,
         name: str,
         max_bytes: int,
@@ -267,15 +267,7 @@ class TierWriter:
     async def _put(self, items: Sequence[_Item]) -> Sequence[TierError | None]:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        try:
-            outcome = await self._tier.put_many([(item.key, item.buffer) for item in items])
-        except TierError as error:
-            return [error] * len(items)
-        except BudgetExceededError as error:
-            return [self._full("no memory for the write", error)] * len(items)
-        if len(outcome) != len(items):
-            message = f"tier {self._name!r}: put_many gave {len(outcome)} answers for {len(items)} chunks"
-            return [TierError(message)] * len(items)
+        outcome = await self._tier.put([(item.key, item.buffer) for item in items])
         written = sum(item.buffer.nbytes for item, error in zip(items, outcome, strict=True) if error is None)
         if written:  # a call that stored nothing is no measurement
             self._rate.add(written, start, loop.time())

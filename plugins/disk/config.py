@@ -1,7 +1,7 @@
 """Options of the disk tier."""
 
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -75,6 +75,17 @@ class DiskConfig(TierConfig):
     scrub_interval_s: Wait = 0.0
     scrub_max_bytes_per_s: Size = 32 << 20
     subdirectory: Annotated[str, AfterValidator(check_subdirectory)] = ""
+
+    def for_process(self, *, rank: int | None, replica: int = 0) -> Self:
+        """Return the options with a subdirectory for the process. A configured `subdirectory` replaces the rank's."""
+        given = self.subdirectory
+        own = "" if rank is None else f"rank-{rank}"
+        if replica:
+            own = f"dp{replica}-{own}" if own else f"dp{replica}"
+            own = f"{given}/{own}" if given else own
+        else:
+            own = given or own
+        return self.model_copy(update={"subdirectory": own})
 
     @property
     def root(self) -> Path:

@@ -34,9 +34,9 @@ from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordF
 from lmcache_async.plugins.disk.index import DiskIndex
 from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
-from lmcache_async.tiers.answers import memory_was_short, no_memory, reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.results import memory_was_short, no_memory, read_results
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -135,7 +135,7 @@ class DiskTier(Tier):
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""
-        with self._call() as store, reads(len(keys)) as results:
+        with self._call() as store, read_results(len(keys)) as results:
             call = next(self._numbers)
             reading = BatchRead(store, results, call)
             async with store.in_use(keys):

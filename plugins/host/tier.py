@@ -31,9 +31,9 @@ from lmcache_async.plugins.host.connection import Dialer
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
 from lmcache_async.plugins.host.link import Link
-from lmcache_async.tiers.answers import reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.results import read_results
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -117,7 +117,7 @@ class HostTier(Tier):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key, in one message per `MAX_ITEMS` keys."""
         del allocate
-        with self._call() as connection, reads(0) as results:
+        with self._call() as connection, read_results(0) as results:
             for part in _parts(keys):
                 for grant in await self._lease(connection, part):
                     if grant.lease:

@@ -12,9 +12,9 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.client import Client
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
-from lmcache_async.tiers.answers import no_memory, reads
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.results import no_memory, read_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -80,7 +80,7 @@ class MooncakeTier(Tier):
         return result
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        with self._call() as client, reads(len(keys)) as results:
+        with self._call() as client, read_results(len(keys)) as results:
             try:
                 stored = await client.contains(keys) if keys else []
             except TierError as error:

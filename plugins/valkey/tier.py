@@ -21,9 +21,9 @@ from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
 from lmcache_async.plugins.valkey.protocol import encode_head, encode_tail
 from lmcache_async.plugins.valkey.topology import Access, make_topology
-from lmcache_async.tiers.answers import reads, settle
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.results import read_results, set_read_result
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -102,10 +102,10 @@ class ValkeyTier(Tier):
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Get each key; nodes fail independently of each other."""
-        with reads(len(keys)) as results, self._call() as client:
+        with read_results(len(keys)) as results, self._call() as client:
 
             async def one(client: Client, position: int) -> None:
-                await settle(results, position, self._get(client, keys[position], allocate))
+                await set_read_result(results, position, self._get(client, keys[position], allocate))
 
             await self._by_node(client, keys, results, one)
         return results

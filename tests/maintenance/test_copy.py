@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import secrets
 import signal
@@ -18,14 +17,12 @@ from hypothesis import strategies as st
 
 from lmcache_async.cli.records import Bar
 from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import CopyOptions, copy
 from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
-from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.offline import OfflineOptions
 from tests.maintenance.filled import (
     TOKENS,
@@ -39,6 +36,7 @@ from tests.maintenance.filled import (
     told,
 )
 from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.tiers import handle_of
 from tests.support.valkey_servers import running
 
 
@@ -318,10 +316,9 @@ def records_of(payloads):
 
 
 def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
-    logger = LimitedLogger(logging.getLogger("test"))
-    guarded = GuardLayer(tier, name="t", timeout_s=timeout_s, logger=logger, close_timeout_s=0.1)
+    handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
     options = OfflineOptions(change=True, in_flight=3, max_record_bytes=max_record_bytes)
-    return TierStore(guarded, options, name="t", timeout_s=timeout_s)
+    return TierStore(handle, options, name="t", timeout_s=timeout_s)
 
 
 async def copied(source, destination, **options):

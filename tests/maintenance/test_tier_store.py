@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.concurrency import Meter, map_in_order
 from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import EVERYTHING
@@ -17,8 +15,8 @@ from lmcache_async.maintenance.verification import Remedy, VerifyOptions, verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.offline import OfflineOptions
+from tests.support.tiers import handle_of
 
 
 def records_of(count):
@@ -31,15 +29,9 @@ def records_of(count):
 
 
 def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
-    guarded = GuardLayer(
-        tier,
-        name="t",
-        timeout_s=timeout_s,
-        logger=LimitedLogger(logging.getLogger("test")),
-        close_timeout_s=0.1,
-    )
+    handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
     options = OfflineOptions(change=True, in_flight=4, max_record_bytes=max_record_bytes)
-    return TierStore(guarded, options, name="t", timeout_s=timeout_s)
+    return TierStore(handle, options, name="t", timeout_s=timeout_s)
 
 
 class Silent(DictTier):

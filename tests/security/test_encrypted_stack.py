@@ -12,6 +12,7 @@ from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.support.tiers import handle_of
 
 KEYS = [ChunkKey(bytes([number]) * 16) for number in range(3)]
 PLAIN, SECRET = b"plain" * 20, b"secret" * 20
@@ -25,11 +26,17 @@ def arena():
     arena.close()
 
 
+@pytest.fixture
+def records():
+    """The records of the tier outside of memory."""
+    return {}
+
+
 @pytest.fixture(params=["queued", "at once"])
-def outside(request):
-    tier = DictTier()
-    writer = TierWriter(tier, name="far", max_bytes=1 << 20) if request.param == "queued" else None
-    return StackedTier("far", tier, writer)
+def outside(request, records):
+    handle = handle_of(DictTier(records=records), name="far")
+    writer = TierWriter(handle, name="far", max_bytes=1 << 20) if request.param == "queued" else None
+    return StackedTier("far", handle, writer)
 
 
 def filled(arena, content, count):
@@ -54,15 +61,17 @@ async def given(arena, stack, keys, plain, secret):
     return outcomes
 
 
-async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outside):
-    stack = TierStack([StackedTier("cpu", CPUTier(CPUConfig())), outside], write_timeout_s=0, encrypted=True)
+async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outside, records):
+    stack = TierStack(
+        [StackedTier("cpu", handle_of(CPUTier(CPUConfig()))), outside], write_timeout_s=0, encrypted=True
+    )
     await stack.open(arena)
     plain, secret = filled(arena, PLAIN, 3), filled(arena, SECRET, 2)
 
     outcomes = await given(arena, stack, KEYS, plain, secret)
 
     assert outcomes == {0: "", 1: "", 2: ""}
-    assert outside.tier.records == dict.fromkeys(KEYS[:2], SECRET)
+    assert records == dict.fromkeys(KEYS[:2], SECRET)
     assert stack.metrics.tier_counts()["far.dropped.TierFullError"] == 1
     release(plain + secret)
     fetched = await stack.fetch(KEYS, (0, 0, 0), arena.lease_nowait)
@@ -83,7 +92,7 @@ async def test_a_chunk_that_no_tier_was_given_is_dropped(arena, outside):
     await stack.aclose(timeout_s=1)
 
 
-async def test_a_plain_record_is_not_let_out(arena, outside):
+async def test_a_plain_record_is_not_let_out(arena, outside, records):
     stack = TierStack([outside], write_timeout_s=0, encrypted=True)
     await stack.open(arena)
     plain = filled(arena, PLAIN, 1)
@@ -93,17 +102,17 @@ async def test_a_plain_record_is_not_let_out(arena, outside):
 
     await stack.promote([(KEYS[0], plain[0])], [1])
     assert await stack.flush(timeout_s=30)
-    assert outside.tier.records == {}
+    assert records == {}
     release(plain)
     await stack.aclose(timeout_s=1)
 
 
-async def test_without_encryption_all_tiers_share_the_record(arena, outside):
+async def test_without_encryption_all_tiers_share_the_record(arena, outside, records):
     stack = TierStack([outside], write_timeout_s=0)
     await stack.open(arena)
     plain = filled(arena, PLAIN, 1)
 
     assert await given(arena, stack, KEYS[:1], plain, None) == {0: ""}
-    assert outside.tier.records == {KEYS[0]: PLAIN}
+    assert records == {KEYS[0]: PLAIN}
     release(plain)
     await stack.aclose(timeout_s=1)

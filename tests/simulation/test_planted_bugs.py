@@ -11,8 +11,8 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Scope
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.tiers.border import CallLeases
-from lmcache_async.tiers.layers.deadline import BoundedLayer
+from lmcache_async.tiers.adapter import CallLeases
+from lmcache_async.tiers.middleware.deadline import DeadlineLayer
 from lmcache_async.tiers.stack import Fetched, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from tests.simulation.faults import Faults
@@ -82,9 +82,8 @@ def hole_ignored_by_the_fetch(patch):
 
 def no_deadlines(patch):
     """Calls of a tier that hangs have no timeout."""
-    make, run = BoundedLayer.__init__, Runner.run
-    never = {"lookup_s": 1e6, "read_s": 1e6, "write_s": 1e6}
-    patch(BoundedLayer, "__init__", lambda self, inner, **options: make(self, inner, **options | never))
+    run = Runner.run
+    patch(DeadlineLayer, "around", lambda self, call, next: next(call))
     patch(Runner, "run", lambda self, request, **options: run(self, request, **options | {"timeout_s": 1e6}))
 
 
@@ -160,11 +159,6 @@ def device_read_too_late(patch):
 
 def late_call_loses_its_lease(patch):
     """A tier that still writes after its caller was cancelled uses a slab with another lease."""
-
-    async def put_many(self, items):
-        return await self._call("put_many", self._write_s, lambda: self.inner.put_many(items))
-
-    patch(BoundedLayer, "put_many", put_many)
     patch(CallLeases, "lend", lambda self, buffer: buffer)
 
 

@@ -10,11 +10,11 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
-from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, LatencyTier
+from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, HandleTier, LatencyTier
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.strategies import fault_plans
-from lmcache_async.tiers.layers.guard import GuardLayer
 from tests.support.thorough import machine_settings
+from tests.support.tiers import handle_of
 
 LOGGER = LimitedLogger(logging.getLogger("tests"))
 
@@ -40,10 +40,10 @@ class CPUMachine(TierMachine):
         return CPUTier(CPUConfig(max_bytes=max_bytes))
 
 
-class GuardedMachine(TierMachine):
+class HandleMachine(TierMachine):
     def make_tier(self, directory, max_bytes):
         inner = LatencyTier(DictTier(DictConfig(max_bytes=max_bytes)))
-        return GuardLayer(inner, name="dict", timeout_s=30, logger=LOGGER)
+        return HandleTier(handle_of(inner))
 
 
 class FaultyMachine(TierMachine):
@@ -51,7 +51,7 @@ class FaultyMachine(TierMachine):
 
     def make_tier(self, directory, max_bytes):
         self.faulty = FaultyTier(DictTier(DictConfig(max_bytes=max_bytes)))
-        return GuardLayer(self.faulty, name="faulty", timeout_s=30, logger=LOGGER)
+        return HandleTier(handle_of(self.faulty))
 
     @rule(plan=fault_plans(), again=st.booleans())
     def plan(self, plan, again):
@@ -60,7 +60,7 @@ class FaultyMachine(TierMachine):
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize(
-    "machine", [DictMachine, PersistentDictMachine, CPUMachine, GuardedMachine, FaultyMachine]
+    "machine", [DictMachine, PersistentDictMachine, CPUMachine, HandleMachine, FaultyMachine]
 )
 def test_a_tier_is_a_dict(machine, loop_factory):
     on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 
-from lmcache_async.testing.fakes import DictTier, FakeRegistry
+from lmcache_async.logging import LimitedLogger
+from lmcache_async.testing.fakes import DictTier, FakeRegistry, ForwardingTier
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.tiers.layers.base import TierLayer
+from lmcache_async.tiers.handle import TierHandle
 
 
 @functools.cache
@@ -57,8 +59,14 @@ class Made:
         return registry_of(dict=self.tier_class)
 
 
-class ParkingTier(TierLayer):
-    """A layer that blocks the calls of one method until the gate is opened. Other calls pass.
+def handle_of(tier, *, name="t", timeout_s=60.0, **options):
+    """Return a handle of the tier without layers other than the deadline."""
+    logger = LimitedLogger(logging.getLogger("lmcache_async"))
+    return TierHandle(tier, name=name, timeout_s=timeout_s, logger=logger, **options)
+
+
+class ParkingTier(ForwardingTier):
+    """A tier that blocks the calls of one method until the gate is opened. Other calls pass.
 
     Attributes:
         verb: Name of the method; "" for none.

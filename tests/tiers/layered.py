@@ -12,9 +12,10 @@ from collections import defaultdict, deque
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.fakes import DictTier, HandleTier
 from lmcache_async.tiers.base import Allocate, Capabilities
-from lmcache_async.tiers.layers.base import LayerContext, Shared
+from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.middleware.base import LayerContext, Shared
 from lmcache_async.types import ChunkKey
 
 PAGE = 4096
@@ -136,6 +137,36 @@ class ToldTier(DictTier):
                 await asyncio.sleep(what)
         finally:
             self.busy -= 1
+
+
+class LayeredTier(HandleTier):
+    """A tier with layers around it, outermost first.
+
+    Attributes:
+        layer: The outermost layer that was given.
+    """
+
+    def __init__(self, inner, *layers, timeout_s=30.0, close_timeout_s=None):
+        self.layer = layers[0] if layers else None
+        handle = TierHandle(
+            inner,
+            name=layers[0].context.tier if layers else "t",
+            logger=LimitedLogger(logging.getLogger("test")),
+            timeout_s=timeout_s,
+            close_timeout_s=close_timeout_s,
+            layers=layers,
+        )
+        super().__init__(handle)
+
+    @property
+    def late_calls(self):
+        return self.handle.late_calls
+
+    def layer_statistics(self):
+        return self.layer.statistics()
+
+    async def drain(self, *, timeout_s):
+        return await self.handle.drain(timeout_s=timeout_s)
 
 
 def context(

@@ -1,4 +1,4 @@
-"""The layers around a tier: an engine keeps working whatever a tier does, with the default layers and without any."""
+"""An engine outlives a misbehaving tier, with the default layers and without any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import DEADLINE_S
-from lmcache_async.tiers.layers.border import BorderLayer
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
 from tests.support.tiers import registry_of
 from tests.tiers.misbehaviour import MISBEHAVIOURS, MisbehavingTier, Misbehaviour
@@ -63,7 +63,7 @@ def test_a_tier_without_capabilities_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="tier 'bad': its `capabilities` must be an instance of Capabilities"
     ):
-        BorderLayer(tier, name="bad", logger=LimitedLogger(logging.getLogger("test")))
+        TierHandle(tier, name="bad", timeout_s=1, logger=LimitedLogger(logging.getLogger("test")))
 
 
 class _Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -14,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
-from lmcache_async.tiers.layers.guard import GuardLayer
+from tests.support.tiers import handle_of
 from tests.tiers.disk_child import Children
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
 
@@ -151,13 +150,13 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
 ) -> None:
     gate = Gate(monkeypatch, call)
     config = config.model_copy(update={"io_threads": 2})
-    tier = GuardLayer(
-        DiskTier(config), name="disk", timeout_s=0.05, logger=LimitedLogger(logging.getLogger("test"))
-    )
+    inner = DiskTier(config)
+    handle = handle_of(inner, timeout_s=0.05)
+    tier = HandleTier(handle)
     free = arena.statistics().leased_slabs
     async with tier:
         with record(arena, 1) as buffer:
-            await tier.inner.put(key_of(1), buffer)
+            await inner.put(key_of(1), buffer)
         fds = open_fds()
         gate.shut()
         for number in range(2, 6):  # more than there are threads
@@ -171,15 +170,15 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
                 ):
                     await tier.put(key_of(number), buffer)
         await turns()
-        late, leased = tier.late_calls, arena.statistics().leased_slabs - free
+        late, leased = handle.late_calls, arena.statistics().leased_slabs - free
         there = await tier.contains(key_of(1))  # what needs no disk goes on
         gate.open()
         assert (late, leased, there) == (2, 2, True)  # the other two never began, and have ended
-        assert await tier.drain(timeout_s=60)
+        assert await handle.drain(timeout_s=60)
 
         assert arena.statistics().leased_slabs == free
-        assert await get(tier.inner, allocate, 1)
-        await put(tier.inner, arena, 9)
+        assert await get(inner, allocate, 1)
+        await put(inner, arena, 9)
         assert tier.statistics().bytes == bytes_in(config.root)
         assert open_fds() <= fds
 
@@ -210,17 +209,17 @@ async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_
     await reopened(config, holds=1)
 
 
-async def test_the_border_closes_a_stuck_tier_within_its_deadline(
+async def test_the_handle_closes_a_stuck_tier_within_its_deadline(
     config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "pwrite")
-    logger = LimitedLogger(logging.getLogger("test"))
-    tier = GuardLayer(DiskTier(config), name="disk", timeout_s=0.05, close_timeout_s=0.05, logger=logger)
+    tier = handle_of(DiskTier(config), timeout_s=0.05, close_timeout_s=0.05)
     async with asyncio.timeout(60):
         async with tier:
             gate.shut()
-            with record(arena, 1) as buffer, pytest.raises(TierUnavailableError, match="no answer in"):
-                await tier.put(key_of(1), buffer)
+            with record(arena, 1) as buffer:
+                (error,) = await tier.put([(key_of(1), buffer)])
+            assert "no answer in" in str(error)
     gate.open()
     assert await tier.drain(timeout_s=60)
     await reopened(config, holds=1)

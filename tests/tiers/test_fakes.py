@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance, TierConformance
-from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, LatencyTier
+from lmcache_async.testing.fakes import DictTier, FaultyTier, ForwardingTier, GatedTier, LatencyTier
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import TierLayer
 
 
 class TestDictTier(TierConformance, SuffixEvictionConformance):
@@ -16,9 +15,9 @@ class TestDictTier(TierConformance, SuffixEvictionConformance):
         return DictTier()
 
 
-class TestTierLayer(LayerConformance, SuffixEvictionConformance):
+class TestForwardingTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
-        return TierLayer(inner)
+        return ForwardingTier(inner)
 
 
 class TestGatedTier(LayerConformance, SuffixEvictionConformance):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState
+from lmcache_async.tiers.middleware.circuit import Circuit, CircuitRules, CircuitState
 
 RULES = CircuitRules(
     window_calls=6,

@@ -1,105 +1,89 @@
-"""A layer around an honest tier is an honest tier: each of them alone, and the usual ones together."""
+"""A tier with layers fulfils the contract of a tier: with each layer alone, and with the usual ones together."""
 
 from __future__ import annotations
 
-import logging
+from typing import ClassVar
 
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance
-from lmcache_async.tiers.base import Capabilities, Tier
-from lmcache_async.tiers.layers.base import LayerConfig, TierLayer
-from lmcache_async.tiers.layers.border import BorderLayer
-from lmcache_async.tiers.layers.breaker import BreakerConfig, BreakerLayer
-from lmcache_async.tiers.layers.deadline import DeadlineConfig, DeadlineLayer
-from lmcache_async.tiers.layers.faults import FaultsConfig, FaultsLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
-from lmcache_async.tiers.layers.limit import LimitConfig, LimitLayer
-from lmcache_async.tiers.layers.metrics import MetricsLayer
-from lmcache_async.tiers.layers.retry import RetryConfig, RetryLayer
-from tests.tiers.layered import context
+from lmcache_async.tiers.middleware.base import Layer, LayerConfig
+from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
+from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.middleware.faults import FaultsConfig, FaultsLayer
+from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
+from lmcache_async.tiers.middleware.metrics import MetricsLayer
+from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 
 
-class Far(TierLayer):
-    """A tier whose lookups are worth bounding, retrying and counting."""
+class LayersConformance(LayerConformance, SuffixEvictionConformance):
+    def metrics(self) -> Layer:
+        return MetricsLayer(LayerConfig(), self.context())
 
-    @property
-    def capabilities(self) -> Capabilities:
-        near = self.inner.capabilities
-        return Capabilities(persistent=near.persistent, removes=near.removes, lists=near.lists)
+    def retry(self) -> Layer:
+        return RetryLayer(RetryConfig(), self.context())
 
+    def limit_layer(self) -> Layer:
+        return LimitLayer(LimitConfig(max_calls=2, max_bytes=100_000), self.context())
 
-def guarded(tier: Tier) -> Tier:
-    return GuardLayer(tier, name="t", timeout_s=60, logger=LimitedLogger(logging.getLogger("test")))
+    def breaker(self) -> Layer:
+        return BreakerLayer(BreakerConfig(), self.context())
 
+    def deadline(self) -> Layer:
+        return DeadlineLayer(DeadlineConfig(lookup_s=60, read_s=60, write_s=60), self.context())
 
-def bordered(tier: Tier) -> Tier:
-    return BorderLayer(tier, name="t", logger=LimitedLogger(logging.getLogger("test")))
-
-
-def metrics(tier: Tier) -> Tier:
-    return MetricsLayer(tier, LayerConfig(), context())
-
-
-def retry(tier: Tier) -> Tier:
-    return RetryLayer(tier, RetryConfig(), context())
+    def faults(self) -> Layer:
+        return FaultsLayer(FaultsConfig(), self.context())
 
 
-def limit(tier: Tier) -> Tier:
-    return LimitLayer(tier, LimitConfig(max_calls=2, max_bytes=100_000), context())
+class TestNoLayers(LayersConformance):
+    def make_layers(self) -> list[Layer]:
+        return []
 
 
-def breaker(tier: Tier) -> Tier:
-    return BreakerLayer(tier, BreakerConfig(), context())
+class TestMetrics(LayersConformance):
+    def make_layers(self) -> list[Layer]:
+        return [self.metrics()]
 
 
-def deadline(tier: Tier) -> Tier:
-    return DeadlineLayer(tier, DeadlineConfig(lookup_s=60, read_s=60, write_s=60), context())
+class TestRetry(LayersConformance):
+    def make_layers(self) -> list[Layer]:
+        return [self.retry()]
 
 
-def faults(tier: Tier) -> Tier:
-    return FaultsLayer(tier, FaultsConfig(), context())
+class TestLimit(LayersConformance):
+    local_index: ClassVar[bool] = False
+
+    def make_layers(self) -> list[Layer]:
+        return [self.limit_layer()]
 
 
-class TestGuard(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return guarded(inner)
+class TestBreaker(LayersConformance):
+    local_index: ClassVar[bool] = False
+
+    def make_layers(self) -> list[Layer]:
+        return [self.breaker()]
 
 
-class TestBorder(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return bordered(inner)
+class TestDeadline(LayersConformance):
+    local_index: ClassVar[bool] = False
+
+    def make_layers(self) -> list[Layer]:
+        return [self.deadline()]
 
 
-class TestMetrics(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return metrics(inner)
+class TestFaultsThatNeverStrike(LayersConformance):
+    def make_layers(self) -> list[Layer]:
+        return [self.faults()]
 
 
-class TestRetry(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return retry(inner)
+class TestAllTogether(LayersConformance):
+    local_index: ClassVar[bool] = False
 
-
-class TestLimit(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return limit(Far(inner))
-
-
-class TestBreaker(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return breaker(Far(inner))
-
-
-class TestDeadline(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return deadline(Far(inner))
-
-
-class TestFaultsThatNeverStrike(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return faults(inner)
-
-
-class TestAllTogether(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return guarded(metrics(retry(limit(breaker(deadline(faults(bordered(Far(inner)))))))))
+    def make_layers(self) -> list[Layer]:
+        return [
+            self.metrics(),
+            self.retry(),
+            self.limit_layer(),
+            self.breaker(),
+            self.deadline(),
+            self.faults(),
+        ]

@@ -1,18 +1,16 @@
-"""Deadlines inside of the border: by kind of call, and counted with those that the border gives up."""
+"""Deadlines by kind of call, and calls that are abandoned at them."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.logging import LimitedLogger
-from lmcache_async.tiers.layers.deadline import DeadlineConfig, DeadlineLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 from tests.tiers.layered import (
     HANG,
+    LayeredTier,
     ToldTier,
     allocator,
     chunk,
@@ -37,13 +35,9 @@ def arena():
     arena.close()
 
 
-def bounded(inner, **options) -> DeadlineLayer:
-    return DeadlineLayer(inner, DeadlineConfig(**options), context())
-
-
-def guarded(inner, timeout_s=30.0) -> GuardLayer:
-    logger = LimitedLogger(logging.getLogger("test"))
-    return GuardLayer(inner, name="t", timeout_s=timeout_s, logger=logger)
+def bounded(inner, *, close_timeout_s=None, **options) -> LayeredTier:
+    layer = DeadlineLayer(DeadlineConfig(**options), context())
+    return LayeredTier(inner, layer, close_timeout_s=close_timeout_s)
 
 
 class StubbornTier(ToldTier):
@@ -53,40 +47,37 @@ class StubbornTier(ToldTier):
         super().__init__()
         self.may_end = asyncio.Event()
 
-    async def get(self, key, allocate):
+    async def get_many(self, keys, allocate):
         while not self.may_end.is_set():
             try:
                 await self.may_end.wait()
             except asyncio.CancelledError:
                 continue
-        return await super().get(key, allocate)
+        return await super().get_many(keys, allocate)
 
 
 @pytest.mark.parametrize(
     ("verb", "after"),
     [
-        *[("contains", 1), ("contains_many", 1), ("count_prefix", 1)],
-        *[("get", 2), ("get_many", 2)],
-        *[("put", 3), ("put_many", 3), ("remove", 3), ("reject", 3)],
+        *[("contains_many", 1), ("count_prefix", 1), ("get_many", 2)],
+        *[("put_many", 3), ("remove", 3), ("reject", 3), ("clear", 3)],
     ],
 )
 @in_virtual_time
 async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
-    inner = ToldTier()
+    inner = fill(ToldTier(), 2)
     inner.told.append(HANG)
     tier = bounded(inner, **BOUNDS)
     start = now()
     with chunk(arena, 1) as buffer:
         calls = {
-            "contains": lambda: tier.contains(key(1)),
             "contains_many": lambda: tier.contains_many([key(1)]),
             "count_prefix": lambda: tier.count_prefix([key(1)]),
-            "get": lambda: tier.get(key(1), allocator(arena)),
             "get_many": lambda: tier.get_many([key(1)], allocator(arena)),
-            "put": lambda: tier.put(key(1), buffer),
-            "put_many": lambda: tier.put_many([(key(1), buffer)]),
+            "put_many": lambda: tier.put(key(1), buffer),
             "remove": lambda: tier.remove(key(1)),
             "reject": lambda: tier.reject(key(1), "magic"),
+            "clear": lambda: tier.clear(),
         }
         with pytest.raises(TierUnavailableError, match=rf"tier 't': {verb} gave no answer in {after}.0 s"):
             await calls[verb]()
@@ -95,10 +86,10 @@ async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
 
 
 @in_virtual_time
-async def test_what_has_no_bound_of_its_own_has_the_borders(arena):
+async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
     inner = fill(ToldTier(), 2)
     inner.told.extend([29, HANG])
-    tier = guarded(bounded(inner))
+    tier = bounded(inner)
     start = now()
 
     assert taken(await tier.get(key(1), allocator(arena))) == content(1)
@@ -118,7 +109,7 @@ async def test_lookups_in_our_own_memory_are_not_bounded():
 @in_virtual_time
 async def test_a_late_call_counts_until_it_has_ended_and_its_buffer_comes_back(arena):
     inner = fill(StubbornTier(), 1)
-    tier = guarded(bounded(inner, **BOUNDS))
+    tier = bounded(inner, **BOUNDS)
     with pytest.raises(TierUnavailableError):
         await tier.get(key(0), allocator(arena))
 
@@ -132,13 +123,7 @@ async def test_a_late_call_counts_until_it_has_ended_and_its_buffer_comes_back(a
 @in_virtual_time
 async def test_closing_waits_for_late_calls_once_and_within_its_time(arena):
     inner = fill(StubbornTier(), 1)
-    tier = GuardLayer(
-        bounded(inner, **BOUNDS),
-        name="t",
-        timeout_s=30,
-        close_timeout_s=4,
-        logger=LimitedLogger(logging.getLogger("test")),
-    )
+    tier = bounded(inner, close_timeout_s=4, **BOUNDS)
     async with tier:
         with pytest.raises(TierUnavailableError):
             await tier.get(key(0), allocator(arena))
@@ -153,12 +138,12 @@ async def test_a_late_put_keeps_its_bytes_until_it_has_ended(arena):
     seen = []
 
     class Late(ToldTier):
-        async def put(self, key, buffer):
+        async def put_many(self, items):
             try:
                 await asyncio.sleep(100)
             except asyncio.CancelledError:
                 await asyncio.sleep(5)
-            seen.append(bytes(buffer.view))
+            seen.extend(bytes(buffer.view) for _, buffer in items)
 
     tier = bounded(Late(), **BOUNDS)
     buffer = chunk(arena, 7)

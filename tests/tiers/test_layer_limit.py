@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from lmcache_async.config import validate_options
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
-from lmcache_async.tiers.layers.base import Shared
-from lmcache_async.tiers.layers.limit import LimitConfig, LimitLayer, split
+from lmcache_async.tiers.middleware.base import Shared
+from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer, split
 from tests.tiers.layered import (
     HANG,
     PAGE,
+    LayeredTier,
     ToldTier,
     allocator,
     chunk,
@@ -42,14 +43,15 @@ def arena():
     arena.close()
 
 
-def limited(inner, *, where=None, arena=None, **options) -> LimitLayer:
-    layer = LimitLayer(inner, LimitConfig(**options), where or context())
+def limited(inner, *, where=None, arena=None, **options) -> LayeredTier:
+    where = where or context()
+    layer = LayeredTier(inner, LimitLayer(LimitConfig(**options), where), timeout_s=where.timeout_s)
     if arena is not None:
         layer.bind(arena)
     return layer
 
 
-def idle(layer: LimitLayer) -> bool:
+def idle(layer: LayeredTier) -> bool:
     statistics = layer.layer_statistics()
     return all(
         part is None or (part.used_bytes, part.waiting) == (0, 0)
@@ -68,7 +70,7 @@ async def test_no_more_calls_than_allowed_are_under_way_and_they_start_in_order(
 
     assert inner.peak == 2
     assert now() - start == pytest.approx(3)
-    assert inner.calls == [("contains", [one]) for one in KEYS]
+    assert inner.calls == [("contains_many", [one]) for one in KEYS]
     assert tier.layer_statistics().calls.peak_bytes == 2
     assert idle(tier)
 
@@ -160,8 +162,10 @@ async def test_a_batch_in_one_part_that_fails_raises():
 async def test_who_finds_no_room_in_time_fails_and_the_place_goes_to_the_next():
     inner = fill(ToldTier(), 6)
     inner.told.append(3)
-    tier = limited(inner, max_calls=1, where=context(timeout_s=2))
-    first = asyncio.ensure_future(tier.contains(key(0)))
+    shared = Shared()
+    slow = limited(inner, max_calls=1, share="nic", where=context(shared=shared))
+    tier = limited(inner, max_calls=1, share="nic", where=context(shared=shared, timeout_s=2))
+    first = asyncio.ensure_future(slow.contains(key(0)))
     await asyncio.sleep(0)
     start = now()
 
@@ -193,7 +197,7 @@ async def test_a_cancelled_waiter_leaves_its_place_and_a_cancelled_call_gives_ba
         await asyncio.wait(tasks)
 
     assert [task.cancelled() for task in tasks] == [True, True, False]
-    assert inner.calls == [("put", [KEYS[0]]), ("put", [KEYS[2]])]
+    assert inner.calls == [("put_many", [KEYS[0]]), ("put_many", [KEYS[2]])]
     assert idle(tier)
 
 
@@ -254,7 +258,7 @@ async def test_tiers_with_the_same_share_have_one_limit_together():
 def test_engines_do_not_share():
     first, second = (limited(ToldTier(), max_calls=1, share="nic") for _ in range(2))
 
-    assert first._places is not second._places
+    assert first.layer._budgets is not second.layer._budgets
 
 
 def test_the_same_share_with_other_options_stops_the_start():

@@ -18,9 +18,9 @@ from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.conformance.base import leases_are_back
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.deadline import BoundedLayer
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
 from tests.support.outcomes import get, outcome, put
+from tests.support.tiers import handle_of
 
 DEADLINE_S = 0.5
 SLACK_S = 5.0
@@ -71,9 +71,9 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
             start = time.monotonic()
             with record(arena, number) as buffer:
                 try:
-                    answers = await tier.put_many([(key_of(number), buffer)])
+                    answers = await tier.put([(key_of(number), buffer)])
                     seen.update("drop" for answer in answers if answer is not None)
-                    [result] = await tier.get_many([key_of(number)], allocate)
+                    [result] = await tier.get([key_of(number)], allocate)
                     seen.add(outcome(number, result))  # checks a hit's bytes
                 except TierUnavailableError:  # late
                     seen.update({"drop", "TierUnavailableError"})
@@ -86,7 +86,7 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
             await asyncio.sleep(0)
 
     async with bound_tier(pool, arena) as inner:
-        tier = BoundedLayer(inner, name="m", lookup_s=DEADLINE_S, read_s=DEADLINE_S, write_s=DEADLINE_S)
+        tier = handle_of(inner, timeout_s=DEADLINE_S)
         async with asyncio.TaskGroup() as group:
             try:
                 for first in range(3):

@@ -11,6 +11,7 @@ from lmcache_async.tiers.base import Capabilities, Tier, TierConfig
 from lmcache_async.tiers.plan import Cover, runs
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.types import ChunkKey
+from tests.support.tiers import handle_of
 
 
 class ListedTier(Tier):
@@ -45,7 +46,9 @@ def keys_of(count):
 
 
 def stack_of(tiers):
-    return TierStack([StackedTier(f"t{index}", tier) for index, tier in enumerate(tiers)], write_timeout_s=0)
+    return TierStack(
+        [StackedTier(f"t{index}", handle_of(tier)) for index, tier in enumerate(tiers)], write_timeout_s=0
+    )
 
 
 @st.composite

@@ -1,7 +1,6 @@
 """The tiers as one: falling back, writing everywhere, promoting; failures are values and leases come back."""
 
 import asyncio
-import logging
 from collections import Counter
 
 import pytest
@@ -9,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.steps import cancelled_at_each_step, turns
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.tiers.layers.guard import GuardLayer
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.support.tiers import handle_of
 
 SLAB = 4096
 
@@ -78,20 +76,15 @@ def holding(numbers, kind=DictTier):
     return tier
 
 
-def guarded(tier):
-    logger = LimitedLogger(logging.getLogger("lmcache_async"))
-    return GuardLayer(tier, name="t", timeout_s=60, logger=logger)
-
-
 def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0):
     """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
     stacked = []
     for index, tier in enumerate(tiers):
-        in_arena = tier.capabilities.in_arena
+        handle = handle_of(tier, name=f"t{index}")
         writer = None
-        if not in_arena:
-            writer = TierWriter(tier, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
-        stacked.append(StackedTier(f"t{index}", tier, writer))
+        if not handle.capabilities.in_arena:
+            writer = TierWriter(handle, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
+        stacked.append(StackedTier(f"t{index}", handle, writer))
     return TierStack(stacked, write_timeout_s=write_timeout_s)
 
 
@@ -204,10 +197,9 @@ async def test_a_whole_call_that_fails_is_served_by_a_slower_tier(arena):
         check_and_release(fetched, [0, 1])
 
 
-@pytest.mark.parametrize("guard", [lambda tier: tier, guarded], ids=["bare", "guarded"])
-async def test_without_memory_for_all_the_leading_chunks_are_served(guard):
+async def test_without_memory_for_all_the_leading_chunks_are_served():
     arena = new_arena(2)
-    async with Opened(arena, guard(holding([0, 1, 2, 3]))) as stack:
+    async with Opened(arena, holding([0, 1, 2, 3])) as stack:
         fetched = await stack.fetch([key_of(n) for n in range(4)], [0] * 4, allocate_from(arena))
 
         assert 0 < len(fetched.buffers) <= 2
@@ -220,7 +212,7 @@ async def test_without_memory_for_all_the_leading_chunks_are_served(guard):
 async def test_a_record_larger_than_a_slab_is_a_miss_of_that_chunk_alone(arena):
     tier = holding([0, 2])
     tier.records[key_of(1)] = bytes(SLAB + 1)
-    async with Opened(arena, guarded(tier), holding([1])) as stack:
+    async with Opened(arena, tier, holding([1])) as stack:
         fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
 
         assert fetched.tiers == (0, 1, 0)
@@ -236,7 +228,7 @@ async def test_a_tier_that_answers_for_another_number_of_chunks_is_a_failing_tie
         async def contains_many(self, keys):
             return [True] * (len(keys) + extra)
 
-    async with Opened(arena, guarded(holding([0, 1, 2], Odd)), holding([0, 1])) as stack:
+    async with Opened(arena, holding([0, 1, 2], Odd), holding([0, 1])) as stack:
         planned, _ = await stack.plan([key_of(0), key_of(1)])
         assert planned == (1, 1)
         fetched = await stack.fetch([key_of(0), key_of(1)], [0, 0], allocate_from(arena))
@@ -248,22 +240,20 @@ async def test_a_tier_that_answers_for_another_number_of_chunks_is_a_failing_tie
 async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
     keys, planned = [key_of(n) for n in range(6)], [0, 0, 1, 0, 1, 1]
     tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 has moved
-    for guard in (lambda tier: tier, guarded):
-        guards = [guard(tier) for tier in tiers]
-        async with Opened(arena, *guards) as stack:
+    async with Opened(arena, *tiers) as stack:
 
-            async def fetch(stack=stack):
-                fetched = await stack.fetch(keys, planned, allocate_from(arena))
-                check_and_release(fetched, range(6))
-                return fetched.tiers
+        async def fetch():
+            fetched = await stack.fetch(keys, planned, allocate_from(arena))
+            check_and_release(fetched, range(6))
+            return fetched.tiers
 
-            last = None
-            async for task in cancelled_at_each_step(fetch):
-                last = task
-                while any(getattr(tier, "late_calls", 0) for tier in guards):
-                    await asyncio.sleep(0)
-                assert arena.statistics().leased_slabs == 0
-            assert last.result() == (0, 0, 1, 1, 1, 1)
+        last = None
+        async for task in cancelled_at_each_step(fetch):
+            last = task
+            while stack.late_calls:
+                await asyncio.sleep(0)
+            assert arena.statistics().leased_slabs == 0
+        assert last.result() == (0, 0, 1, 1, 1, 1)
 
 
 # Writing.

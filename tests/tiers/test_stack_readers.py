@@ -17,6 +17,7 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
+from tests.support.tiers import handle_of
 
 KEYS = [key_of(number) for number in range(3)]
 
@@ -33,7 +34,7 @@ class ReadTier(DictTier):
 
 
 def stack_of(*tiers) -> TierStack:
-    stacked = [StackedTier(f"t{index}", tier) for index, tier in enumerate(tiers)]
+    stacked = [StackedTier(f"t{index}", handle_of(tier)) for index, tier in enumerate(tiers)]
     return TierStack(stacked, write_timeout_s=0.0, encrypted=True)
 
 
@@ -90,4 +91,4 @@ def test_it_has_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     [stacked] = stacked_tiers(Registry(), config, rig.namespace, LimitedLogger(logging.getLogger("test")))
 
     assert stacked.writer is None
-    assert isinstance(stacked.tier.config, NamedReadTier.config_type)
+    assert not stacked.tier.capabilities.writes

@@ -1,20 +1,19 @@
 """The queue before a slow tier: bounded, in order, failures as values, nothing left behind."""
 
 import asyncio
-import logging
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, GatedTier
 from lmcache_async.testing.steps import cancelled_at_each_step, turns
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time, now
 
 SLAB = 4096
@@ -75,7 +74,8 @@ class CallsTier(DictTier):
 
 
 def open_writer(tier, *, max_bytes=10_000, **kwargs):
-    writer = TierWriter(tier, name="t", max_bytes=max_bytes, **kwargs)
+    handle = tier if isinstance(tier, TierHandle) else handle_of(tier, timeout_s=1e6)
+    writer = TierWriter(handle, name="t", max_bytes=max_bytes, **kwargs)
     writer.start()
     return writer
 
@@ -270,10 +270,8 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
             return await super().put_many(items)
 
     tier = Stuck()
-    guarded = GuardLayer(
-        tier, name="t", timeout_s=60, logger=LimitedLogger(logging.getLogger("lmcache_async"))
-    )
-    writer = open_writer(guarded, workers=1)
+    handle = handle_of(tier)
+    writer = open_writer(handle, workers=1)
     with Items(arena, [10, 10]) as items:
         futures = await writer.submit(items, timeout_s=0)
     await inside.wait()
@@ -283,7 +281,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
     assert {type(result) for result in results_of(futures)} == {TierClosedError}
     assert arena.statistics().leased_slabs == 2  # it reads them still
     ended.set()
-    while guarded.late_calls:
+    while handle.late_calls:
         await asyncio.sleep(0)
     assert arena.statistics().leased_slabs == 0
 

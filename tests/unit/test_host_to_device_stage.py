@@ -107,13 +107,13 @@ async def test_a_chunk_that_goes_while_it_is_loaded_is_not_waited_for(scattered,
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
         await stored(rig, engine)
         cpu = engine._parts.stack.tiers[0].tier
-        get_many = cpu.get_many
+        get = cpu.get
 
         async def vanishing(keys, allocate):
             await cpu.remove(keys[3])
-            return await get_many(keys, allocate)
+            return await get(keys, allocate)
 
-        monkeypatch.setattr(cpu, "get_many", vanishing)
+        monkeypatch.setattr(cpu, "get", vanishing)
 
         report = await engine.retrieve_chunks(request_for(rig, engine, LoadProgress(rig.layout.num_planes)))
 

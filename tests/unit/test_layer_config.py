@@ -10,9 +10,7 @@ from lmcache_async.errors import ConfigError, UnknownPluginError
 from lmcache_async.registry import LAYERS, Registry
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, TierLayer
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 
 EXTRA = "kv_connector_extra_config"
 
@@ -21,32 +19,27 @@ class StampConfig(LayerConfig):
     text: str = ""
 
 
-class StampLayer(ConfiguredLayer):
-    """A layer of somebody else's."""
+class StampLayer(Layer):
+    """A third-party layer."""
 
     options_type = StampConfig
+    bounded = True
+
+    async def around(self, call, next):
+        return await next(call)
 
 
 REGISTRY = FakeRegistry(tiers={"dict": DictTier}, layers={"stamp": StampLayer, "none": DictTier})
 
 
-def layers_of(tier: Tier) -> list[TierLayer]:
-    """Outermost first, without what a layer itself is made of."""
-    found = []
-    while isinstance(tier, TierLayer):
-        if isinstance(tier, ConfiguredLayer | GuardLayer):
-            found.append(tier)
-        tier = tier.inner
-    return found
-
-
-async def built(*tiers) -> list[list[TierLayer]]:
+async def built(*tiers) -> list[list[Layer]]:
+    """Return the layers of each tier, outermost first."""
     async with Rig().open(registry=REGISTRY, tiers=list(tiers)) as engine:
-        return [layers_of(stacked.tier) for stacked in engine._parts.stack.tiers]
+        return [list(stacked.tier.layers) for stacked in engine._parts.stack.tiers]
 
 
-def names(layers: list[TierLayer]) -> list[str]:
-    return [layer.context.layer if isinstance(layer, ConfiguredLayer) else "guard" for layer in layers]
+def names(layers: list[Layer]) -> list[str]:
+    return [layer.context.layer for layer in layers]
 
 
 async def refusal(*tiers) -> str:
@@ -60,14 +53,14 @@ async def test_without_a_list_a_tier_has_the_usual_layers():
     cpu, far = await built("cpu", "dict")
 
     assert names(cpu) == [spec.id for spec in USUAL_ARENA_LAYERS] == ["metrics"]
-    assert names(far) == ["guard", *(spec.id for spec in USUAL_LAYERS)]
-    assert names(far) == ["guard", "metrics", "retry", "breaker", "deadline"]
+    assert names(far) == [spec.id for spec in USUAL_LAYERS]
+    assert names(far) == ["metrics", "retry", "breaker", "deadline"]
 
 
-async def test_an_empty_list_leaves_the_border_alone():
+async def test_an_empty_list_leaves_only_the_deadline():
     cpu, far = await built({"name": "cpu", "layers": []}, {"name": "dict", "layers": []})
 
-    assert (names(cpu), names(far)) == ([], ["guard"])
+    assert (names(cpu), names(far)) == ([], ["deadline"])
 
 
 async def test_layers_are_around_the_tier_in_the_order_of_the_list_with_their_options():
@@ -80,18 +73,18 @@ async def test_layers_are_around_the_tier_in_the_order_of_the_list_with_their_op
     ]
     [found] = await built({"name": "dict", "timeout_s": 12, "layers": layers})
 
-    assert names(found) == ["guard", "retry", "limit", "first", "second", "metrics"]
-    assert (found[1].options.attempts, found[1].options.base_s) == (7, 0.5)
-    assert found[2].options.max_bytes == 1 << 20
-    assert [layer.options.text for layer in found[3:5]] == ["a", "b"]
-    assert {layer.context.timeout_s for layer in found[1:]} == {12}
-    assert {layer.context.tier for layer in found[1:]} == {"dict"}
+    assert names(found) == ["retry", "limit", "first", "second", "metrics", "deadline"]
+    assert (found[0].options.attempts, found[0].options.base_s) == (7, 0.5)
+    assert found[1].options.max_bytes == 1 << 20
+    assert [layer.options.text for layer in found[2:4]] == ["a", "b"]
+    assert {layer.context.timeout_s for layer in found} == {12}
+    assert {layer.context.tier for layer in found} == {"dict"}
 
 
 async def test_a_list_of_names_may_be_text():
     [found] = await built({"name": "dict", "layers": "metrics, retry"})
 
-    assert names(found) == ["guard", "metrics", "retry"]
+    assert names(found) == ["metrics", "retry", "deadline"]
 
 
 async def test_tiers_of_one_engine_share_a_limit_and_another_engine_has_its_own():
@@ -101,8 +94,8 @@ async def test_tiers_of_one_engine_share_a_limit_and_another_engine_has_its_own(
     first, second = await built(tier("a"), tier("b"))
     [other] = await built(tier("a"))
 
-    assert first[1]._places is second[1]._places
-    assert other[1]._places is not first[1]._places
+    assert first[0]._budgets is second[0]._budgets
+    assert other[0]._budgets is not first[0]._budgets
 
 
 @pytest.mark.parametrize(
@@ -187,6 +180,6 @@ def test_every_bundled_layer_can_be_configured(name):
     loaded = Registry().load(LAYERS, name)
 
     assert isinstance(loaded, type)
-    assert issubclass(loaded, ConfiguredLayer)
+    assert issubclass(loaded, Layer)
     assert issubclass(loaded.options_type, LayerConfig)
     assert EngineConfig(tiers=[{"name": "disk", "layers": [name]}]).tiers[0].layers[0].name == name

@@ -16,7 +16,8 @@ from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.maintenance.stores import StoreSpec, open_store
-from lmcache_async.registry import Registry
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
 
 TOKENS = list(range(24))  # three chunks
@@ -80,15 +81,22 @@ def test_the_directory_is_named_by_replica_and_rank(
     namespace = dataclasses.replace(
         rig.namespace, world_size=world_size, tp_size=world_size, tp_rank=world_size - 1
     )
-    [stacked] = stacked_tiers(
-        Registry(),
+    made = []
+
+    class Recorded(DiskTier):
+        def __init__(self, config: DiskConfig) -> None:
+            super().__init__(config)
+            made.append(config.root)
+
+    stacked_tiers(
+        FakeRegistry(tiers={"disk": Recorded}),
         rig.config(tiers=[disk(tmp_path, **options)]),
         namespace,
         LimitedLogger(logging.getLogger("test")),
         replica=replica,
     )
 
-    assert stacked.tier.config.root == tmp_path / subdirectory  # type: ignore[attr-defined]
+    assert made == [tmp_path / subdirectory]
 
 
 async def test_the_status_page_of_each_replica_has_its_own_port(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lmcache_async.stages.encrypt import EncryptStage
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer
+from lmcache_async.tiers.middleware.base import Layer
 
 KEY = bytes(range(32))
 FAKES = FakeRegistry(tiers={"no": 3}, layers={"no": DictTier})
@@ -161,8 +161,8 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         "tier no: 'no' is 3, which is not a subclass of Tier",
     ),
     (
-        lambda _: FAKES.load_class(LAYERS, "no", ConfiguredLayer, where="here"),
-        f"here: 'no' is {DictTier!r}, which is not a subclass of ConfiguredLayer",
+        lambda _: FAKES.load_class(LAYERS, "no", Layer, where="here"),
+        f"here: 'no' is {DictTier!r}, which is not a subclass of Layer",
     ),
     (lambda _: ChunkHasher(KEY[:16], chunk_size=1 << 25), "chunk_size is 33554432; expected 1 to 16777216 tokens"),
     (lambda _: digest_function("md5"), "hash algorithm 'md5' is unknown; expected one of xxh3_128, blake3, sha256"),

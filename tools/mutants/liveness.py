@@ -6,13 +6,14 @@ from tools.mutants.mutation import Mutation
 
 BUFFER = "lmcache_async/memory/buffer.py"
 ARENA = "lmcache_async/memory/arena.py"
-GUARD = "lmcache_async/tiers/layers/deadline.py"
+DEADLINE = "lmcache_async/tiers/middleware/deadline.py"
+ADAPTER = "lmcache_async/tiers/adapter.py"
 WRITER = "lmcache_async/tiers/writer.py"
 STACK = "lmcache_async/tiers/stack.py"
 RUNNER = "lmcache_async/pipeline/runner.py"
 TEST_ENGINE = ("tests/unit/test_engine.py",)
 TEST_CANCEL = ("tests/cancellation/test_engine_cancellation.py",)
-TEST_GUARD = ("tests/tiers/test_guard.py",)
+TEST_HANDLE = ("tests/tiers/test_handle.py",)
 TEST_STACK = ("tests/tiers/test_stack.py",)
 TEST_WRITER = ("tests/tiers/test_writer.py",)
 
@@ -25,18 +26,18 @@ LEASES = (
         TEST_WRITER,
     ),
     Mutation(
-        "the guard does not give its leases of a put back",
-        GUARD,
-        "finally_=lambda: release_answers([buffer for _, buffer in kept])",
-        "finally_=None",
-        TEST_GUARD,
+        "the adapter does not release its leases of a put",
+        ADAPTER,
+        "                leases.close()",
+        "                pass",
+        TEST_HANDLE,
     ),
     Mutation(
-        "the guard keeps what arrives late",
-        GUARD,
-        "            release_answers(answer if isinstance(answer, list) else [answer])",
+        "buffers of a late call are not released",
+        DEADLINE,
+        "            release_results(task.result())",
         "            pass",
-        TEST_GUARD,
+        TEST_HANDLE,
     ),
     Mutation(
         "a batch does not give its leases back",
@@ -48,14 +49,14 @@ LEASES = (
     Mutation(
         "a cancelled fetch keeps what it has got",
         STACK,
-        "            release_all(got)\n            raise",
+        "            release_results(got)\n            raise",
         "            raise",
         TEST_STACK,
     ),
     Mutation(
         "what lies behind a hole is not given back",
         STACK,
-        "release_all(got[count:])",
+        "release_results(got[count:])",
         "pass",
         TEST_STACK,
     ),
@@ -92,30 +93,30 @@ LEASES = (
 LAYERS = (
     Mutation(
         "a breaker that is open lets calls through",
-        "lmcache_async/tiers/layers/circuit.py",
+        "lmcache_async/tiers/middleware/circuit.py",
         "return now >= self._until",
         "return True",
         ("tests/tiers/test_layer_circuit.py",),
     ),
     Mutation(
         "a limit lets everything through",
-        "lmcache_async/tiers/layers/limit.py",
+        "lmcache_async/tiers/middleware/limit.py",
         "amount = min(amount, budget.max_bytes)",
         "amount = 0",
         ("tests/tiers/test_layer_limit.py",),
     ),
     Mutation(
         "a retry has no last attempt",
-        "lmcache_async/tiers/layers/retry.py",
-        "if self.taken + 1 >= self._options.attempts:",
-        "if False:",
+        "lmcache_async/tiers/middleware/retry.py",
+        "if taken + 1 < self._retry.attempts:",
+        "if True:",
         ("tests/tiers/test_layer_retry.py",),
     ),
     Mutation(
         "a retry goes beyond the deadline",
-        "lmcache_async/tiers/layers/retry.py",
-        "if self._loop.time() + pause_s >= self._give_up_at:",
-        "if False:",
+        "lmcache_async/tiers/middleware/retry.py",
+        "if asyncio.get_running_loop().time() + pause_s < deadline:",
+        "if True:",
         ("tests/tiers/test_layer_retry.py",),
     ),
 )
@@ -123,10 +124,10 @@ LAYERS = (
 WAITS = (
     Mutation(
         "a tier's call has no deadline",
-        GUARD,
-        "await asyncio.wait({task}, timeout=timeout_s)",
+        DEADLINE,
+        "await asyncio.wait({task}, timeout=limit_s)",
         "await asyncio.wait({task})",
-        TEST_GUARD,
+        TEST_HANDLE,
     ),
     Mutation(
         "a run has no deadline",

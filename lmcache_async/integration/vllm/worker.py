@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lmcache_async.hashing import Namespace
     from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.jobs import Job, JobPart
-    from lmcache_async.tiers.layers.notice import Watcher
+    from lmcache_async.tiers.adapter import Watcher
     from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
 
 logger = LimitedLogger(logging.getLogger(__name__))

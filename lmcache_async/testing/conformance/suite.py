@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.conformance.batches import BatchCases, RemovalCases
 from lmcache_async.testing.conformance.cancellation import CancellationCases
 from lmcache_async.testing.conformance.capacity import CapacityCases
@@ -14,8 +17,10 @@ from lmcache_async.testing.conformance.content import ContentCases
 from lmcache_async.testing.conformance.damage import DamageCases
 from lmcache_async.testing.conformance.lifecycle import LifecycleCases
 from lmcache_async.testing.conformance.overlap import OverlapCases
-from lmcache_async.testing.fakes import DictConfig, DictTier
-from lmcache_async.tiers.base import Tier
+from lmcache_async.testing.fakes import DictConfig, DictTier, ForwardingTier, HandleTier
+from lmcache_async.tiers.base import Capabilities, Tier
+from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.middleware.base import Layer, LayerContext
 from lmcache_async.types import ChunkKey
 
 
@@ -47,21 +52,51 @@ class TierConformance(
     """
 
 
+_TIMEOUT_S = 60.0
+
+
+class _RemoteTier(ForwardingTier):
+    """A tier whose lookups are not answered from memory of this process."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, local_index=False)
+
+
 class LayerConformance(TierConformance):
-    """Tests of a layer around a tier. Subclass it and override `wrap`.
+    """Tests of layers around a tier. Subclass it and override `make_layers`.
 
     ```python
     class TestMyLayer(LayerConformance):
-        def wrap(self, inner: Tier) -> Tier:
-            return MyLayer(inner, retries=3)
+        def make_layers(self):
+            return [MyLayer(MyConfig(retries=3), self.context())]
     ```
+
+    Attributes:
+        local_index: Whether the tier answers lookups from memory of this process. If not, they are calls that
+            most layers treat like reads.
     """
 
     many_keys: ClassVar[int] = 500  # layers add a cost to each call, not to each chunk stored
+    local_index: ClassVar[bool] = True
 
-    def wrap(self, inner: Tier) -> Tier:
-        """Return the layer around `inner`. Must be overridden."""
-        raise NotImplementedError(f"{type(self).__name__} has no `wrap`, which puts the layer around a tier")
+    def make_layers(self) -> Sequence[Layer]:
+        """Return new layers, outermost first. Must be overridden."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `make_layers`, which returns the layers to test"
+        )
+
+    def context(self) -> LayerContext:
+        """Return a context for a layer."""
+        return LayerContext("t", "layer", _TIMEOUT_S, LimitedLogger(logging.getLogger(__name__)))
+
+    def wrap(self, tier: DictTier) -> Tier:
+        """Return the tier with the layers around it."""
+        logger = LimitedLogger(logging.getLogger(__name__))
+        inner = tier if self.local_index else _RemoteTier(tier)
+        return HandleTier(
+            TierHandle(inner, name="t", logger=logger, timeout_s=_TIMEOUT_S, layers=self.make_layers())
+        )
 
     @pytest.fixture
     def records(self) -> dict[ChunkKey, bytes]:

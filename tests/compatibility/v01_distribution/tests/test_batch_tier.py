@@ -1,15 +1,12 @@
-import logging
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from batch_tier import BatchConfig, BatchTier
 from hypothesis import settings
-from my_layers import PacedConfig, PacedLayer
 
-from lmcache_async import LayerContext, Tier
-from lmcache_async.logging import LimitedLogger
-from lmcache_async.testing import LayerConformance, TierConformance, TierMachine
+from lmcache_async import Tier
+from lmcache_async.testing import TierConformance, TierMachine
 
 
 class TestBatchTier(TierConformance):
@@ -18,19 +15,6 @@ class TestBatchTier(TierConformance):
     @pytest.fixture
     def tier(self) -> Tier:
         return BatchTier(BatchConfig())
-
-
-class TestPacedLayer(LayerConformance):
-    many_keys: ClassVar[int] = 20
-
-    def wrap(self, inner: Tier) -> Tier:
-        context = LayerContext(
-            tier="mine",
-            layer="paced",
-            timeout_s=60,
-            logger=LimitedLogger(logging.getLogger("paced")),
-        )
-        return PacedLayer(inner, PacedConfig(pause_s=0.001), context)
 
 
 class BatchMachine(TierMachine):

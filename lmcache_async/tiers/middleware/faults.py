@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from lmcache_async.config.values import Probability, Seed, Wait, parse_names, parse_probability, unless_none
 from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.answers import check_answers
-from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.base import ConfiguredLayer, LayerConfig, LayerContext, LayerStatistics
+from lmcache_async.tiers.middleware.base import (
+    Call,
+    Layer,
+    LayerConfig,
+    LayerContext,
+    LayerStatistics,
+    Next,
+    Result,
+    Results,
+    Verb,
+)
 from lmcache_async.types import ChunkKey
 
 Damage = Literal["flip", "truncate", "other"]
@@ -56,19 +65,20 @@ class FaultsConfig(LayerConfig):
     """Options of the faults layer.
 
     Attributes:
-        seed: Of the dice. The same calls in the same order have the same faults.
-        error: That a chunk's call fails with TierUnavailableError; a put half the time after it was done.
-        delay: That a call, of one chunk or of a batch, first waits `delay_s`.
-        delay_s: Seconds.
-        hang: That a call never ends by itself.
-        corrupt: That a chunk comes back damaged.
-        damages: In which ways: `flip` (one byte), `truncate`, `other` (another chunk's record).
-        drop: That a chunk is said to be stored and is not.
-        lie: That `contains` says the contrary.
-        contains: Probabilities for `contains`, `contains_many`, `count_prefix` alone.
-        get: For `get` and `get_many`.
-        put: For `put` and `put_many`.
-        remove: For `remove` and `reject`.
+        seed: Random seed. The same calls in the same order have the same faults.
+        error: Probability that the call of a chunk fails with TierUnavailableError. A put fails half of the time
+            after it was done.
+        delay: Probability that a call, of one chunk or of a batch, is delayed by `delay_s`.
+        delay_s: The delay in seconds.
+        hang: Probability that a call never ends by itself.
+        corrupt: Probability that a chunk is damaged.
+        damages: Kinds of damage: `flip` (one byte), `truncate`, `other` (another chunk's record).
+        drop: Probability that a put reports success without storing.
+        lie: Probability that a lookup returns the opposite.
+        contains: Probabilities for lookups only.
+        get: Probabilities for reads only.
+        put: Probabilities for writes only.
+        remove: Probabilities for `remove` and `reject` only.
     """
 
     seed: Seed = 0
@@ -102,14 +112,13 @@ class FaultsStatistics(LayerStatistics):
     counts: Mapping[str, int]
 
 
-class FaultsLayer(ConfiguredLayer):
-    """Makes the tier inside behave badly, for tests and game days; says so in a warning when it opens.
+class FaultsLayer(Layer):
+    """Injects faults into the calls of a tier, for tests and game days. Logs a warning before the tier opens.
 
     A record is damaged only in the buffer of the reader; the stored record stays intact. A hanging call ends
-    when it is cancelled, which `GuardLayer` does at the deadline.
+    when it is cancelled, as it is at its deadline.
 
     Args:
-        inner: The tier.
         options: Options of the layer.
         context: Context of the layer.
         dice: Random generator; by default seeded with `options.seed` and the tier id.
@@ -118,18 +127,18 @@ class FaultsLayer(ConfiguredLayer):
     options_type = FaultsConfig
 
     def __init__(
-        self, inner: Tier, options: FaultsConfig, context: LayerContext, *, dice: random.Random | None = None
+        self, options: FaultsConfig, context: LayerContext, *, dice: random.Random | None = None
     ) -> None:
-        super().__init__(inner, options, context)
+        super().__init__(options, context)
         self._faults = options
         self._dice = dice or random.Random(f"{options.seed}/{context.tier}")
         self._counts: Counter[str] = Counter()
         self._keys: deque[ChunkKey] = deque(maxlen=_REMEMBERED_KEYS)
 
-    def layer_statistics(self) -> FaultsStatistics:
+    def statistics(self) -> FaultsStatistics:
         return FaultsStatistics(counts=dict(self._counts))
 
-    async def __aenter__(self) -> Self:
+    def bind(self, arena: Arena) -> None:
         self.context.logger.report(
             f"{self.context.tier}.{self.context.layer}",
             "tier %r: the layer %r injects faults on purpose (%s); take it out of the tier's `layers` to end that",
@@ -137,71 +146,49 @@ class FaultsLayer(ConfiguredLayer):
             self.context.layer,
             self._faults.model_dump(exclude_defaults=True),
         )
-        return await super().__aenter__()
 
-    async def contains(self, key: ChunkKey) -> bool:
+    async def around(self, call: Call, next: Next) -> Results:
+        if call.verb is Verb.GET_MANY:
+            return await self._get_many(call, next)
+        if call.verb is Verb.PUT_MANY:
+            return await self._put_many(call, next)
+        if call.verb in (Verb.REMOVE, Verb.REJECT):
+            await self._strike("remove")
+            return await next(call)
         await self._strike("contains")
-        there = await self.inner.contains(key)
-        return there ^ self._hits("contains", "lie")
+        stored = await next(call)
+        if call.verb is Verb.CONTAINS_MANY:
+            return [bool(one) ^ self._hits("contains", "lie") for one in stored]
+        if self._hits("contains", "lie"):
+            count = self._dice.randint(0, call.chunks)
+            return [position < count for position in range(call.chunks)]
+        return stored
 
-    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        await self._strike("contains")
-        there = await self.inner.contains_many(keys)
-        return [one ^ self._hits("contains", "lie") for one in there]
-
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        await self._strike("contains")
-        count = await self.inner.count_prefix(keys)
-        return self._dice.randint(0, len(keys)) if self._hits("contains", "lie") else count
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        await self._strike("get")
-        damage = self._damage()
-        buffer = await self.inner.get(self._key(key, damage), allocate)
-        self._spoil(buffer, damage)
-        return buffer
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+    async def _get_many(self, call: Call, next: Next) -> Results:
         await self._strike("get", errors=False)
-        results: list[Buffer | TierError | None] = [self._error("get") for _ in keys]
-        damages = [self._damage() for _ in keys]
-        whole = [position for position, error in enumerate(results) if error is None]
-        asked = [self._key(keys[position], damages[position]) for position in whole]
-        got = await self.inner.get_many(asked, allocate) if asked else []
-        check_answers("get_many", got, len(asked))
-        for position, result in zip(whole, got, strict=True):
+        results: list[Result] = [self._error("get") for _ in call.keys]
+        damages = [self._damage() for _ in call.keys]
+        wanted = [position for position, error in enumerate(results) if error is None]
+        keys = [self._key(call.keys[position], damages[position]) for position in wanted]
+        got = await next(replace(call, keys=keys)) if keys else []
+        for position, result in zip(wanted, got, strict=True):
             results[position] = result
             self._spoil(result, damages[position])
         return results
 
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        for error in await self.put_many([(key, buffer)]):
-            if error is not None:
-                raise error
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+    async def _put_many(self, call: Call, next: Next) -> Results:
         await self._strike("put", errors=False)
-        self._keys.extend(key for key, _ in items)
-        errors = [self._error("put") for _ in items]
+        self._keys.extend(key for key, _ in call.items)
+        errors: list[Result] = [self._error("put") for _ in call.items]
         done = [
             position
             for position, error in enumerate(errors)
             # Half of the failed puts are carried out all the same, as if the response had been lost.
             if not self._hits("put", "drop") and (error is None or self._dice.random() < 0.5)
         ]
-        answers = await self.inner.put_many([items[position] for position in done]) if done else []
-        check_answers("put_many", answers, len(done))
-        for position, answer in zip(done, answers, strict=True):
-            errors[position] = errors[position] or answer
+        for position, result in zip(done, await next(call.part(done)) if done else [], strict=True):
+            errors[position] = errors[position] or result
         return errors
-
-    async def remove(self, key: ChunkKey) -> bool:
-        await self._strike("remove")
-        return await self.inner.remove(key)
-
-    async def reject(self, key: ChunkKey, cause: str) -> bool:
-        await self._strike("remove")
-        return await self.inner.reject(key, cause)
 
     async def _strike(self, verb: str, *, errors: bool = True) -> None:
         """Inject the faults of a call as a whole, before the tier inside is called."""
@@ -226,7 +213,7 @@ class FaultsLayer(ConfiguredLayer):
             return self._dice.choice(self._keys)
         return key
 
-    def _spoil(self, result: Buffer | TierError | None, damage: Damage | None) -> None:
+    def _spoil(self, result: Result, damage: Damage | None) -> None:
         if not isinstance(result, Buffer) or not result.nbytes:
             return
         if damage == "flip" and not result.shared:

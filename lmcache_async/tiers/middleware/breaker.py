@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
 from pydantic import model_validator
 
@@ -21,33 +20,34 @@ from lmcache_async.errors import (
     TierPartUnavailableError,
     TierSuspendedError,
 )
-from lmcache_async.tiers.answers import memory_was_short
-from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
-from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
-from lmcache_async.tiers.layers.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics
-from lmcache_async.tiers.layers.deadline import OptionalSeconds
-
-T = TypeVar("T")
-
-_AT_THE_DEADLINE = 0.9
-"""Fraction of the tier's `timeout_s`. The deadline of `GuardLayer` starts a little before the call reaches
-the breaker, so a call that it ends takes a little less than `timeout_s` here."""
+from lmcache_async.tiers.middleware.base import (
+    Call,
+    Kind,
+    Layer,
+    LayerConfig,
+    LayerContext,
+    LayerStatistics,
+    Next,
+    Results,
+)
+from lmcache_async.tiers.middleware.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics
+from lmcache_async.tiers.middleware.deadline import OptionalSeconds
+from lmcache_async.tiers.results import memory_was_short
 
 
 class BreakerConfig(LayerConfig):
     """Options of the breaker layer.
 
     Attributes:
-        failure_rate: The share of failed calls, of the last ones, that opens it.
-        window_calls: How many calls are the last ones.
-        window_s: How old they may be, in seconds.
-        min_calls: Fewer than these open nothing.
-        slow_s: A lookup or a read that takes longer has failed, in seconds.
-        slow_write_s: The same for a write; none means only one that misses the tier's `timeout_s`.
-        pause_s: How long an open breaker refuses every call; doubled each time that a probe fails.
-        max_pause_s: The longest pause.
-        probes: After the pause, how many calls must succeed, and how many may pass meanwhile.
+        failure_rate: Fraction of failed calls in the window that opens the breaker.
+        window_calls: Number of recent calls in the window.
+        window_s: Maximum age of these calls in seconds.
+        min_calls: Minimum number of calls in the window before the breaker can open.
+        slow_s: Duration in seconds above which a lookup or read counts as failed.
+        slow_write_s: The same for a write; none: only a write that exceeds the tier's `timeout_s`.
+        pause_s: Seconds that the breaker stays open; doubled after each failed probe.
+        max_pause_s: Maximum of `pause_s` after doubling.
+        probes: Number of calls that must succeed to close the breaker, and maximum number of calls until then.
     """
 
     failure_rate: Fraction = 0.5
@@ -93,26 +93,26 @@ class BreakerStatistics(LayerStatistics):
     write: CircuitStatistics
 
 
-class BreakerLayer(AroundLayer):
-    """Fails calls at once, with TierSuspendedError, while the tier inside fails too often or is too slow.
+class BreakerLayer(Layer):
+    """Fails calls at once, with TierSuspendedError, while the tier fails too often or is too slow.
 
     Lookups, reads and writes have separate circuits: a disk that is full or read-only can still be read. A
-    batch is one call; it has failed if the share of its failed chunks reaches `failure_rate`. A miss, a full
+    batch is one call; it has failed if the fraction of its failed chunks reaches `failure_rate`. A miss, a full
     tier and a corrupt record are not failures. TierPartUnavailableError does not count. A call that its
     caller cancels does not count, unless it was already overdue. A call that does not end counts as failed
     when it becomes overdue.
     """
 
     options_type = BreakerConfig
+    bounded = True
 
-    def __init__(self, inner: Tier, options: BreakerConfig, context: LayerContext) -> None:
-        super().__init__(inner, options, context)
+    def __init__(self, options: BreakerConfig, context: LayerContext) -> None:
+        super().__init__(options, context)
         self._failure_rate = options.failure_rate
-        at_most = _AT_THE_DEADLINE * context.timeout_s
         slow_s = {
             Kind.LOOKUP: options.slow_s,
             Kind.READ: options.slow_s,
-            Kind.WRITE: options.slow_write_s or at_most,
+            Kind.WRITE: options.slow_write_s or context.timeout_s,
         }
         self._circuits = {
             kind: Circuit(
@@ -121,7 +121,7 @@ class BreakerLayer(AroundLayer):
                     window_s=options.window_s,
                     min_calls=options.min_calls,
                     failure_rate=options.failure_rate,
-                    overdue_s=min(slow_s[kind], at_most),
+                    overdue_s=min(slow_s[kind], context.timeout_s),
                     pause_s=options.pause_s,
                     max_pause_s=options.max_pause_s,
                     probes=options.probes,
@@ -129,55 +129,52 @@ class BreakerLayer(AroundLayer):
             )
             for kind in Kind
         }
-        self._told = dict.fromkeys(Kind, CircuitState.CLOSED)
+        self._logged = dict.fromkeys(Kind, CircuitState.CLOSED)
         self._now = 0.0
 
-    def layer_statistics(self) -> BreakerStatistics:
+    def statistics(self) -> BreakerStatistics:
         """Return the statistics as of now if a loop is running, else as of the last call."""
         now = self._clock()
         lookup, read, write = (self._circuits[kind].statistics(now) for kind in Kind)
         return BreakerStatistics(lookup=lookup, read=read, write=write)
 
-    async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
+    async def around(self, call: Call, next: Next) -> Results:
         kind, now = call.kind, self._clock()
         if kind is Kind.LOOKUP and not self._circuits[Kind.READ].admits(now):
             raise self._suspended(Kind.READ, now)
-        if kind is Kind.LOOKUP and self.inner.capabilities.local_index:
-            return await run()
+        if call.local:
+            return await next(call)
         circuit = self._circuits[kind]
         permit = circuit.enter(now)
         if permit is None:
             raise self._suspended(kind, now)
         failed: bool | None = None
         try:
-            result = await run()
-            failed = kind is not Kind.LOOKUP and self._share_of_failures(result) >= self._failure_rate
+            results = await next(call)
+            failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self._failure_rate
         except Exception as error:
             failed = _is_failure(error)
             raise
+        except asyncio.CancelledError:
+            failed = True if self._clock() >= call.deadline else None  # by a deadline outside of this layer
+            raise
         finally:
             circuit.leave(permit, self._clock(), failed=failed)
-            self._tell(kind)
-        return result
-
-    def _share_of_failures(self, result: object) -> float:
-        if not isinstance(result, list):
-            return 0.0
-        errors = [one for one in result if isinstance(one, TierError)]
-        return sum(_is_failure(error) is True for error in errors) / len(result) if errors else 0.0
+            self._log_change(kind)
+        return results
 
     def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
-        self._tell(kind)
+        self._log_change(kind)
         wait_s = self._circuits[kind].wait_s(now)
         when = f"the next try is in {wait_s:.1f} s" if wait_s else "its probes are under way"
         return TierSuspendedError(f"tier {self.context.tier!r}: its breaker is open for {kind}s; {when}")
 
-    def _tell(self, kind: Kind) -> None:
+    def _log_change(self, kind: Kind) -> None:
         """Log a line when a circuit has opened or closed."""
         state = self._circuits[kind].state
-        if state is self._told[kind] or state is CircuitState.HALF_OPEN:
+        if state is self._logged[kind] or state is CircuitState.HALF_OPEN:
             return
-        self._told[kind] = state
+        self._logged[kind] = state
         cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
         if state is CircuitState.OPEN:
             text = "tier %r: its %ss fail or are slow; they are misses or drops until it is well again"
@@ -192,6 +189,11 @@ class BreakerLayer(AroundLayer):
         with contextlib.suppress(RuntimeError):  # statistics may be read outside the loop
             self._now = asyncio.get_running_loop().time()
         return self._now
+
+
+def _failed_fraction(results: Results) -> float:
+    errors = [result for result in results if isinstance(result, TierError)]
+    return sum(_is_failure(error) is True for error in errors) / len(results) if errors else 0.0
 
 
 def _is_failure(error: Exception) -> bool | None:

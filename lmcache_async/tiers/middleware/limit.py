@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
@@ -15,14 +15,19 @@ from lmcache_async.config.values import NameText, OptionalSize, parse_count, par
 from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
-from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.answers import check_answers, release_answers
-from lmcache_async.tiers.base import Allocate, Tier
-from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
-from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
-from lmcache_async.types import ChunkKey
-
-T = TypeVar("T")
+from lmcache_async.tiers.middleware.base import (
+    Call,
+    Kind,
+    Layer,
+    LayerConfig,
+    LayerContext,
+    LayerStatistics,
+    Next,
+    Result,
+    Results,
+    Verb,
+)
+from lmcache_async.tiers.results import release_results
 
 
 def _parse_optional_count(value: object) -> int | None:
@@ -35,12 +40,12 @@ def _parse_share(value: object) -> str:
 
 
 class LimitConfig(LayerConfig):
-    """Options of the limit layer; at least one bound.
+    """Options of the limit layer. At least one limit is required.
 
     Attributes:
-        max_calls: Calls under way at one time, a batch being one.
-        max_bytes: Bytes of chunks under way at one time; a read counts with the largest record there is.
-        share: Layers of one engine with the same `share` have these bounds together.
+        max_calls: Maximum number of concurrent calls; a batch is one call.
+        max_bytes: Maximum bytes in progress; a read counts with the largest possible record.
+        share: Layers of one engine with the same `share` share the limits.
     """
 
     max_calls: Annotated[int | None, BeforeValidator(_parse_optional_count)] = None
@@ -69,7 +74,7 @@ class LimitStatistics(LayerStatistics):
     bytes: BudgetStatistics | None
 
 
-class _Places:
+class _Budgets:
     """Budgets of calls and bytes, granted in order of arrival."""
 
     def __init__(self, options: LimitConfig) -> None:
@@ -79,13 +84,13 @@ class _Places:
     @asynccontextmanager
     async def held(self, nbytes: int, deadline: float, tier: str) -> AsyncIterator[None]:
         """Hold the budget of a call in the block. A request above a whole budget takes all of it."""
-        calls = _part(self.calls, 1, "max_calls", deadline, tier)
-        async with calls, _part(self.bytes, nbytes, "max_bytes", deadline, tier):
+        calls = _held(self.calls, 1, "max_calls", deadline, tier)
+        async with calls, _held(self.bytes, nbytes, "max_bytes", deadline, tier):
             yield
 
 
 @asynccontextmanager
-async def _part(
+async def _held(
     budget: ByteBudget | None, amount: int, option: str, deadline: float, tier: str
 ) -> AsyncIterator[None]:
     if budget is None:
@@ -104,84 +109,63 @@ async def _part(
         budget.release(amount)
 
 
-class LimitLayer(AroundLayer):
-    """Lets calls wait, in the order they came, until there is room for them.
+class LimitLayer(Layer):
+    """Limits concurrent calls and their bytes, first in, first out.
 
     A batch larger than `max_bytes` is split into parts, each as large as fits. A call or a part that finds no
-    room within the tier's `timeout_s` fails with TierUnavailableError. Lookups that the tier answers from
+    room before the call's deadline fails with TierUnavailableError. Lookups that the tier answers from
     memory of this process do not wait. A cancelled call releases its room at once.
     """
 
     options_type = LimitConfig
+    bounded = True
 
-    def __init__(self, inner: Tier, options: LimitConfig, context: LayerContext) -> None:
-        super().__init__(inner, options, context)
+    def __init__(self, options: LimitConfig, context: LayerContext) -> None:
+        super().__init__(options, context)
         self._max_bytes = options.max_bytes
         self._record_bytes = 0
 
-        def make() -> _Places:
-            return _Places(options)
+        def make() -> _Budgets:
+            return _Budgets(options)
 
-        self._places = (
+        self._budgets = (
             context.shared.join(options.share, options, context.where, make) if options.share else make()
         )
 
     def bind(self, arena: Arena) -> None:
         self._record_bytes = arena.slab_bytes
-        super().bind(arena)
 
-    def layer_statistics(self) -> LimitStatistics:
-        calls, nbytes = self._places.calls, self._places.bytes
+    def statistics(self) -> LimitStatistics:
+        calls, nbytes = self._budgets.calls, self._budgets.bytes
         return LimitStatistics(
             calls=None if calls is None else calls.statistics(),
             bytes=None if nbytes is None else nbytes.statistics(),
         )
 
-    async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
-        if call.kind is Kind.LOOKUP and self.inner.capabilities.local_index:
-            return await run()
-        nbytes = self._record_bytes if call.kind is Kind.READ else call.nbytes
-        async with self._places.held(nbytes, self._deadline(), self.context.tier):
-            return await run()
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        async def ask(start: int, stop: int) -> list[Buffer | TierError | None]:
-            return await self.inner.get_many(keys[start:stop], allocate)
-
-        return await self._parts("get_many", [self._record_bytes] * len(keys), ask)
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        async def ask(start: int, stop: int) -> list[TierError | None]:
-            return await self.inner.put_many(items[start:stop])
-
-        return await self._parts("put_many", [buffer.nbytes for _, buffer in items], ask)
-
-    async def _parts(
-        self,
-        verb: str,
-        sizes: Sequence[int],
-        ask: Callable[[int, int], Awaitable[list[T | TierError | None]]],
-    ) -> list[T | TierError | None]:
-        deadline = self._deadline()
-        results: list[T | TierError | None] = []
+    async def around(self, call: Call, next: Next) -> Results:
+        if call.local:
+            return await next(call)
+        if call.verb is Verb.PUT_MANY:
+            sizes = [buffer.nbytes for _, buffer in call.items]
+        else:
+            sizes = [self._record_bytes if call.kind is Kind.READ else 0] * call.chunks
+        parts = split(sizes, self._max_bytes)
+        if len(parts) <= 1:
+            async with self._budgets.held(sum(sizes), call.deadline, self.context.tier):
+                return await next(call)
+        results: list[Result] = []
         try:
-            for start, stop in split(sizes, self._max_bytes):
+            for start, stop in parts:
+                held = self._budgets.held(sum(sizes[start:stop]), call.deadline, self.context.tier)
                 try:
-                    async with self._places.held(sum(sizes[start:stop]), deadline, self.context.tier):
-                        answers = await ask(start, stop)
-                    check_answers(verb, answers, stop - start)
-                    results += answers
+                    async with held:
+                        results += await next(call.part(range(start, stop)))
                 except TierError as error:
-                    if stop - start == len(sizes):
-                        raise
                     results += [error] * (stop - start)
         except BaseException:
-            release_answers(results)
+            release_results(results)
             raise
         return results
-
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self.context.timeout_s
 
 
 def split(sizes: Sequence[int], max_bytes: int | None) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The border around a tier: deadlines, errors, and calls that are left to end by themselves."""
+"""The handle of a tier: deadlines, errors, abandoned calls, and third-party layers."""
 
 import asyncio
 import logging
@@ -9,8 +9,13 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
-from lmcache_async.tiers.layers.guard import GuardLayer
+from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.middleware.base import Layer, LayerConfig
+from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
+from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from lmcache_async.types import ChunkKey
+from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time
 
 KEY = ChunkKey(b"k" * 16)
 
@@ -24,7 +29,7 @@ def arena():
 
 
 def guard(inner, timeout_s=5.0):
-    return GuardLayer(inner, name="t", timeout_s=timeout_s, logger=LimitedLogger(logging.getLogger("test")))
+    return LayeredTier(inner, timeout_s=timeout_s)
 
 
 async def allocate_from(arena, nbytes):
@@ -36,7 +41,7 @@ async def test_a_late_call_is_an_error_at_the_deadline_and_gives_its_buffer_back
     tier = guard(inner, timeout_s=0.01)
     with (
         arena.lease_nowait(10) as buffer,
-        pytest.raises(TierUnavailableError, match=r"'t': put gave no answer in 0.01 s"),
+        pytest.raises(TierUnavailableError, match=r"'t': put_many gave no answer in 0.01 s"),
     ):
         await tier.put(KEY, buffer)
     while tier.late_calls:
@@ -94,8 +99,8 @@ async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
 
     tier = guard(Late())
     task = asyncio.ensure_future(tier.get(KEY, lambda nbytes: allocate_from(arena, nbytes)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(5):  # the tier waits in a task of its own
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -109,7 +114,7 @@ async def test_whatever_a_tier_raises_becomes_a_tier_error_and_is_told_once(aren
     tier = guard(inner)
 
     for _ in range(2):
-        with pytest.raises(TierError, match="tier 't': contains raised ValueError: odd"):
+        with pytest.raises(TierError, match="tier 't': contains_many raised ValueError: odd"):
             await tier.contains(KEY)
     assert caplog.text.count("raised ValueError") == 1
     assert await tier.contains(KEY) is False
@@ -133,7 +138,7 @@ class _Stuck(DictTier):
 
 async def test_a_tier_that_never_opens_is_an_error_at_the_deadline():
     logger = LimitedLogger(logging.getLogger("test"))
-    tier = GuardLayer(_Stuck(opens=False), name="t", timeout_s=5, open_timeout_s=0.01, logger=logger)
+    tier = TierHandle(_Stuck(opens=False), name="t", timeout_s=5, open_timeout_s=0.01, logger=logger)
     async with asyncio.timeout(5):
         with pytest.raises(TierUnavailableError, match=r"'t': was not open after 0.01 s; .* open_timeout_s"):
             await tier.__aenter__()
@@ -141,7 +146,81 @@ async def test_a_tier_that_never_opens_is_an_error_at_the_deadline():
 
 async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
     logger = LimitedLogger(logging.getLogger("test"))
-    tier = GuardLayer(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=0.01, logger=logger)
+    tier = TierHandle(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=0.01, logger=logger)
     async with asyncio.timeout(5), tier:
         pass
     assert "tier 't': was not closed after 0.02 s" in caplog.text
+
+
+class _Broken(Layer):
+    """A third-party layer that does what it is told with each call."""
+
+    def __init__(self, do):
+        super().__init__(LayerConfig(), context())
+        self._do = do
+
+    async def around(self, call, next):
+        return await self._do(call, next)
+
+
+async def test_what_a_layer_raises_becomes_a_tier_error(arena):
+    async def raises(call, next):
+        raise ValueError("odd")
+
+    tier = LayeredTier(DictTier(), _Broken(raises))
+
+    with pytest.raises(TierError, match="tier 't': get_many raised ValueError: odd"):
+        await tier.get_many([KEY], allocator(arena))
+    with arena.lease_nowait(10) as buffer:
+        [error] = await tier.put_many([(KEY, buffer)])
+    assert isinstance(error, TierError)
+
+
+async def test_a_layer_with_too_many_results_is_an_error_and_the_buffers_are_released(arena):
+    async def twice(call, next):
+        return [*await next(call), *await next(call)]
+
+    inner = fill(DictTier(), 1)
+    tier = LayeredTier(inner, _Broken(twice))
+
+    with pytest.raises(TierError, match="get_many gave 2 answers for 1 chunks"):
+        await tier.get_many(list(inner.records), allocator(arena))
+
+
+@in_virtual_time
+async def test_a_layer_that_hangs_ends_at_the_deadline_wherever_it_is():
+    async def hangs(call, next):
+        await asyncio.Event().wait()
+
+    breaker = BreakerLayer(BreakerConfig(min_calls=1, window_calls=1), context(timeout_s=3))
+    for layers in (
+        [_Broken(hangs)],
+        [_Broken(hangs), DeadlineLayer(DeadlineConfig(), context(timeout_s=3))],
+        [MetricsLayer(LayerConfig(), context()), breaker, _Broken(hangs)],
+        [_Broken(lambda call, next: next(call)), breaker, _Broken(hangs)],
+    ):
+        tier = LayeredTier(DictTier(), *layers, timeout_s=3)
+        with pytest.raises(TierUnavailableError, match=r"'t': contains_many gave no answer in 3 s"):
+            await tier.contains(KEY)
+
+
+def names(layers):
+    handle = LayeredTier(DictTier(), *layers).handle
+    return [type(layer).__name__ for layer in handle.layers]
+
+
+def test_the_deadline_is_where_it_is_listed_or_outside_of_layers_that_may_wait():
+    metrics = MetricsLayer(LayerConfig(), context())
+    deadline = DeadlineLayer(DeadlineConfig(), context())
+    foreign = _Broken(None)
+
+    assert names([]) == ["DeadlineLayer"]
+    assert names([metrics]) == ["MetricsLayer", "DeadlineLayer"]
+    assert names([metrics, deadline, foreign]) == ["MetricsLayer", "DeadlineLayer", "_Broken"]
+    assert names([metrics, foreign]) == ["MetricsLayer", "DeadlineLayer", "_Broken"]
+    assert names([metrics, foreign, deadline]) == [
+        "MetricsLayer",
+        "DeadlineLayer",
+        "_Broken",
+        "DeadlineLayer",
+    ]

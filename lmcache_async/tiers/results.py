@@ -9,24 +9,24 @@ from typing import TypeAlias
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.tiers.border import ContractError, each
+from lmcache_async.tiers.contract import ContractError
 
-Read: TypeAlias = Buffer | TierError | None
+ReadResult: TypeAlias = Buffer | TierError | None
 """Result of `get_many` for one chunk: its record, its error, or None on a miss."""
 
 
 @contextlib.contextmanager
-def reads(count: int) -> Iterator[list[Read]]:
+def read_results(count: int) -> Iterator[list[ReadResult]]:
     """Provide a list of `count` results, initially misses. If the block raises, its buffers are released."""
-    results: list[Read] = [None] * count
+    results: list[ReadResult] = [None] * count
     try:
         yield results
     except BaseException:
-        release_answers(results)
+        release_results(results)
         raise
 
 
-async def settle(results: list[Read], position: int, read: Awaitable[Buffer | None]) -> bool:
+async def set_read_result(results: list[ReadResult], position: int, read: Awaitable[Buffer | None]) -> bool:
     """Store the result or the error of one read at its position.
 
     Args:
@@ -52,14 +52,14 @@ async def settle(results: list[Read], position: int, read: Awaitable[Buffer | No
     return True
 
 
-async def settle_put(results: list[TierError | None], position: int, write: Awaitable[None]) -> None:
+async def set_write_result(results: list[TierError | None], position: int, write: Awaitable[None]) -> None:
     """Store the error of one write, of whatever type, at its position."""
     task = running_task()
     try:
         await write
     except TierError as error:
         results[position] = error
-    except BaseException as error:  # as in `settle`
+    except BaseException as error:  # as in `set_read_result`
         if is_ending(error, task):
             raise
         results[position] = ContractError.of("put", error)
@@ -77,27 +77,8 @@ def memory_was_short(error: BaseException) -> bool:
     return isinstance(error, BudgetExceededError) or isinstance(error.__cause__, BudgetExceededError)
 
 
-def release_answers(answers: Sequence[object]) -> None:
+def release_results(results: Sequence[object]) -> None:
     """Release the buffers in a list of results."""
-    for answer in answers:
-        if isinstance(answer, Buffer) and not answer.released:
-            answer.release()
-
-
-def check_answers(verb: str, answers: Sequence[object], asked: int) -> None:
-    """Check the number of results of a batch call. If it is wrong, the buffers among them are released.
-
-    Args:
-        verb: Name of the method, for messages.
-        answers: Result of the tier inside.
-        asked: Number of requested chunks.
-
-    Raises:
-        TierError: The tier inside violated its contract.
-    """
-    try:
-        each(verb, answers, asked)
-    except ContractError:
-        if isinstance(answers, Sequence):
-            release_answers(answers)
-        raise
+    for result in results:
+        if isinstance(result, Buffer) and not result.released:
+            result.release()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import CallMetrics
-from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.layers.around import AroundLayer, Call, Kind
-from lmcache_async.tiers.layers.base import LayerConfig, LayerContext, LayerStatistics
-
-T = TypeVar("T")
+from lmcache_async.tiers.middleware.base import (
+    Call,
+    Kind,
+    Layer,
+    LayerConfig,
+    LayerContext,
+    LayerStatistics,
+    Next,
+    Results,
+    Verb,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,10 @@ class MetricsStatistics(LayerStatistics):
     verbs: Mapping[str, CallMetrics]
 
 
-class MetricsLayer(AroundLayer):
+class MetricsLayer(Layer):
     """Records calls, chunks, bytes, errors and durations in the engine's metrics; changes nothing.
 
     Args:
-        inner: The tier.
         options: Unused; the layer has no options.
         context: Context of the layer.
         clock: Clock in seconds. Not the clock of the loop: uvloop's only advances between iterations and has
@@ -40,30 +44,30 @@ class MetricsLayer(AroundLayer):
     """
 
     fits_arena = True
+    bounded = True
 
     def __init__(
         self,
-        inner: Tier,
         options: LayerConfig,
         context: LayerContext,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(inner, options, context)
+        super().__init__(options, context)
         self._clock = clock
         self._verbs = context.metrics.calls()
 
-    def layer_statistics(self) -> MetricsStatistics:
+    def statistics(self) -> MetricsStatistics:
         return MetricsStatistics(verbs={verb: call.copy() for verb, call in self._verbs.items()})
 
-    async def around(self, call: Call, run: Callable[[], Awaitable[T]]) -> T:
+    async def around(self, call: Call, next: Next) -> Results:
         counts = self._verbs.get(call.verb)
         if counts is None:
             counts = self._verbs[call.verb] = CallMetrics()
         counts.in_flight += 1
         start = self._clock()
         try:
-            result = await run()
+            results = await next(call)
         except asyncio.CancelledError:
             counts.cancelled += 1
             raise
@@ -71,29 +75,27 @@ class MetricsLayer(AroundLayer):
             counts.errors[type(error).__name__] += 1
             raise
         else:
-            _count(counts, call, result)
-            return result
+            _count(counts, call, results)
+            return results
         finally:
             counts.ended(call.chunks, self._clock() - start)
 
 
-def _count(counts: CallMetrics, call: Call, result: object) -> None:
-    """Count the result of a call. Batches are large: elements are visited one by one only if necessary."""
+def _count(counts: CallMetrics, call: Call, results: Results) -> None:
+    """Count the results of a call. Batches are large: elements are visited one by one only if necessary."""
     if call.kind is Kind.READ:
-        for answer in result if isinstance(result, list) else (result,):
-            if isinstance(answer, Buffer):
+        for result in results:
+            if isinstance(result, Buffer):
                 counts.found += 1
-                counts.bytes += answer.nbytes
-            elif answer is not None:
-                counts.errors[type(answer).__name__] += 1
-    elif call.given:
-        errors = result if isinstance(result, list) and any(result) else ()
+                counts.bytes += result.nbytes
+            elif result is not None:
+                counts.errors[type(result).__name__] += 1
+    elif call.verb is Verb.PUT_MANY:
         counts.bytes += call.nbytes
-        for error, buffer in zip(errors, call.given, strict=False):
-            if error is not None:
-                counts.errors[type(error).__name__] += 1
-                counts.bytes -= buffer.nbytes
-    elif isinstance(result, list):
-        counts.found += sum(result)
-    elif isinstance(result, int):  # count_prefix, contains, remove or reject
-        counts.found += result
+        if any(results):
+            for error, (_, buffer) in zip(results, call.items, strict=True):
+                if error is not None:
+                    counts.errors[type(error).__name__] += 1
+                    counts.bytes -= buffer.nbytes
+    else:
+        counts.found += results.count(True)

@@ -1,0 +1,158 @@
+"""Retries with exponential backoff and jitter."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import model_validator
+
+from lmcache_async.config.validation import disagree
+from lmcache_async.config.values import Count, OptionalSeed, Seconds
+from lmcache_async.errors import TierError
+from lmcache_async.tiers.middleware.base import (
+    Call,
+    Layer,
+    LayerConfig,
+    LayerContext,
+    LayerStatistics,
+    Next,
+    Result,
+    Results,
+    Verb,
+)
+from lmcache_async.tiers.results import memory_was_short, release_results
+
+
+class RetryConfig(LayerConfig):
+    """Options of the retry layer.
+
+    Attributes:
+        attempts: Maximum number of attempts, including the first.
+        base_s: Maximum length of the first pause in seconds; doubled for each further pause.
+        max_s: Maximum length of any pause in seconds.
+        seed: Seed of the random pause lengths; none for different lengths in each process.
+    """
+
+    attempts: Count = 3
+    base_s: Seconds = 0.05
+    max_s: Seconds = 1.0
+    seed: OptionalSeed = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.base_s > self.max_s:
+            raise disagree(f"base_s is {self.base_s}, above max_s of {self.max_s}", "base_s", "max_s")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RetryStatistics(LayerStatistics):
+    """Statistics of the retries of a tier.
+
+    Attributes:
+        retries: Further attempts, one for each repeated call.
+        recovered: Chunks for which a further attempt succeeded; for calls without chunks, the calls.
+        exhausted: Calls that still failed, wholly or in part, after the last attempt or at the deadline.
+    """
+
+    retries: int
+    recovered: int
+    exhausted: int
+
+
+class RetryLayer(Layer):
+    """Repeats what failed with a retryable error such as TierUnavailableError; of a batch only what failed.
+
+    Pauses grow exponentially with full jitter: each is uniformly distributed between 0 and its bound, so that
+    many clients of one backend do not retry at the same moment (Marc Brooker, "Exponential Backoff And
+    Jitter", AWS Architecture Blog, 4 March 2015). No pause begins that would end after the call's deadline. A
+    cancelled call ends at once, also in a pause.
+
+    Args:
+        options: Options of the layer.
+        context: Context of the layer.
+        dice: Random generator of the pauses; by default seeded with `options.seed`.
+    """
+
+    options_type = RetryConfig
+    bounded = True
+
+    def __init__(
+        self, options: RetryConfig, context: LayerContext, *, dice: random.Random | None = None
+    ) -> None:
+        super().__init__(options, context)
+        self._retry = options
+        self._dice = dice or random.Random(options.seed)  # None: seeded by the operating system
+        self._retries = 0
+        self._recovered = 0
+        self._exhausted = 0
+
+    def statistics(self) -> RetryStatistics:
+        return RetryStatistics(retries=self._retries, recovered=self._recovered, exhausted=self._exhausted)
+
+    async def around(self, call: Call, next: Next) -> Results:
+        per_chunk = call.verb in (Verb.GET_MANY, Verb.PUT_MANY)  # the others succeed or fail as a whole
+        attempt, positions, pauses = call, range(call.chunks), 0
+        left: Sequence[int] = positions
+        results: list[Result] = []
+        try:
+            while True:
+                answers: Results
+                try:
+                    answers = await next(attempt)
+                except TierError as error:
+                    if attempt is call and not _is_retryable(error):
+                        raise
+                    if not per_chunk:
+                        if not await self._pause(pauses, call.deadline):
+                            raise
+                        pauses += 1
+                        continue
+                    answers = [error] * len(left)
+                if attempt is call:
+                    results = list(answers)
+                else:
+                    for position, answer in zip(left, answers, strict=True):
+                        results[position] = answer
+                failed = [
+                    position
+                    for position in left
+                    if isinstance(results[position], TierError) and _is_retryable(results[position])
+                ]
+                if pauses:
+                    self._recovered += len(left) - len(failed) if per_chunk else 1
+                if not failed or not await self._pause(pauses, call.deadline):
+                    return results
+                pauses += 1
+                left = failed
+                attempt = call if len(left) == call.chunks else call.part(left)
+        except BaseException:
+            release_results(results)
+            raise
+
+    async def _pause(self, taken: int, deadline: float) -> bool:
+        """Wait for the next attempt. Return False if no attempt or no time is left.
+
+        Args:
+            taken: Number of pauses of the call so far.
+            deadline: Deadline of the call, in time of the loop.
+        """
+        # The exponent is capped to prevent an overflow of the float; 2 ** 60 exceeds every bound in use.
+        bound = min(self._retry.max_s, self._retry.base_s * 2.0 ** min(taken, 60))
+        if taken + 1 < self._retry.attempts:
+            pause_s = self._dice.uniform(0.0, bound)
+            if asyncio.get_running_loop().time() + pause_s < deadline:
+                await asyncio.sleep(pause_s)
+                self._retries += 1
+                return True
+        self._exhausted += 1
+        return False
+
+
+def _is_retryable(result: object) -> bool:
+    """Return whether to retry. Not if memory was short: the retry would hold memory and wait for more."""
+    return isinstance(result, TierError) and result.retryable and not memory_was_short(result)
