@@ -192,13 +192,12 @@ class TierAdapter:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the tier; the last valid ones if it does not return any now."""
-        if (found := self._read_capabilities()) is not None:
-            self._capabilities = found
+        """Capabilities of the tier, read when it was created, bound and opened."""
         return self._capabilities
 
     def bind(self, arena: Arena) -> None:
         self._tier.bind(arena)
+        self._update_capabilities()
 
     async def open(self) -> None:
         """Open the tier. Errors derived from Exception are passed on, so that the engine does not open.
@@ -216,6 +215,7 @@ class TierAdapter:
                 raise
             failure = self._errors.convert("opening", error)
             raise failure from failure.__cause__
+        self._update_capabilities()
 
     async def close(self) -> None:
         """Close the tier. A failure is logged and does not prevent the rest from closing."""
@@ -248,7 +248,7 @@ class TierAdapter:
                     lambda result: _prefix_flags(check_count(call.verb, result, count), count),
                 )
             case Verb.GET_MANY:
-                capabilities = self.capabilities
+                capabilities = self._capabilities
                 foreign = capabilities.in_arena or capabilities.own_memory
                 leases = CallLeases(call.allocate, count, foreign=foreign)
                 return self._call(
@@ -415,6 +415,11 @@ class TierAdapter:
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
         if self._watcher is not None and keys:
             self._watcher.gone(self._name, keys)
+
+    def _update_capabilities(self) -> None:
+        """Read the capabilities again; the last valid ones are kept if the tier does not return any."""
+        if (found := self._read_capabilities()) is not None:
+            self._capabilities = found
 
     def _read_capabilities(self) -> Capabilities | None:
         try:
