@@ -300,7 +300,7 @@ def _outcome_of(grant: Grant) -> TierError | None:
         return None
     if grant.refusal is Refusal.TOO_MUCH:
         return TierFullError(_TOO_MUCH)
-    return TierFullError("the daemon's pool is full: all records in it are in use")
+    return TierFullError("the daemon's pool is full and cannot evict enough records")
 
 
 def _leases_of(grants: Sequence[Grant]) -> list[int]:
