@@ -1,4 +1,4 @@
-"""What is in the way of `lmcache-async top`: each becomes one sentence."""
+"""Error messages of the client of `lmcache-async top`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_async.cli.top import StatusClient, StatusError
 from tests.web.top_calls import call
 
 
-def test_what_is_not_there_is_a_sentence() -> None:
+def test_no_answer_is_an_error_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     code, shown = call(f"127.0.0.1:{port}", "--once")
@@ -34,7 +34,7 @@ def test_what_is_not_there_is_a_sentence() -> None:
         (b"", 1, "nothing answers"),
     ],
 )
-def test_what_is_something_else_is_a_sentence(answer: bytes, code: int, says: str) -> None:
+def test_another_server_is_an_error_message(answer: bytes, code: int, says: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -55,8 +55,8 @@ def test_what_is_something_else_is_a_sentence(answer: bytes, code: int, says: st
 @pytest.mark.parametrize(
     "part", [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "]
 )
-def test_an_answer_that_drips_has_one_deadline(part: bytes) -> None:
-    """A byte now and then is no answer, be it of the headers or of what follows them."""
+def test_a_slow_response_has_one_deadline(part: bytes) -> None:
+    """Headers or a body that arrive byte by byte do not extend the deadline."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -82,7 +82,7 @@ def test_an_answer_that_drips_has_one_deadline(part: bytes) -> None:
     assert alive, "it was the server that ended it"
 
 
-def test_an_answer_nested_too_deep_is_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deeply_nested_answer_is_not_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusClient, "_get", lambda self: (200, b'{"kind":' * 100_000))
     with pytest.raises(StatusError, match="no status page"):
         StatusClient("http://a").read()
@@ -95,21 +95,21 @@ def test_an_answer_nested_too_deep_is_no_status(monkeypatch: pytest.MonkeyPatch)
         *("http://a..b:1", f"http://{'a' * 64}:1", "http://a b:1", "http://\udcff:1"),
     ],
 )
-def test_an_address_that_is_none_is_named(url: str) -> None:
+def test_an_invalid_address_is_an_error_message(url: str) -> None:
     code, shown = call(url, "--once")
 
     assert code == 2
     assert "expected an address such as http://127.0.0.1:7421" in shown
 
 
-def test_a_token_file_for_everybody_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_readable_by_all_is_rejected(tmp_path: Path) -> None:
     (file := tmp_path / "tokens").write_text("a-token-of-many-characters\n")
     file.chmod(0o644)
     with pytest.raises(StatusError, match=r"--token-file: .*all users may read it"):
         StatusClient("http://127.0.0.1:1", token_file=file)
 
 
-def test_a_path_before_the_page_is_kept() -> None:
+def test_the_path_of_the_page_is_kept() -> None:
     assert StatusClient("http://a/engines/3/").path == "/engines/3/status.json"
     assert StatusClient("http://a/engines/3/status.json").path == "/engines/3/status.json"
     assert StatusClient("http://a").path == "/status.json"

@@ -73,7 +73,7 @@ def ours(connector: Any) -> LMCacheAsyncConnector:
 
 
 def values(**labels: str) -> dict[tuple[str, ...], float]:
-    """What a Prometheus server would read of ours, by name and our own labels' values, in the order of the labels' names."""
+    """Our series as Prometheus reads them, by name and values of our labels, in the order of the label names."""
     return {
         (sample.name.removeprefix("lmcache_async_"), *(v for k, v in sample.labels.items() if k not in LABELS)): sample.value
         for family in text_string_to_metric_families(generate_latest(REGISTRY).decode())
@@ -87,7 +87,7 @@ def server_metrics(sim: SimulatedVLLM) -> KVConnectorProm:
 
 
 def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> None:
-    """Hand over what the steps gave, as vLLM's front end does behind its socket."""
+    """Pass the statistics of the steps to the front end, as vLLM does through its socket."""
     received, sim.connector_stats = sim.connector_stats, []
     for stats in received:
         prom.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), engine)
@@ -108,7 +108,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 def run_until_received(
     sim: SimulatedVLLM, prom: KVConnectorProm, until: Until, wanted: dict[Any, float]
 ) -> None:
-    """Steps of other requests bring what the workers have counted in the meantime."""
+    """Run other requests until their steps have sent the wanted values."""
     seeds = iter(range(1000, 2000))
 
     def received() -> bool:
@@ -122,7 +122,7 @@ def run_until_received(
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
-def test_a_hit_is_told_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until: Until) -> None:
+def test_a_hit_is_exported_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until: Until) -> None:
     sim = simulator
     prom = server_metrics(sim)
     tokens = prompt(500)
@@ -147,7 +147,7 @@ def test_a_hit_is_told_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until
     assert values() == received  # every series has vLLM's labels
 
 
-def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, until: Until) -> None:
+def test_without_changes_nothing_is_sent(simulator: SimulatedVLLM, until: Until) -> None:
     sim = simulator
     sim.add("cold", prompt(500))
     settle(sim, until)
@@ -162,7 +162,7 @@ def test_nothing_is_told_where_nothing_has_changed(simulator: SimulatedVLLM, unt
     assert worker._feed._timer is None or worker._feed._timer.when() > 0
 
 
-def test_statistics_that_fail_cost_a_request_nothing(
+def test_an_error_in_the_metrics_does_not_affect_requests(
     simulator: SimulatedVLLM, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any) -> Any:
@@ -177,7 +177,7 @@ def test_statistics_that_fail_cost_a_request_nothing(
     until(lambda: "on purpose" in caplog.text)
 
 
-def test_a_second_engine_in_the_process_starts_anew(simulator: SimulatedVLLM) -> None:
+def test_a_second_engine_in_the_process_starts_at_zero(simulator: SimulatedVLLM) -> None:
     first, second = server_metrics(simulator), server_metrics(simulator)
     part = filled(arena_waiting=3)
 
@@ -187,7 +187,7 @@ def test_a_second_engine_in_the_process_starts_anew(simulator: SimulatedVLLM) ->
     assert values()["arena_waiting",] == 3
 
 
-def test_metrics_are_told_through_a_multi_connector(simulator: SimulatedVLLM) -> None:
+def test_metrics_pass_through_a_multi_connector(simulator: SimulatedVLLM) -> None:
     config = simulator.config
     both = [
         LMCacheAsyncStats({PARTS: [filled(source, arena_waiting=n)]}) for n, source in ((1, "a"), (2, "b"))
@@ -243,7 +243,7 @@ def filled(source: str = "rank 0", **gauges: float) -> list[Any]:
     return [source, out.to_plain()]
 
 
-def test_many_parts_of_an_interval_are_added_up_and_stay_few() -> None:
+def test_the_parts_of_an_interval_are_added_up_and_bounded() -> None:
     stats = LMCacheAsyncConnector.build_kv_connector_stats()
     assert stats.is_empty()
     for number in range(5 * MAX_PARTS):
@@ -262,7 +262,7 @@ def test_many_parts_of_an_interval_are_added_up_and_stay_few() -> None:
     assert stats.is_empty()
 
 
-def test_a_series_of_another_version_and_nonsense_are_passed_over(
+def test_unknown_series_and_invalid_parts_are_ignored(
     simulator: SimulatedVLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     prom = server_metrics(simulator)
