@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
+from lmcache_async.cli.output import JSONFlag, human, number, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import CopyOptions, CopyReport, copy, plan_copy
 from lmcache_async.maintenance.stores import open_store
@@ -62,8 +62,7 @@ def copy_command(
             return await copy(opened, into, options, meter)
 
     done = shared.run(work)
-    print_json(done.as_dict()) if as_json else _print(done)
-    raise typer.Exit(PROBLEM if done.counts.refused else PASSED)
+    shared.finish(done, _print, as_json=as_json, passed=not done.counts.refused)
 
 
 def _print(done: CopyReport) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
+from lmcache_async.cli.output import JSONFlag, human, number, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.gc import Collection, GcOptions, collect, plan
 from lmcache_async.maintenance.stores import open_store
@@ -75,14 +75,13 @@ def gc_command(
             return collection
 
     found = shared.run(work)
-    print_json(found.as_dict()) if as_json else _print(found)
-    raise typer.Exit(PROBLEM if found.errors else PASSED)
+    shared.finish(found, _print, as_json=as_json, passed=not found.errors)
 
 
 def _print(found: Collection) -> None:
-    told = found.as_dict()
+    summary = found.as_dict()
     verb = "would remove" if found.dry_run else "removed"
-    for noun, parts in (("record", told["records"]), ("file", told["files"])):
+    for noun, parts in (("record", summary["records"]), ("file", summary["files"])):
         for why, sums in parts.items():
             if sums["count"]:
                 what = f"{number(sums['count'], noun)}, {human(sums['bytes'])}"

@@ -48,18 +48,17 @@ def inspect_command(
     spec = shared.spec_of(path, config, tier, rank, in_flight, max_record_bytes)
     selection = shared.selection_of(namespace)
     if key is not None:
-        wanted = _key_of(key)
-        told = shared.run(lambda _: _one(spec, wanted))
-        print_json(told) if as_json else _print_record(told)
-        raise typer.Exit(PROBLEM if told["unreadable"] else PASSED)
+        parsed = _key_of(key)
+        record = shared.run(lambda _: _one(spec, parsed))
+        print_json(record) if as_json else _print_record(record)
+        raise typer.Exit(PROBLEM if record["unreadable"] else PASSED)
 
     async def work(meter: Meter) -> Inspection:
         async with open_store(spec, change=False) as opened:
             return await inspect(opened, selection, meter)
 
     found = shared.run(work)
-    print_json(found.as_dict()) if as_json else _print(found)
-    raise typer.Exit(PROBLEM if found.unreadable or found.errors else PASSED)
+    shared.finish(found, _print, as_json=as_json, passed=not (found.unreadable or found.errors))
 
 
 def _key_of(text: str) -> ChunkKey:
@@ -89,21 +88,21 @@ async def _entry(store: OfflineStore, key: ChunkKey) -> StoredRecord:
 
 
 def _print(found: Inspection) -> None:
-    told = found.as_dict()
+    summary = found.as_dict()
     say(
-        f"{told['target']}: {number(told['records'], 'record')}, {human(told['bytes'])},"
-        f" {number(told['tokens'], 'token')}"
+        f"{summary['target']}: {number(summary['records'], 'record')}, {human(summary['bytes'])},"
+        f" {number(summary['tokens'], 'token')}"
         + (f"; in use by process {found.holder}" if found.holder else "")
     )
-    if told["namespaces"]:
+    if summary["namespaces"]:
         width = None if sys.stdout.isatty() else _WIDTH
-        Console(highlight=False, width=width).print(_table(told["namespaces"]))
-    for group in told["namespaces"]:
+        Console(highlight=False, width=width).print(_table(summary["namespaces"]))
+    for group in summary["namespaces"]:
         for shape in group["shapes"]:
             records = number(shape["records"], "record")
             say(f"{group['id']}: {records} of {shape['dtype']}, {shape['layout']}")
     if found.unreadable:
-        say(f"unreadable: {counted(told['unreadable'])}, {human(found.unreadable_bytes)}")
+        say(f"unreadable: {counted(summary['unreadable'])}, {human(found.unreadable_bytes)}")
     if found.errors or found.gone:
         say(f"not readable: {found.errors}; evicted meanwhile: {found.gone}")
 
@@ -144,7 +143,7 @@ def _ago(stamp: int | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def _print_record(told: dict[str, Any]) -> None:
-    for name, value in told.items():
+def _print_record(record: dict[str, Any]) -> None:
+    for name, value in record.items():
         if value is not None:
             say(f"{name}: {value}")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, Self, TypeVar
 
 import typer
 import uvloop
@@ -23,7 +23,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from lmcache_async.cli.output import IN_USE, STOPPED, counted, number, refuse, say
+from lmcache_async.cli.output import (
+    IN_USE,
+    PASSED,
+    PROBLEM,
+    STOPPED,
+    counted,
+    number,
+    print_json,
+    refuse,
+    say,
+)
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.maintenance.concurrency import Meter
@@ -31,7 +41,15 @@ from lmcache_async.maintenance.copy import CopyCounts
 from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
 
+
+class Report(Protocol):
+    """The result of a command."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 T = TypeVar("T")
+ReportT = TypeVar("ReportT", bound=Report)
 
 LISTED = 20
 """Records that are listed with their cause, without `--json`."""
@@ -171,6 +189,17 @@ def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
         refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
     except (LMCacheAsyncError, OSError) as error:
         refuse(error)
+
+
+def finish(
+    report: ReportT, print_text: Callable[[ReportT], None], *, as_json: bool, passed: bool
+) -> NoReturn:
+    """Print the report as text or JSON, and exit with 0 if the command passed, else with 1."""
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print_text(report)
+    raise typer.Exit(PASSED if passed else PROBLEM)
 
 
 def say_not_copied(counts: CopyCounts) -> None:

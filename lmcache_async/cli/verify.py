@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, human, number, print_json, say
+from lmcache_async.cli.output import JSONFlag, human, number, say
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.stores import open_keys, open_store
 from lmcache_async.maintenance.verification import Remedy, Verification, VerifyOptions, verify
@@ -46,11 +47,10 @@ def verify_command(
             return await verify(store, options, meter)
 
     found = shared.run(work)
-    print_json(found.as_dict()) if as_json else _print(found, remedy)
-    raise typer.Exit(PASSED if found.passed else PROBLEM)
+    shared.finish(found, partial(_print, remedy), as_json=as_json, passed=found.passed)
 
 
-def _print(found: Verification, remedy: Remedy) -> None:
+def _print(remedy: Remedy, found: Verification) -> None:
     say(
         f"{found.store}: correct: {number(found.records, 'record')}, corrupt: {found.damaged.total()},"
         f" not readable: {found.errors}; {human(found.bytes)} read"

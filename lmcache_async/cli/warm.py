@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import PASSED, PROBLEM, JSONFlag, counted, human, number, print_json, say
+from lmcache_async.cli.output import JSONFlag, counted, human, number, say
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
 from lmcache_async.maintenance.concurrency import Meter
@@ -81,9 +81,8 @@ def warm_command(
     if url is not None:
         if config is not None or source is not None or to:
             raise typer.BadParameter("--url excludes --config, --from and --to")
-        asked = shared.run(lambda meter: _ask(url, file, trace is not None, meter, model, in_flight, timeout))
-        print_json(asked.as_dict()) if as_json else _print_asked(asked)
-        raise typer.Exit(PROBLEM if asked.refused else PASSED)
+        sent = shared.run(lambda meter: _send(url, file, trace is not None, meter, model, in_flight, timeout))
+        shared.finish(sent, _print_requests, as_json=as_json, passed=not sent.refused)
     spec = shared.spec_of(None, config, None, rank, in_flight, max_record_bytes)
     selection, most = shared.selection_of(namespace), shared.size_of(max_bytes, "--max-bytes")
 
@@ -104,8 +103,7 @@ def warm_command(
         return await _warm(spec, loaded, source, to or [], read, options, meter)
 
     done = shared.run(work)
-    print_json(done.as_dict()) if as_json else _print(done)
-    raise typer.Exit(PROBLEM if done.counts.refused else PASSED)
+    shared.finish(done, _print, as_json=as_json, passed=not done.counts.refused)
 
 
 def _one_of(prompts: Path | None, trace: Path | None) -> Path:
@@ -115,7 +113,7 @@ def _one_of(prompts: Path | None, trace: Path | None) -> Path:
     return file
 
 
-async def _ask(
+async def _send(
     url: str, file: Path, by_use: bool, meter: Meter, model: str | None, in_flight: int, timeout_s: float
 ) -> Requests:
     from lmcache_async.maintenance.server import warm_server  # httpx is needed for this only
@@ -164,25 +162,25 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
 
 
 def _print(done: Warmup) -> None:
-    told = done.as_dict()
+    summary = done.as_dict()
     say(
         f"{number(done.prompts, 'prompt')}, {number(done.tokens, 'token')};"
         f" {done.source} has prefixes of {number(done.found_tokens, 'token')}"
     )
     say(
-        f"copied: {counted(told['copied'])} ({human(done.counts.bytes)});"
-        f" there already: {counted(told['there'])}"
+        f"copied: {counted(summary['copied'])} ({human(done.counts.bytes)});"
+        f" there already: {counted(summary['there'])}"
     )
     shared.say_not_copied(done.counts)
 
 
-def _print_asked(asked: Requests) -> None:
+def _print_requests(sent: Requests) -> None:
     cached = (
         "cached tokens: not reported"
-        if asked.cached_tokens is None
-        else f"cached tokens: {asked.cached_tokens}"
+        if sent.cached_tokens is None
+        else f"cached tokens: {sent.cached_tokens}"
     )
-    prompts, tokens = number(asked.prompts, "prompt"), number(asked.tokens, "token")
-    say(f"{asked.url} ({asked.model}): {prompts}, {tokens}; {cached}")
-    if asked.refused:
-        say(f"{number(asked.refused, 'request')} failed, the first with {asked.first_refusal}")
+    prompts, tokens = number(sent.prompts, "prompt"), number(sent.tokens, "token")
+    say(f"{sent.url} ({sent.model}): {prompts}, {tokens}; {cached}")
+    if sent.refused:
+        say(f"{number(sent.refused, 'request')} failed, the first with {sent.first_refusal}")
