@@ -46,6 +46,7 @@ def run(program: str, *, cwd: Path, path: Sequence[Path] = ()) -> Ended:
     context.set_forkserver_preload(list(LIBRARIES))
     output = cwd / f"{program}.output"
     process = context.Process(target=_main, args=(program, cwd, output, [str(folder) for folder in path]))
+    output.touch()
     process.start()
     process.join(TIMEOUT_S)
     if process.is_alive():
