@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.testing.rig import Rig
-from tests.packaging.installing import install, run_tests
+from tests.support.projects import install, run_tests
 
 PROJECT = Path(__file__).parent / "v01_distribution"
 MODULES = [path.stem for path in (PROJECT / "src").glob("*.py")]

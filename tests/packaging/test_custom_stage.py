@@ -12,7 +12,7 @@ import torch
 
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.testing.rig import Rig
-from tests.packaging.installing import install
+from tests.support.projects import install
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_stage"
 TOKENS = list(range(20))

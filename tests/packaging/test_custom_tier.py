@@ -1,7 +1,6 @@
 """A tier of another distribution, installed, is used by its name."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,21 +8,16 @@ import pytest
 
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.testing.rig import Rig
+from tests.support.projects import install
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_tier"
-PIP_OPTIONS = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
 TOKENS = list(range(20))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     target = tmp_path_factory.mktemp("site")
-    source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "custom_tier")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *PIP_OPTIONS, "--target", str(target), str(source)],
-        check=True,
-        capture_output=True,
-    )
+    install(shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "custom_tier"), target)
     return target
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_async.testing.rig import Rig
-from tests.packaging.installing import install, run_tests
+from tests.support.projects import install, run_tests
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write-a-tier.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.projects import run_tests
 
 PAGE = (Path(__file__).parents[2] / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
 TESTS = re.findall(r"^```python title=\"test_[a-z]+\.py\"\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -16,18 +16,7 @@ TESTS = re.findall(r"^```python title=\"test_[a-z]+\.py\"\n(.*?)^```", PAGE, re.
 @pytest.mark.parametrize("number", range(len(TESTS)))
 def test_the_pages_tests_pass(number: int, tmp_path: Path) -> None:
     (tmp_path / "test_page.py").write_text(TESTS[number], encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_page.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-
-    assert ran.returncode == 0, ran.stdout
-    assert "skipped" not in ran.stdout
+    run_tests(tmp_path)
 
 
 def test_the_page_has_a_tier_of_at_most_thirty_lines_and_its_test() -> None:
