@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import struct
@@ -60,6 +61,17 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end; process 0 is in another PID namespace."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process, user
+
+
+def parse_user(value: object) -> int:
+    """Return the user ID of a configuration value.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
+        raise ValueError("expected a user id, such as 1000")
+    return int(str(value))
 
 
 def _is_own_directory(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -25,6 +24,7 @@ from lmcache_async.config.values import (
     SocketPath,
     parse_size,
 )
+from lmcache_async.daemon.address import parse_user
 from lmcache_async.daemon.allocator import SEGMENT_BYTES
 from lmcache_async.daemon.pool import Quota
 from lmcache_async.errors import ConfigError
@@ -44,13 +44,7 @@ def _parse_share(value: object) -> int:
 Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=SizeInput | Literal[0, "0"])]
 
 
-def _parse_user(value: object) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
-        raise ValueError("expected a user id, such as 1000")
-    return int(str(value))
-
-
-UserNumber = Annotated[int, BeforeValidator(_parse_user, json_schema_input_type=CountInput | Literal[0, "0"])]
+UserNumber = Annotated[int, BeforeValidator(parse_user, json_schema_input_type=CountInput | Literal[0, "0"])]
 
 
 class TenantOptions(BaseModel):

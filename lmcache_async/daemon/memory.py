@@ -42,7 +42,7 @@ class SharedMemory:
             )
         except OSError as error:
             os.close(self.fd)
-            raise ConfigError(f"max_bytes: {nbytes} bytes of shared memory are not to be had") from error
+            raise ConfigError(f"max_bytes: cannot allocate {nbytes} bytes of shared memory") from error
         except BaseException:
             os.close(self.fd)
             raise

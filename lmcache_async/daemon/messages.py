@@ -128,7 +128,7 @@ def pack_hello(hello: Hello) -> bytes:
 def unpack_hello(message: bytes) -> Hello:
     magic, protocol, max_lease_bytes, tenant = _HELLO.unpack(message)
     if magic != MAGIC:
-        raise ProtocolError("a client's first bytes are no greeting")
+        raise ProtocolError("the client's first message is not a greeting of this protocol")
     return Hello(protocol, _text(tenant.rstrip(b"\0")), max_lease_bytes)
 
 
@@ -139,7 +139,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
 def unpack_welcome(message: bytes) -> Welcome:
     magic, protocol, refusal, daemon, nbytes, max_lease_bytes = _WELCOME.unpack(message)
     if magic != MAGIC:
-        raise ProtocolError("who listens there is no daemon of ours")
+        raise ProtocolError("the peer is not an lmcache-async daemon")
     return Welcome(protocol, _refusal(refusal), daemon, nbytes, max_lease_bytes)
 
 
@@ -167,7 +167,7 @@ class Frames:
             return None
         length, kind = _HEAD.unpack_from(self._bytes)
         if length > MAX_BODY_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes is above the {MAX_BODY_BYTES} there may be")
+            raise ProtocolError(f"a frame has {length} bytes, at most {MAX_BODY_BYTES} are allowed")
         stop = _HEAD.size + length
         if len(self._bytes) < stop:
             return None
@@ -176,7 +176,7 @@ class Frames:
         try:
             return Op(kind), body
         except ValueError:
-            raise ProtocolError(f"there is no message of kind {kind}") from None
+            raise ProtocolError(f"the message type {kind} is unknown") from None
 
 
 def pack_figures(figures: Figures) -> bytes:
@@ -255,23 +255,25 @@ def unpack_flags(body: bytes, count: int) -> list[int]:
 
 def _check_items(body: bytes, size: int) -> None:
     if len(body) % size or len(body) > MAX_ITEMS * size:
-        raise ProtocolError(f"{len(body)} bytes are not up to {MAX_ITEMS} items of {size} bytes")
+        raise ProtocolError(
+            f"a body of {len(body)} bytes does not consist of at most {MAX_ITEMS} items of {size} bytes"
+        )
 
 
 def _check_count(body: bytes, size: int, count: int) -> None:
     if len(body) != count * size:
-        raise ProtocolError(f"{len(body)} bytes do not answer {count} questions")
+        raise ProtocolError(f"an answer for {count} items has {len(body)} bytes, expected {count * size}")
 
 
 def _refusal(number: int) -> Refusal:
     try:
         return Refusal(number)
     except ValueError:
-        raise ProtocolError(f"{number} is no refusal") from None
+        raise ProtocolError(f"the refusal code {number} is unknown") from None
 
 
 def _text(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError:
-        raise ProtocolError("a tenant's name is no UTF-8") from None
+        raise ProtocolError("the tenant's name is not valid UTF-8") from None

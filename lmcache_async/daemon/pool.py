@@ -23,7 +23,7 @@ class Quota:
     """Limits of a tenant.
 
     Attributes:
-        max_bytes: Most bytes it may hold, reservations included; None for the whole pool.
+        max_bytes: Maximum bytes that it may hold, including reservations; None for the whole pool.
         reserved_bytes: Other tenants do not evict this tenant below this number of bytes.
     """
 
@@ -219,7 +219,7 @@ class Pool:
         """
         block = slot._block
         if not slot.writes or block.tenant != tenant:
-            raise ValueError(f"slot at {slot.offset} is no reservation of tenant {tenant}")
+            raise ValueError(f"slot at {slot.offset} is not a reservation of tenant {tenant}")
         owner = self._tenants[tenant]
         self._end(slot)
         owner.writers -= 1
@@ -253,7 +253,7 @@ class Pool:
             self._free(block)
 
     def remove(self, tenant: str, key: ChunkKey) -> bool:
-        """Remove a record; whether there was one. Its memory is freed with its last lease."""
+        """Remove a record. Return whether it existed. Its memory is freed with its last lease."""
         owner = self._tenant(tenant)
         block = owner.records.get(key)
         if block is None:
@@ -266,7 +266,7 @@ class Pool:
         return list(self._tenant(tenant).records)
 
     def clear(self, tenant: str) -> int:
-        """Remove all records of the tenant; how many there were."""
+        """Remove all records of the tenant. Return their number."""
         blocks = list(self._tenant(tenant).records.values())
         for block in blocks:
             self._drop(block)
@@ -312,7 +312,7 @@ class Pool:
 
     def _end(self, slot: Slot) -> None:
         if slot._ended:
-            raise RuntimeError(f"the lease of the slot at {slot.offset} was given back twice")
+            raise RuntimeError(f"the lease of the slot at {slot.offset} was released twice")
         slot._ended = True
         slot._block.leases -= 1
 

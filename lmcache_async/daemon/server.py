@@ -142,14 +142,14 @@ class Daemon:
                         undo.pop_all()
                         await self._begin(hello.tenant, welcome.max_lease_bytes, connection, process)
             except TimeoutError:
-                logger.report("late", "a connection was refused: it did not say who it is")
+                logger.report("late", "a connection was refused: no greeting arrived in time")
             except (OSError, EOFError, ProtocolError) as error:
                 logger.report(type(error).__name__, "a connection was refused: %s", error)
 
     def _check_peer(self, connection: socket.socket) -> int:
         process, user = peer_of(connection)
         if user not in {os.geteuid(), *self._config.allow_uids}:
-            raise PermissionError(f"process {process} is of user {user}")
+            raise PermissionError(f"process {process} belongs to user {user}, who is not in allow_uids")
         return process
 
     def _answer(self, hello: Hello) -> Welcome:
@@ -258,7 +258,7 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
     while len(received) < nbytes:
         piece = await loop.sock_recv(connection, nbytes - len(received))
         if not piece:
-            raise EOFError("the client closed before it said who it is")
+            raise EOFError("the client closed the connection before its greeting")
         received += piece
     return received
 

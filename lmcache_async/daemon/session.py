@@ -198,7 +198,7 @@ class Session(asyncio.Protocol):
         for lease, _ in commits:
             self._check(lease, writes=True)
         if len({lease for lease, _ in commits}) < len(commits):
-            raise ProtocolError("a lease is committed twice")
+            raise ProtocolError("a message commits the same lease twice")
         outcomes: list[Refusal] = []
         for lease, key in reversed(commits):  # as for leases: prefixes are the most recently used
             slot = self._take(lease)
@@ -234,20 +234,20 @@ class Session(asyncio.Protocol):
         if start == 0:
             self._listing = self._pool.keys(self.tenant)
         if self._listing is None:
-            raise ProtocolError(f"a list from position {start}, and none was begun")
+            raise ProtocolError(f"a listing was continued at position {start}, but none was started")
         piece = self._listing[start : start + messages.MAX_ITEMS]
         return messages.pack_keys(piece)
 
     def _clear(self, body: bytes) -> bytes:
         if body:
-            raise ProtocolError(f"clear says nothing, but has {len(body)} bytes")
+            raise ProtocolError(f"a clear request must be empty, but has {len(body)} bytes")
         return messages.pack_numbers([self._pool.clear(self.tenant)])
 
 
 def _one_number(body: bytes) -> list[int]:
     numbers = messages.unpack_numbers(body)
     if len(numbers) != 1:
-        raise ProtocolError(f"{len(numbers)} numbers where one is expected")
+        raise ProtocolError(f"expected one number, got {len(numbers)}")
     return numbers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -18,6 +17,7 @@ from lmcache_async.config.values import (
     parse_name,
     unless_none,
 )
+from lmcache_async.daemon.address import parse_user
 from lmcache_async.daemon.messages import MAX_TENANT_BYTES
 from lmcache_async.tiers.base import TierConfig
 
@@ -31,11 +31,7 @@ def _parse_tenant(value: object) -> str:
 
 def _parse_user(value: object) -> int | None:
     value = unless_none(value)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
-        raise ValueError("expected a user id, such as 1000")
-    return int(str(value))
+    return None if value is None else parse_user(value)
 
 
 class HostConfig(TierConfig):

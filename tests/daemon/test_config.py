@@ -1,4 +1,4 @@
-"""Options of the daemon: what is accepted, and what is refused with its key named."""
+"""Options of the daemon, valid and invalid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ other_tenants: {max_bytes: 1GiB}
 """
 
 
-def test_a_file_and_options_before_it(tmp_path: Path) -> None:
+def test_options_take_precedence_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "host.yaml"
     file.write_text(FILE)
     config = load_daemon_config(file, {"max_bytes": "30GiB", "socket": None})
@@ -39,7 +39,7 @@ def test_a_file_and_options_before_it(tmp_path: Path) -> None:
     assert config.allow_uids == (1000, 1001)
 
 
-def test_the_file_of_the_docs_is_one(tmp_path: Path) -> None:
+def test_the_file_in_the_docs_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/tiers/host.md").read_text(encoding="utf-8")
     [text] = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "max_bytes" in block]
     file = tmp_path / "host.yaml"
@@ -57,24 +57,24 @@ def test_the_file_of_the_docs_is_one(tmp_path: Path) -> None:
         ("max_bytes: 4096", "at least"),
         ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2GiB}}", "tenants"),
         ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2MiB, max_bytes: 1MiB}}", "reserved_bytes"),
-        ("max_bytes: 1GiB\nother_tenants: {reserved_bytes: 1MiB}", "only tenants with a name"),
+        ("max_bytes: 1GiB\nother_tenants: {reserved_bytes: 1MiB}", "only named tenants can reserve"),
         ("[1, 2]", "expected a mapping of keys"),
         ("a: [", "not YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_the_error_names_the_wrong_key(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "host.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_daemon_config(file, {})
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_daemon_config(tmp_path / "none.yaml", {})
 
 
-def test_the_command_says_what_is_wrong_and_ends_with_2(tmp_path: Path) -> None:
+def test_the_command_prints_the_error_and_ends_with_2(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["serve", "--socket", str(tmp_path / "s"), "--max-bytes", "plenty"])
 
     assert ended.exit_code == 2
@@ -90,7 +90,7 @@ def test_a_path_that_no_socket_can_have_is_refused(path: str) -> None:
     assert "expected the path of a socket" in ended.stderr
 
 
-def test_the_default_place_is_a_directory_of_this_users(
+def test_the_default_socket_is_in_a_directory_of_this_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""The engine over the host tier, in its usual layers: shared memory is read and never written to."""
+"""The engine with a host tier and its default layers. Shared memory is read and never written."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_encrypted_records_are_decrypted_elsewhere(daemon: ThreadedDaemon,
     assert await hits(Rig(slabs=32), times=3, **config) == len(TOKENS)  # in place, the second time would fail
 
 
-async def test_a_cpu_tier_before_it_takes_copies(daemon: ThreadedDaemon) -> None:
+async def test_a_cpu_tier_before_the_pool_gets_copies(daemon: ThreadedDaemon) -> None:
     assert await store(Rig(slabs=32), tiers=[host(daemon)]) == 5
     assert await hits(Rig(slabs=32), times=2, tiers=["cpu", host(daemon)]) == len(TOKENS)
 
@@ -77,7 +77,7 @@ async def test_an_engine_without_its_daemon_runs_on_misses(tmp_path: Path) -> No
     assert await hits(Rig(slabs=32), **config) == 0
 
 
-async def test_what_a_pool_holds_is_told_by_each_rank_and_counted_by_none(daemon: ThreadedDaemon) -> None:
+async def test_each_rank_reports_the_pool_and_none_counts_it(daemon: ThreadedDaemon) -> None:
     rig = Rig()
     rig.write(range(len(TOKENS)), rig.content(TOKENS))
     async with rig.open(tiers=["cpu", host(daemon)]) as engine:

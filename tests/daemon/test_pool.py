@@ -1,4 +1,4 @@
-"""The pool, case by case: what goes first, whose it is, and what is refused."""
+"""The pool: eviction order, quotas and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_suffixes_go_before_their_prefixes() -> None:
     assert pool.contains("t", prompt) == [True, True, False, False]
 
 
-def test_a_chunk_is_not_given_up_for_what_continues_it() -> None:
+def test_a_chunk_is_not_evicted_for_its_continuation() -> None:
     pool = pool_of(3)
     put(pool, [50, 51])
     pool.contains("t", [key_of(0), key_of(1)])
@@ -75,7 +75,7 @@ def test_a_prompt_longer_than_the_pool_keeps_its_beginning() -> None:
     assert held(pool)[:7] == list(range(7))
 
 
-def test_what_is_leased_stays_and_a_pool_full_of_leases_says_so() -> None:
+def test_leased_records_stay_and_a_pool_full_of_leases_refuses() -> None:
     pool = pool_of(4)
     put(pool, range(4))
     slots = [pool.lease("t", key_of(number)) for number in range(4)]
@@ -89,7 +89,7 @@ def test_what_is_leased_stays_and_a_pool_full_of_leases_says_so() -> None:
     assert put(pool, [9]) == [9]
 
 
-def test_what_a_leased_chunk_continues_stays() -> None:
+def test_the_prefix_of_a_leased_chunk_stays() -> None:
     pool = pool_of(4)
     pool.contains("t", [key_of(number) for number in range(4)])
     put(pool, range(4))
@@ -136,7 +136,7 @@ def test_leases_end_once() -> None:
     pool = pool_of(4)
     slot = pool.reserve("t", 10)
     assert slot is not None
-    with pytest.raises(ValueError, match="no reservation of tenant u"):
+    with pytest.raises(ValueError, match="not a reservation of tenant u"):
         pool.commit("u", key_of(1), slot)
     pool.commit("t", key_of(1), slot)
     with pytest.raises(RuntimeError, match="twice"):
@@ -145,7 +145,7 @@ def test_leases_end_once() -> None:
         pool.release(slot)
     lease = pool.lease("t", key_of(1))
     assert lease is not None
-    with pytest.raises(ValueError, match="no reservation"):
+    with pytest.raises(ValueError, match="not a reservation"):
         pool.commit("t", key_of(2), lease)
     pool.release(lease)
     with pytest.raises(RuntimeError, match="twice"):
@@ -154,7 +154,7 @@ def test_leases_end_once() -> None:
         pool.reserve("t", 0)
 
 
-def test_a_tenant_at_its_quota_gives_up_its_own() -> None:
+def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
     pool = pool_of(100, quotas={"t": Quota(max_bytes=3 * PAGE)})
     put(pool, range(5), "u")
     put(pool, range(7))
@@ -176,7 +176,7 @@ def test_reservations_count_against_the_quota() -> None:
     assert pool.reserve("t", 2 * PAGE) is not None
 
 
-def test_what_a_tenant_has_reserved_is_not_evicted_for_others() -> None:
+def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
     pool = pool_of(10, quotas={"t": Quota(reserved_bytes=4 * PAGE)})
     put(pool, range(8))
     assert put(pool, range(20), "u") == list(range(20))
@@ -186,7 +186,7 @@ def test_what_a_tenant_has_reserved_is_not_evicted_for_others() -> None:
     assert held(pool) == [4, 5, 6, 7]
 
 
-def test_the_older_records_go_whichever_tenant_has_them() -> None:
+def test_the_oldest_records_of_all_tenants_are_evicted() -> None:
     pool = pool_of(6)
     put(pool, range(3), "u")
     put(pool, range(3), "t")
@@ -196,7 +196,7 @@ def test_the_older_records_go_whichever_tenant_has_them() -> None:
     assert held(pool, "t") == [0, 1, 2, 10, 11, 12]
 
 
-def test_records_of_another_size_take_the_place_of_older_ones() -> None:
+def test_records_of_another_size_replace_older_ones() -> None:
     pool = pool_of(240, segment_bytes=12 * PAGE)
     put(pool, range(80), pages=3)
     assert len(held(pool)) == 80

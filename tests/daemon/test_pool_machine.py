@@ -1,4 +1,4 @@
-"""The pool against a model of it: what is leased is nobody else's, quotas hold, nothing is lost or doubled."""
+"""The pool compared with a model: leases do not overlap, quotas hold, no record is lost or duplicated."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def line(started: subprocess.Popen[str]) -> str:
     return started.stdout.readline().strip()
 
 
-def test_a_killed_client_leaves_nothing_leased_though_its_child_lives_on() -> None:
+def test_a_killed_client_leaves_no_lease_even_if_its_child_lives() -> None:
     with (
         socket_path() as path,
         ThreadedDaemon(path, max_bytes="2MiB") as daemon,
@@ -68,7 +68,7 @@ def test_a_killed_client_leaves_nothing_leased_though_its_child_lives_on() -> No
         assert there == [True, False], "a record that was half written is found"
 
 
-def test_what_an_engine_stored_another_ones_process_retrieves() -> None:
+def test_an_engine_in_another_process_retrieves_stored_records() -> None:
     async def retrieve(path: Path) -> None:
         rig = Rig(slabs=32)
         rig.wipe()
@@ -153,7 +153,7 @@ def test_a_daemon_killed_under_traffic_costs_misses_until_it_is_back() -> None:
         uvloop.run(_kill_and_restart(path))
 
 
-def test_the_kernel_says_who_is_at_the_other_end() -> None:
+def test_peer_credentials_come_from_the_kernel() -> None:
     import socket
 
     one, other = socket.socketpair(socket.AF_UNIX)

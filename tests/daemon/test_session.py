@@ -1,4 +1,4 @@
-"""The daemon's border: whatever a client sends or leaves undone ends that client alone, and frees what it held."""
+"""Sessions: an invalid or unresponsive client ends only its own session, and its leases are released."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def client(daemon: ThreadedDaemon, tenant: str = "t", **options: object) -> Iter
         made.close()
 
 
-async def test_what_a_client_held_is_free_when_its_connection_ends(daemon: ThreadedDaemon) -> None:
+async def test_leases_of_a_client_end_with_its_connection(daemon: ThreadedDaemon) -> None:
     tenant = uuid.uuid4().hex
     with client(daemon, tenant) as one:
         one.store(1)
@@ -130,7 +130,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("sent", NONSENSE)
-async def test_nonsense_ends_its_own_connection_alone(daemon: ThreadedDaemon, sent: str) -> None:
+async def test_an_invalid_message_ends_only_its_own_connection(daemon: ThreadedDaemon, sent: str) -> None:
     with client(daemon, "other") as other:
         held = other.reserve(1, 100)
         with client(daemon, "bad") as bad:
@@ -141,7 +141,7 @@ async def test_nonsense_ends_its_own_connection_alone(daemon: ThreadedDaemon, se
         await daemon.until_leases((0, 0), "other")
 
 
-async def test_who_sent_nonsense_keeps_its_memory_until_it_closes(daemon: ThreadedDaemon) -> None:
+async def test_leases_last_until_the_client_closes_after_an_invalid_message(daemon: ThreadedDaemon) -> None:
     """It may be writing there."""
     with client(daemon, "writes") as one:
         assert one.reserve(1, 10_000).lease
@@ -156,7 +156,7 @@ async def test_who_sent_nonsense_keeps_its_memory_until_it_closes(daemon: Thread
 
 @settings(max_examples=60)
 @given(data=st.binary(max_size=200))
-def test_no_bytes_harm_the_others(daemon: ThreadedDaemon, data: bytes) -> None:
+def test_no_bytes_affect_other_clients(daemon: ThreadedDaemon, data: bytes) -> None:
     with client(daemon, "fuzz") as other:
         before = other.reserve(1, 5000)
         with client(daemon, "fuzzed") as bad:
@@ -187,7 +187,7 @@ def test_another_protocol_is_refused_with_a_reason(daemon: ThreadedDaemon) -> No
         assert one.ends()
 
 
-def test_more_clients_than_there_may_be_are_refused() -> None:
+def test_clients_above_the_limit_are_refused() -> None:
     with (
         socket_path() as path,
         ThreadedDaemon(path, max_bytes="1MiB", max_clients=1) as daemon,
@@ -199,7 +199,7 @@ def test_more_clients_than_there_may_be_are_refused() -> None:
         assert first.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-def test_who_does_not_say_who_it_is_is_not_waited_for() -> None:
+def test_a_connection_without_a_greeting_times_out() -> None:
     with (
         socket_path() as path,
         ThreadedDaemon(path, max_bytes="1MiB", greeting_timeout_s=0.01) as daemon,
@@ -214,7 +214,7 @@ def test_another_user_is_refused(daemon: ThreadedDaemon, monkeypatch: pytest.Mon
         assert stranger.ends()
 
 
-def test_another_user_that_is_allowed_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allowed_user_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.geteuid() + 1
     monkeypatch.setattr(server, "peer_of", lambda connection: (os.getpid(), other))
     with socket_path() as path, ThreadedDaemon(path, max_bytes="1MiB", allow_uids=[other]) as daemon:
@@ -223,7 +223,7 @@ def test_another_user_that_is_allowed_is_served(monkeypatch: pytest.MonkeyPatch)
             assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-async def test_a_client_that_does_not_read_is_not_read_from(daemon: ThreadedDaemon) -> None:
+async def test_no_messages_are_read_from_a_client_that_does_not_read(daemon: ThreadedDaemon) -> None:
     with client(daemon, "slow") as slow, client(daemon, "quick") as quick:
         slow.socket.setblocking(False)
         question = frame(Op.LEASE, *[key_of(number) for number in range(4000)])
@@ -235,7 +235,7 @@ async def test_a_client_that_does_not_read_is_not_read_from(daemon: ThreadedDaem
         assert quick.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-def test_a_client_may_hold_so_much_and_no_more() -> None:
+def test_the_leases_of_a_client_are_limited() -> None:
     nbytes = FORMAT.record_bytes(5000)
     with (
         socket_path() as path,
@@ -250,7 +250,7 @@ def test_a_client_may_hold_so_much_and_no_more() -> None:
         assert one.reserve(2, nbytes).lease
 
 
-def test_what_is_no_record_is_not_taken_for_one(daemon: ThreadedDaemon) -> None:
+def test_bytes_that_are_not_a_record_are_not_committed(daemon: ThreadedDaemon) -> None:
     with client(daemon, "zeros") as one:
         grant = one.reserve(1, 10_000)
         flags = one.ask(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(1))]))
@@ -258,12 +258,12 @@ def test_what_is_no_record_is_not_taken_for_one(daemon: ThreadedDaemon) -> None:
         assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-def test_nobody_can_cut_the_memory_short(daemon: ThreadedDaemon) -> None:
+def test_the_memory_cannot_be_truncated(daemon: ThreadedDaemon) -> None:
     with client(daemon) as one, pytest.raises(PermissionError):
         os.ftruncate(one.fds[0], 4096)
 
 
-def test_a_second_daemon_at_the_same_place_does_not_start(daemon: ThreadedDaemon) -> None:
+def test_a_second_daemon_at_the_same_socket_does_not_start(daemon: ThreadedDaemon) -> None:
     with (
         pytest.raises(ConfigError, match="another daemon listens"),
         ThreadedDaemon(daemon.path, max_bytes="1MiB"),
@@ -273,7 +273,7 @@ def test_a_second_daemon_at_the_same_place_does_not_start(daemon: ThreadedDaemon
         assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-def test_a_daemon_takes_the_place_of_one_that_was_killed() -> None:
+def test_a_daemon_replaces_a_killed_one() -> None:
     with socket_path() as path:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
             killed.bind(os.fspath(path))
@@ -282,7 +282,7 @@ def test_a_daemon_takes_the_place_of_one_that_was_killed() -> None:
         assert not path.exists()
 
 
-def test_a_file_in_the_sockets_place_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_file_at_the_sockets_path_is_refused_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text("max_bytes: 1GiB\n")
     with (
@@ -293,7 +293,7 @@ def test_a_file_in_the_sockets_place_is_refused_and_stays(tmp_path: Path) -> Non
     assert file.read_text() == "max_bytes: 1GiB\n"
 
 
-def test_what_others_put_in_the_sockets_place_is_not_removed_at_the_end() -> None:
+def test_a_file_that_replaced_the_socket_is_not_removed() -> None:
     with socket_path() as path:
         with ThreadedDaemon(path, max_bytes="1MiB"):
             path.unlink()

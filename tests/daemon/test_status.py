@@ -58,7 +58,7 @@ def test_samples_contain_only_the_largest_tenants(daemon: ThreadedDaemon) -> Non
     assert [series.name for series in leases.series] == ["readers", "writers"]
 
 
-def test_a_port_that_is_taken_stops_the_start(daemon: ThreadedDaemon) -> None:
+def test_a_used_port_stops_the_start(daemon: ThreadedDaemon) -> None:
     port = str(daemon.daemon.status_url).rstrip("/").rpartition(":")[2]
     with (
         socket_path() as path,

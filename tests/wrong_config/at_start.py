@@ -130,7 +130,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         open_directory,
         "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
     ),
-    (lambda _: SharedMemory(-4096), "max_bytes: -4096 bytes of shared memory are not to be had"),
+    (lambda _: SharedMemory(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory"),
     (lambda _: SharedMemory(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
     (
