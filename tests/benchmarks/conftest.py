@@ -1,4 +1,4 @@
-"""Imports vLLM once, with its own warnings let through; brings the libraries that Mooncake needs."""
+"""Imports vLLM once without treating its warnings as errors, and loads the libraries of Mooncake."""
 
 from __future__ import annotations
 

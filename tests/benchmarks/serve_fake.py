@@ -1,4 +1,4 @@
-"""A vLLM that is none: it speaks the serve benchmark's JSON lines, and its times are made up, not taken.
+"""Fake vLLM process: it speaks the serve benchmark's JSON lines and reports invented times.
 
 What goes wrong is told by the variable FAKE_FAULT, `<connector>:<what>`.
 """

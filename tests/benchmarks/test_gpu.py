@@ -1,4 +1,4 @@
-"""The GPU benchmark's logic, on a GPU that is the host."""
+"""The GPU benchmark with the CPU as its device."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_memory_is_pinned_once_for_the_largest_batch():
     assert device.trimmed == len(shapes(["llama-8b", "deepseek-mla"])) + 2
 
 
-async def test_what_does_not_fit_the_device_is_left_out_with_a_line():
+async def test_batches_larger_than_the_device_are_left_out_with_a_line():
     chunk = 256 * 8 * 2 * 128 * 2
     device = FakeGpu(free_bytes=2 * chunk + 2 * gpu.STAGING_BYTES + gpu.SPARE_BYTES)
     frame = Frame(rounds=1, quick=True)
@@ -157,7 +157,7 @@ async def test_what_does_not_fit_the_device_is_left_out_with_a_line():
     )
 
 
-async def test_what_does_not_fit_pinned_memory_is_left_out_and_nothing_may_be_left():
+async def test_batches_larger_than_pinned_memory_are_left_out():
     device, frame = FakeGpu(host_bytes=1000), Frame(rounds=1, quick=True)
 
     assert await rows_of(SMALL, device, frame) == []
@@ -166,7 +166,7 @@ async def test_what_does_not_fit_pinned_memory_is_left_out_and_nothing_may_be_le
     assert all("pinned host memory" in line for line in frame.left_out)
 
 
-async def test_host_memory_is_what_is_said_or_three_quarters_of_what_is_free():
+async def test_host_memory_is_as_given_or_three_quarters_of_the_free_memory():
     settings = gpu.Settings(models="llama-8b")
     device, frame = FakeGpu(host_bytes=1 * GIB), Frame()
 
@@ -183,7 +183,7 @@ def test_a_batch_needs_the_device_twice_and_the_host_once():
     assert "it needs 3.1 GiB of device memory" in refusal(GIB, device_bytes=3 * GIB, host_bytes=GIB)
 
 
-async def test_a_cache_that_comes_back_otherwise_ends_the_benchmark():
+async def test_a_cache_with_other_content_ends_the_benchmark():
     with pytest.raises(RuntimeError, match="came back otherwise"):
         await rows_of(SMALL, FakeGpu(mover=LossyMover))
 
@@ -286,7 +286,7 @@ async def test_beside_products_copies_wait_for_no_fence_of_the_model():
         assert "wait" in [what for what, _ in log]
 
 
-def test_a_model_that_is_unknown_is_told():
+def test_an_unknown_model_is_an_error():
     with pytest.raises(ConfigError, match="there is no model 'gpt'; there are: llama-8b, llama-70b"):
         settings_of(LOADED, "gpu", ("--models", "llama-8b,gpt"), quick=False)
     assert settings_of(LOADED, "gpu", ("--host-gib", "0"), quick=False).host_gib == 0

@@ -1,4 +1,4 @@
-"""Measuring in turn, and rows."""
+"""Rounds of measurements, and rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_the_order_is_drawn_for_each_round():
     assert firsts == {"it", "limit"}
 
 
-async def test_progress_is_told_to_the_end():
+async def test_progress_is_reported_to_the_end():
     told = []
     probes = Probes()
     case = Case("it", "ms", probes.probe("it", 1), {"limit": probes.probe("limit", 1)})
@@ -85,7 +85,7 @@ def test_more_of_a_rate_is_better_and_less_of_all_else(unit, better):
     assert row.as_dict()["better"] == better
 
 
-def test_machine_facts_can_be_told_anywhere(monkeypatch):
+def test_machine_facts_are_available_on_any_machine(monkeypatch):
     monkeypatch.setenv("PATH", "")  # no git
 
     facts = machine_facts()

@@ -1,4 +1,4 @@
-"""Our engine beside peers: with one that is an object, and with one in a process."""
+"""Comparison with peers: with an object and with a process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_ratio_is_ours_to_theirs():
     assert row.ratio == row.value / row.limit_value
 
 
-async def test_what_a_peer_cannot_do_is_left_out_and_the_rest_is_measured():
+async def test_tasks_that_a_peer_cannot_do_are_left_out():
     frame = quick()
 
     rows = await rows_of(frame, FakePeer(fails={STORE, LOOKUP}))
@@ -76,7 +76,7 @@ async def test_what_a_peer_cannot_do_is_left_out_and_the_rest_is_measured():
     assert frame.left_out == [f"{name}, fake 1.0: out of order" for name in (STORE, LOOKUP)]
 
 
-async def test_what_a_peer_has_not_is_not_asked_of_it():
+async def test_a_peer_is_only_asked_for_its_tasks():
     frame, peer = quick(), FakePeer()
     peer.tasks = {HASH_LIST}
 

@@ -117,7 +117,7 @@ def test_equal_answers_may_differ_by_rounding():
         answer({"5": -0.1, "6": -3.0}, reason="error"),
     ],
 )
-def test_another_answer_is_told(other):
+def test_a_different_answer_is_an_error(other):
     with pytest.raises(ServeError, match=r"^it: the (answer differs|request ended)"):
         check_same("it", other, answer({"5": -0.1, "6": -3.0}), "float32")
 
@@ -131,7 +131,7 @@ def test_tokens_that_are_as_likely_may_change_places_and_what_follows_is_another
 
 
 @pytest.mark.parametrize(("cached", "fits"), [(511, False), (512, True), (513, True), (514, False)])
-def test_a_hit_must_be_one(cached, fits):
+def test_a_hit_must_be_reported_as_cached(cached, fits):
     one = answer({"1": 0.0}, cached=cached)
 
     if fits:

@@ -1,4 +1,4 @@
-"""The serve benchmark from beginning to end, over processes that only pretend to be vLLMs."""
+"""The whole serve benchmark with fake vLLM processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_part_gives_its_figures_beside_their_limits():
 
 
 @pytest.mark.parametrize("parts", ["alone", "disk", "slow", "load", "alone,load", EVERYTHING.parts])
-def test_progress_is_told_to_the_end(parts):
+def test_progress_is_reported_to_the_end(parts):
     told = []
 
     measured(dataclasses.replace(QUICK, parts=parts), progress=lambda done, total: told.append((done, total)))
@@ -68,7 +68,7 @@ def test_progress_is_told_to_the_end(parts):
     assert [done for done, _ in told] == list(range(told[-1][1] + 1))
 
 
-def test_only_the_parts_asked_for_are_measured():
+def test_only_the_selected_parts_are_measured():
     rows = measured(dataclasses.replace(QUICK, parts="load"))
 
     assert {name for name, _ in rows} == {
@@ -88,7 +88,7 @@ def test_only_the_parts_asked_for_are_measured():
         ("dies", "ended: MemoryError: out of memory\nThe end of its log:"),
     ],
 )
-def test_what_makes_figures_meaningless_ends_the_run(monkeypatch, fault, told):
+def test_a_wrong_answer_or_miss_ends_the_run(monkeypatch, fault, told):
     monkeypatch.setenv("FAKE_FAULT", f"{OURS}:{fault}")
 
     with pytest.raises(ServeError, match="lmcache-async") as error:
@@ -174,7 +174,7 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch, caplog):
         ({"connectors": "Example"}, "there is no connector 'Example'; did you mean 'ExampleConnector'?"),
     ],
 )
-def test_a_wrong_name_is_told_before_anything_starts(monkeypatch, options, told):
+def test_a_wrong_name_is_an_error_before_anything_starts(monkeypatch, options, told):
     monkeypatch.setattr(serve_engine, "COMMAND", ("/nowhere",))
 
     with pytest.raises(ConfigError) as error:
