@@ -14,7 +14,7 @@ from typing import Any
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, RateLimit, map_in_order
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import Verdict, check, info_of, read_headers
+from lmcache_async.maintenance.record import RecordInfo, check, info_of, read_headers
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
@@ -25,7 +25,7 @@ MAX_LISTED = 100
 VERIFY_THREADS = 2
 _STEP_NS = 1000  # between the times of use assigned to records whose source has none; as in the disk tier
 
-Check = Callable[[StoredRecord, Iterator[memoryview]], Verdict]
+Check = Callable[[StoredRecord, Iterator[memoryview]], RecordInfo]
 """Verifies a record that is read in pieces, in a worker thread."""
 
 
@@ -131,14 +131,14 @@ class Copier:
             counts.gone += 1
             return 0
         with buffer:
-            verdict = await in_thread(self._workers, functools.partial(_verify, verify, stored, buffer.view))
-            if not verdict.selected:
+            found = await in_thread(self._workers, functools.partial(_verify, verify, stored, buffer.view))
+            if not found.selected:
                 counts.passed_over += 1
                 return 0
-            if verdict.cause:
-                counts.refuse(stored.key, verdict.cause, verdict.message)
+            if found.cause:
+                counts.refuse(stored.key, found.cause, found.message)
                 return 0
-            nbytes = verdict.info.record_bytes
+            nbytes = found.record_bytes
             if not self._has_room(nbytes):
                 counts.skipped += 1
                 return 0
@@ -148,7 +148,7 @@ class Copier:
         if not any(written):
             counts.bytes -= nbytes
             return 0
-        counts.encrypted += bool(verdict.info.key_id)
+        counts.encrypted += bool(found.key_id)
         return nbytes
 
     def _has_room(self, nbytes: int) -> bool:
@@ -339,7 +339,7 @@ async def _missing(
     return missing
 
 
-def _verify(verify: Check, stored: StoredRecord, view: memoryview) -> Verdict:
+def _verify(verify: Check, stored: StoredRecord, view: memoryview) -> RecordInfo:
     return verify(stored, iter([view]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -23,15 +23,16 @@ _BATCH = 64  # headers read one after the other by one task
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """Header of a record whose payload was not read.
+    """What is known of a record after reading its header, or after its verification.
 
     Attributes:
         stored: The record's entry in the listing.
         record_bytes: Length of the record; 0 if the header is unreadable.
-        header: The header; None if it is unreadable or encrypted.
+        header: The header; None if it is unreadable, or encrypted and not decrypted.
         key_id: Identifier of the encryption key; "" if the record is not encrypted.
-        cause: Why the header is unreadable, as in `ChunkCorruptError`; "" if it is readable or encrypted.
+        cause: Why the header is unreadable or the record damaged, as in `ChunkCorruptError`; "" if neither.
         message: The cause as a sentence.
+        selected: Whether its namespace is selected. If not, it was not verified.
     """
 
     stored: StoredRecord
@@ -40,6 +41,7 @@ class RecordInfo:
     key_id: str = ""
     cause: str = ""
     message: str = ""
+    selected: bool = True
 
     @property
     def namespace(self) -> str:
@@ -47,25 +49,6 @@ class RecordInfo:
         if self.header is not None:
             return self.header.namespace
         return encrypted_text(self.key_id) if self.key_id else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Result of the verification of a record.
-
-    Attributes:
-        info: The record's header.
-        selected: Whether its namespace is selected. If not, it was not verified.
-        cause: Why it is damaged, as in `ChunkCorruptError`; "" if it is not.
-        message: The cause as a sentence.
-        header: The header of an undamaged record that is not encrypted, or was decrypted.
-    """
-
-    info: RecordInfo
-    selected: bool = True
-    cause: str = ""
-    message: str = ""
-    header: RecordHeader | None = None
 
 
 def read_info(stored: StoredRecord, head: memoryview) -> RecordInfo:
@@ -125,7 +108,7 @@ async def _info_or_error(store: OfflineStore, stored: StoredRecord) -> RecordInf
 
 async def verify_record(
     store: OfflineStore, stored: StoredRecord, selection: Selection, cipher: RecordCipher | None = None
-) -> Verdict | None:
+) -> RecordInfo | None:
     """Read and verify a record; None if it was deleted.
 
     Raises:
@@ -140,7 +123,7 @@ def check(
     *,
     selection: Selection,
     cipher: RecordCipher | None = None,
-) -> Verdict:
+) -> RecordInfo:
     """Verify the checksums, lengths and key of a record.
 
     Args:
@@ -152,9 +135,9 @@ def check(
     first = next(pieces, memoryview(b""))
     info = read_info(stored, first)
     if not selection.takes(info.namespace):
-        return Verdict(info, selected=False)
+        return replace(info, selected=False)
     if info.cause:
-        return Verdict(info, cause=info.cause, message=info.message)
+        return info
     header = info.header
     try:
         if info.key_id and cipher is not None:
@@ -163,12 +146,12 @@ def check(
             prove(chain((first,), pieces), key=stored.key)
         if stored.nbytes and -(-info.record_bytes // PAGE) * PAGE != stored.nbytes:
             message = f"the header says {info.record_bytes} bytes, the file has {stored.nbytes}"
-            raise ChunkCorruptError(message, cause="length")  # noqa: TRY301 - one place returns the verdict
+            raise ChunkCorruptError(message, cause="length")  # noqa: TRY301 - caught below, as errors of prove
         if header is not None:
             _check_tokens(header)
     except ChunkCorruptError as error:
-        return Verdict(info, cause=error.cause, message=str(error))
-    return Verdict(info, header=header)
+        return replace(info, cause=error.cause, message=str(error))
+    return replace(info, header=header)
 
 
 def _decrypt(

@@ -11,7 +11,7 @@ from typing import Any
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, RateLimit, map_in_order
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import Verdict, verify_record
+from lmcache_async.maintenance.record import RecordInfo, verify_record
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 
@@ -79,25 +79,25 @@ class Verification:
     def passed(self) -> bool:
         return not self.damaged and not self.errors
 
-    def add(self, stored: StoredRecord, verdict: Verdict | TierError | None) -> int:
+    def add(self, stored: StoredRecord, found: RecordInfo | TierError | None) -> int:
         """Count a record and return the bytes that were read of it."""
-        if verdict is None:
+        if found is None:
             self.gone += 1
             return 0
-        if isinstance(verdict, TierError):
+        if isinstance(found, TierError):
             self.errors += 1
-            self._list(stored, "error", str(verdict))
+            self._list(stored, "error", str(found))
             return 0
-        if not verdict.selected:
+        if not found.selected:
             self.passed_over += 1
             return 0
-        if verdict.cause:
-            self.damaged[verdict.cause] += 1
-            self._list(stored, verdict.cause, verdict.message)
+        if found.cause:
+            self.damaged[found.cause] += 1
+            self._list(stored, found.cause, found.message)
         else:
             self.records += 1
-            self.encrypted += verdict.header is None
-        nbytes = verdict.info.record_bytes or stored.nbytes
+            self.encrypted += found.header is None
+        nbytes = found.record_bytes or stored.nbytes
         self.bytes += nbytes
         return nbytes
 
@@ -133,7 +133,7 @@ async def verify(store: OfflineStore, options: VerifyOptions, meter: Meter) -> V
     meter.begin("records", records=len(records), nbytes=sum(one.nbytes for one in records) or None)
     rate = RateLimit(options.max_bytes_per_s)
 
-    async def work(one: StoredRecord) -> tuple[StoredRecord, Verdict | TierError | None]:
+    async def work(one: StoredRecord) -> tuple[StoredRecord, RecordInfo | TierError | None]:
         try:
             return one, await verify_record(store, one, options.selection, options.cipher)
         except TierUnavailableError:
@@ -143,10 +143,10 @@ async def verify(store: OfflineStore, options: VerifyOptions, meter: Meter) -> V
 
     try:
         async with contextlib.aclosing(map_in_order(records, work, in_flight=store.in_flight)) as results:
-            async for one, verdict in results:
-                nbytes = report.add(one, verdict)
-                if isinstance(verdict, Verdict) and verdict.cause:
-                    await _remedy(store, options.remedy, one, verdict, report)
+            async for one, found in results:
+                nbytes = report.add(one, found)
+                if isinstance(found, RecordInfo) and found.cause:
+                    await _remedy(store, options.remedy, found, report)
                 meter.advance(1, nbytes)
                 await rate.wait(nbytes)
     finally:
@@ -155,13 +155,11 @@ async def verify(store: OfflineStore, options: VerifyOptions, meter: Meter) -> V
     return report
 
 
-async def _remedy(
-    store: OfflineStore, remedy: Remedy, stored: StoredRecord, verdict: Verdict, report: Verification
-) -> None:
+async def _remedy(store: OfflineStore, remedy: Remedy, found: RecordInfo, report: Verification) -> None:
     if remedy is Remedy.KEEP:
         return
     if remedy is Remedy.REMOVE:
-        await store.remove([stored.key])
+        await store.remove([found.stored.key])
     else:
-        await store.quarantine(stored.key, verdict.cause)
+        await store.quarantine(found.stored.key, found.cause)
     report.remedied += 1

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from lmcache_async.maintenance.concurrency import Meter, map_in_order
 from lmcache_async.maintenance.copy import VERIFY_THREADS, Copier, CopyCounts
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of
 from lmcache_async.maintenance.prompts import Encode, Prompt
-from lmcache_async.maintenance.record import Verdict, check, read_headers, verify_record
+from lmcache_async.maintenance.record import RecordInfo, check, read_headers, verify_record
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
@@ -227,9 +227,9 @@ async def _namespaces(
                 elif info.key_id and options.cipher is not None:
                     hidden.append(info.stored)
     for one in hidden[:: max(1, len(hidden) // SAMPLES)][:SAMPLES]:
-        verdict = await verify_record(store, one, EVERYTHING, options.cipher)
-        if verdict is not None and verdict.header is not None:
-            found[verdict.header.namespace] = None
+        verified = await verify_record(store, one, EVERYTHING, options.cipher)
+        if verified is not None and not verified.cause and verified.header is not None:
+            found[verified.header.namespace] = None
     return [text for text in found if options.selection.takes(text)]
 
 
@@ -270,11 +270,11 @@ def _tokens(prompt: Prompt, encode: Encode | None) -> Tokens:
 
 def _check(
     stored: StoredRecord, pieces: Iterator[memoryview], *, wanted: _Wanted, cipher: RecordCipher | None
-) -> Verdict:
+) -> RecordInfo:
     """Verify that the record is undamaged and, unless it stays encrypted, of exactly these tokens."""
-    verdict = check(stored, pieces, selection=EVERYTHING, cipher=cipher)
-    header = verdict.header
-    if verdict.cause or header is None:
-        return verdict
+    found = check(stored, pieces, selection=EVERYTHING, cipher=cipher)
+    header = found.header
+    if found.cause or header is None:
+        return found
     same = header.namespace == wanted.namespace and np.array_equal(header.tokens, wanted.chunk.tokens)
-    return verdict if same else Verdict(verdict.info, cause="tokens", message="it has other tokens")
+    return found if same else replace(found, cause="tokens", message="it has other tokens")

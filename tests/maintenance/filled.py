@@ -21,7 +21,7 @@ from lmcache_async.testing.rig import Rig
 from lmcache_async.types import Chunk, ChunkKey
 
 TOKENS = list(range(100, 140))
-"""Of a prompt: five chunks of 8."""
+"""Tokens of a prompt: five chunks of 8."""
 
 
 def rig_of(model: str = "model-a", **options: object) -> Rig:

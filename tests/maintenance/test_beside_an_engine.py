@@ -1,4 +1,4 @@
-"""A directory that a running engine holds: looked at and copied all the same, changed by nobody else."""
+"""Commands on a directory that a running engine holds: reading works, changes are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def held(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "gc --dry-run"])
-def test_it_is_read_beside_the_owner_who_is_named(held, command):
+def test_reading_works_beside_an_engine_and_names_its_process(held, command):
     name, *options = command.split()
 
     found = told(name, held.root, *options)
@@ -62,14 +62,14 @@ def test_it_is_read_beside_the_owner_who_is_named(held, command):
     assert found["held_by_process"] == str(os.getpid())
 
 
-def test_it_is_copied_beside_the_owner(held, tmp_path):
+def test_copying_from_it_works_beside_an_engine(held, tmp_path):
     done = told("copy", held.root, tmp_path / "there")
 
     assert (done["records"], done["held_by_process"]) == (5, str(os.getpid()))
 
 
 @pytest.mark.parametrize("command", ["verify --remove", "verify --quarantine", "gc", "gc --max-bytes 1B"])
-def test_it_is_changed_by_its_owner_alone(held, command):
+def test_changing_it_beside_an_engine_is_refused(held, command):
     before = content(held.root)
     name, *options = command.split()
 
@@ -80,7 +80,7 @@ def test_it_is_changed_by_its_owner_alone(held, command):
     assert content(held.root) == before
 
 
-def test_nothing_is_copied_into_it(held, tmp_path):
+def test_copying_into_it_is_refused(held, tmp_path):
     told("copy", held.root, tmp_path / "there")
 
     refused = invoke("copy", tmp_path / "there", held.root)
@@ -90,7 +90,7 @@ def test_nothing_is_copied_into_it(held, tmp_path):
     assert told("copy", tmp_path / "there", held.root, "--dry-run")["there"] == 5
 
 
-def test_an_owner_that_has_ended_is_none(tmp_path):
+def test_a_process_that_has_ended_does_not_hold_the_directory(tmp_path):
     filled(tmp_path / "cache")
 
     assert told("inspect", tmp_path / "cache")["held_by_process"] is None

@@ -1,4 +1,4 @@
-"""`lmcache-async copy`: what an engine had stored here, an engine loads there."""
+"""`lmcache-async copy`: an engine loads copied records."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_t
         (["{root}", "cpu", "--config", "{tmp}/config.yaml"], "memory of the engine's own process"),
     ],
 )
-def test_what_cannot_be_done_ends_with_2_and_says_why(root, tmp_path, arguments, message):
+def test_invalid_arguments_end_with_2_and_a_reason(root, tmp_path, arguments, message):
     (tmp_path / "config.yaml").write_text("tiers: [cpu, {name: valkey, url: 'unix:///none'}]\n")
 
     result = invoke("copy", *(argument.format(root=root, tmp=tmp_path) for argument in arguments))
@@ -251,7 +251,7 @@ def test_a_wrong_record_in_a_valkey_server_is_found_and_removed(root, server, va
     assert told("verify", "--tier", valkey)["records"] == 7
 
 
-def test_of_a_tier_neither_age_nor_room_is_judged(valkey):
+def test_gc_of_a_tier_refuses_age_and_size(valkey):
     for options in (["--older-than", "1d"], ["--max-bytes", "1GiB"]):
         refused = invoke("gc", "--tier", valkey, *options)
 
@@ -288,7 +288,7 @@ def test_a_directory_whose_name_is_not_utf_8_is_copied(root, tmp_path):
     assert "no record" in invoke("inspect", odd, "00" * 16).stderr
 
 
-async def test_a_record_that_is_written_again_takes_the_room_of_the_former(tmp_path):
+async def test_a_rewritten_record_replaces_the_bytes_of_the_former(tmp_path):
     [(key, data)] = records_of([3000]).items()
     config = DiskConfig(path=tmp_path / "there", max_bytes=8192)
     options = OfflineOptions(change=True, in_flight=1, max_record_bytes=SLAB_BYTES)
@@ -390,7 +390,7 @@ async def test_a_destination_with_a_limit_of_its_own_is_not_overfilled():
     assert into.records == {}
 
 
-async def test_a_record_longer_than_there_is_memory_for_names_the_option():
+async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
     into = {}
     source, destination = (DictTier(records=each) for each in (records_of([9000]), into))
 

@@ -24,7 +24,7 @@ def root(tmp_path):
     return tmp_path / "cache"
 
 
-def test_down_to_a_size_the_ends_of_prompts_go_first(root):
+def test_max_bytes_deletes_suffixes_first(root):
     whole = record_files(root)
 
     freed = told("gc", root, "--max-bytes", 3 * RECORD_BYTES)
@@ -50,7 +50,7 @@ def test_a_field_that_a_namespace_lacks_has_no_value(root):
     assert told("gc", root, "--namespace", "tp_size=1")["freed_records"] == 5
 
 
-def test_what_was_not_used_for_long(root):
+def test_older_than_deletes_records_by_time_of_use(root):
     day_ago = time.time_ns() - 86400 * 10**9
     for path in record_files(root)[3:]:
         os.utime(path, ns=(day_ago, day_ago))
@@ -60,7 +60,7 @@ def test_what_was_not_used_for_long(root):
     assert len(record_files(root)) == 3
 
 
-def test_what_nobody_can_read_goes_unless_it_is_to_stay(root):
+def test_unreadable_records_are_deleted_unless_disabled(root):
     newest, second, third, *_ = record_files(root)
     damage(newest, at=0)
     damage(second, at=8)
@@ -71,7 +71,7 @@ def test_what_nobody_can_read_goes_unless_it_is_to_stay(root):
     assert len(record_files(root)) == 3
 
 
-def test_files_half_written_and_put_aside(root):
+def test_unfinished_and_quarantined_files_are_deleted(root):
     (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))
     (root / "tmp" / "notes").write_text("somebody's")
     damage(record_files(root)[0])
@@ -86,7 +86,7 @@ def test_files_half_written_and_put_aside(root):
     assert list((root / "quarantine").iterdir()) == []
 
 
-def test_a_dry_run_changes_nothing_and_says_what_would_go(root):
+def test_a_dry_run_changes_nothing_and_reports_what_would_be_deleted(root):
     (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))
     before = content(root)
 
@@ -99,7 +99,7 @@ def test_a_dry_run_changes_nothing_and_says_what_would_go(root):
     assert told("gc", root, "--max-bytes", RECORD_BYTES)["freed_bytes"] == 4 * RECORD_BYTES + 100
 
 
-def test_conditions_hold_together(root):
+def test_conditions_are_combined(root):
     filled(root, rig=rig_of("model-b"))
 
     freed = told("gc", root, "--namespace", "model=model-a", "--older-than", "1d")
@@ -115,7 +115,7 @@ def test_an_age_is_a_number_and_a_unit(root, age):
     assert len(record_files(root)) == 5
 
 
-def test_files_of_others_stay(root):
+def test_foreign_files_are_kept(root):
     (root / "ab").mkdir(exist_ok=True)
     (root / "ab" / "README").write_text("somebody's")
 
@@ -144,7 +144,9 @@ def prompts(draw):
 
 
 @given(prompts(), st.integers(0, 40).map(lambda pages: pages * 4096), st.data())
-def test_what_stays_is_prefixes_within_the_limit_and_no_more_than_needed_goes(made, max_bytes, data):
+def test_the_kept_records_are_prefixes_within_the_limit_and_no_more_than_needed_is_deleted(
+    made, max_bytes, data
+):
     kept, chains = made
     aged = data.draw(st.lists(st.sampled_from(kept), unique=True) if kept else st.just([]))
 
@@ -163,7 +165,7 @@ def test_what_stays_is_prefixes_within_the_limit_and_no_more_than_needed_goes(ma
         assert sum(one.nbytes for one in stays) + last.nbytes > max_bytes
 
 
-def test_each_reason_is_said_in_words(root):
+def test_each_reason_is_printed(root):
     size = f"{4 * RECORD_BYTES / 1024:.1f} KiB"
 
     planned = invoke("gc", root, "--max-bytes", RECORD_BYTES, "--dry-run").stdout.splitlines()
@@ -188,7 +190,7 @@ def test_each_reason_is_said_in_words(root):
         ([], "unfinished files of interrupted writes"),
     ],
 )
-def test_every_other_reason_is_too(root, options, words):
+def test_every_other_reason_is_printed(root, options, words):
     first, second, *_ = record_files(root)
     os.utime(first, (1, 1))
     (root / "tmp" / f"{'ab' * 16}.0").write_bytes(bytes(100))

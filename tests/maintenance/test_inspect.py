@@ -39,7 +39,7 @@ def test_totals_and_a_line_for_each_namespace(root):
     assert 0 < first["oldest_ns"] <= first["newest_ns"] <= time.time_ns()
 
 
-def test_the_table_has_the_same(root):
+def test_the_table_has_the_same_figures(root):
     shown = invoke("inspect", root)
 
     assert shown.exit_code == 0
@@ -81,7 +81,7 @@ def test_headers_that_cannot_be_read_are_counted_by_cause(root):
     assert told("inspect", root, first.name, code=1)["unreadable"] == "magic"
 
 
-def test_a_damaged_payload_is_not_looked_at(root):
+def test_inspect_does_not_read_payloads(root):
     damage(record_files(root)[0])
 
     assert told("inspect", root)["records"] == 8
@@ -110,7 +110,7 @@ def test_a_long_header_is_read_whole(tmp_path):
         ("two\nlines \u202ebackwards", "two�lines �backwards"),
     ],
 )
-def test_a_name_of_somebody_elses_rules_neither_terminal_nor_table(tmp_path, model, shown):
+def test_control_characters_in_names_are_escaped(tmp_path, model, shown):
     filled(tmp_path / "cache", rig=rig_of(model))
 
     table = invoke("inspect", tmp_path / "cache")
@@ -121,7 +121,7 @@ def test_a_name_of_somebody_elses_rules_neither_terminal_nor_table(tmp_path, mod
     assert all(line.isprintable() for line in (table.stdout + record.stdout).splitlines())
 
 
-def test_shapes_of_somebody_elses_are_shown_as_they_are(capsys):
+def test_foreign_shapes_are_shown_unchanged(capsys):
     found = Inspection("x", groups={(text := '{"model":' * 2000): (group := Group(text))})
     group.shapes["\x1b[2J:warning:", "lay[/out]\u2028", 1] += 1
 
@@ -132,7 +132,7 @@ def test_shapes_of_somebody_elses_are_shown_as_they_are(capsys):
     assert all(line.isprintable() for line in shown.splitlines())
 
 
-def test_encrypted_records_say_so_and_nothing_more(tmp_path):
+def test_encrypted_records_show_their_key_id_only(tmp_path):
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text(secrets.token_hex(32))
@@ -150,7 +150,7 @@ def test_encrypted_records_say_so_and_nothing_more(tmp_path):
     assert told("inspect", tmp_path / "cache", "--namespace", "model=model-a")["records"] == 0
 
 
-def test_nothing_is_made_or_changed(root):
+def test_inspect_changes_nothing(root):
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
 
     told("inspect", root)
@@ -172,7 +172,7 @@ def test_nothing_is_made_or_changed(root):
         ([".", "00" * 16], "has no record"),
     ],
 )
-def test_a_wrong_name_ends_with_2_and_says_what_is_right(tmp_path, monkeypatch, arguments, message):
+def test_a_wrong_name_ends_with_2_and_a_hint(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
 
     result = invoke("inspect", *arguments)
@@ -181,7 +181,7 @@ def test_a_wrong_name_ends_with_2_and_says_what_is_right(tmp_path, monkeypatch, 
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_where_ranks_have_a_directory_each_one_is_to_be_named(tmp_path):
+def test_with_a_directory_per_rank_one_must_be_named(tmp_path):
     filled(tmp_path / "cache" / "rank-1")
 
     refused = invoke("inspect", tmp_path / "cache")
@@ -202,7 +202,7 @@ def test_a_tier_of_a_config_by_its_id_and_rank(tmp_path):
     assert "it has cpu, slow" in invoke("inspect", "--config", config, "--tier", "disk").stderr
 
 
-def test_namespaces_of_requests_are_counted_and_not_told(tmp_path):
+def test_request_namespaces_are_counted_but_not_shown(tmp_path):
     group = Group("x")
     group.requests |= {"", RequestNamespace(cache_salt="secret").label}
 
@@ -224,7 +224,7 @@ NO_ENGINE_MAKES = [
 ]
 
 
-def test_namespaces_that_no_engine_makes_stop_no_command(root, tmp_path):
+def test_foreign_namespaces_do_not_stop_a_command(root, tmp_path):
     planted = [plant(root, text, number=number) for number, text in enumerate(NO_ENGINE_MAKES)]
     records = 8 + len(planted)
     there = tmp_path / "there"

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a copy, a gc and a verify, then the same command again."""
+"""A copy, a gc and a verify that are killed with SIGKILL and repeated."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Silent(DictTier):
 
 
 @pytest.mark.parametrize("verb", ["keys", "get"])
-async def test_a_tier_that_stops_answering_ends_the_work(verb):
+async def test_a_tier_that_stops_answering_ends_the_run(verb):
     async with store_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
             await verify(target, VerifyOptions(), Meter())
@@ -90,7 +90,7 @@ class Mute(DictTier):
         return Capabilities(writes=False)
 
 
-async def test_what_a_tier_cannot_do_is_said():
+async def test_a_missing_capability_is_reported():
     async with store_of(Mute(records=records_of(2))) as target:
         with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
             await target.list()
@@ -100,7 +100,7 @@ async def test_what_a_tier_cannot_do_is_said():
             await target.remove([key_of(1)])
 
 
-async def test_a_record_longer_than_there_is_memory_for_names_the_option():
+async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
     async with store_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
         report = await verify(target, VerifyOptions(), Meter())
 
@@ -108,7 +108,7 @@ async def test_a_record_longer_than_there_is_memory_for_names_the_option():
     assert "--max-record-bytes" in report.listed[0]["message"]
 
 
-async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():
+async def test_results_are_in_order_and_concurrency_is_limited():
     under_way, most = 0, 0
     gates = [asyncio.Event() for _ in range(6)]
 
@@ -126,7 +126,7 @@ async def test_results_come_in_order_and_no_more_are_under_way_than_may_be():
     assert most == 3
 
 
-async def test_closed_early_what_is_running_is_awaited():
+async def test_closing_early_awaits_running_work():
     ended = []
 
     async def work(number):

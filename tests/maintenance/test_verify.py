@@ -67,7 +67,7 @@ def test_a_file_of_another_length_is_wrong(root, change):
     assert told("verify", root, code=1)["wrong"] == {"length": 1}
 
 
-def test_what_is_wrong_is_removed(root):
+def test_damaged_records_are_removed(root):
     path = record_files(root)[-1]
     damage(path)
 
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_removed(root):
     assert told("verify", root)["records"] == 7
 
 
-def test_what_is_wrong_is_put_aside(root):
+def test_damaged_records_are_quarantined(root):
     path = record_files(root)[-1]
     damage(path)
     data = path.read_bytes()
@@ -106,7 +106,7 @@ def test_one_namespace(root):
     assert (found["records"], found["passed_over"]) == (8, 5)
 
 
-def test_encrypted_records_are_proven_by_their_checksum_and_opened_with_the_key(tmp_path):
+def test_encrypted_records_are_verified_by_their_checksum_or_with_the_key(tmp_path):
     keys = key_file(tmp_path)
     filled(tmp_path / "cache", **{"encryption.key_file": str(keys)})
     config = tmp_path / "config.yaml"
@@ -123,7 +123,7 @@ def test_encrypted_records_are_proven_by_their_checksum_and_opened_with_the_key(
     assert told("verify", tmp_path / "cache", "--config", config, code=1)["wrong"] == {"tag": 1}
 
 
-def test_the_rate_is_kept(root, monkeypatch):
+def test_the_rate_is_limited(root, monkeypatch):
     waits = []
     real = asyncio.sleep
 
@@ -143,7 +143,7 @@ def test_the_options_exclude_each_other(root):
     assert invoke("verify", root, "--remove", "--quarantine").exit_code == 2
 
 
-def test_what_verify_leaves_an_engine_loads(root):
+def test_an_engine_loads_the_records_that_verify_keeps(root):
     rig = rig_of()
     damage(record_files(root)[-1])
     told("verify", root, "--remove", code=1)
@@ -151,7 +151,7 @@ def test_what_verify_leaves_an_engine_loads(root):
     assert loaded(rig, root, TOKENS) >= 16
 
 
-def test_counts_are_in_words_that_fit_any_number(root):
+def test_counts_have_singular_and_plural(root):
     first, second, *_ = record_files(root)
     damage(first)
 

@@ -72,7 +72,7 @@ def test_prefixes_of_prompts_are_copied_up_and_loaded_from_there(config, tmp_pat
     assert loaded(rig_of(), None, OTHER, tiers=upper(config)) == 16
 
 
-def test_a_partial_chunk_comes_too(config, tmp_path):
+def test_a_partial_chunk_is_copied(config, tmp_path):
     done = told("warm", "--config", config, "--prompts", prompts_of(tmp_path, OTHER))
 
     assert done["found_tokens"] == 36
@@ -125,7 +125,7 @@ def test_a_wrong_record_is_not_copied(config, root, tmp_path):
     assert loaded(rig_of(), None, tiers=upper(config)) == 8
 
 
-def test_a_record_that_proves_itself_but_is_of_other_tokens_is_not_copied(config, root, tmp_path):
+def test_an_intact_record_with_other_tokens_is_not_copied(config, root, tmp_path):
     path = record_files(root)[1]
     data = bytearray(path.read_bytes())
     header = read_header(memoryview(data))
@@ -168,7 +168,7 @@ def test_encrypted_records_are_found_with_their_keys_and_stay_encrypted(tmp_path
     assert loaded(rig_of(), None, tiers=tiers[:1], **{"encryption.key_file": str(keys)}) == 40
 
 
-def test_text_is_made_tokens_of_by_the_models_tokenizer(config, tmp_path):
+def test_text_is_tokenized_with_the_models_tokenizer(config, tmp_path):
     words = {f"w{token}": token for token in range(200)} | {"?": 200}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -191,7 +191,7 @@ def test_text_is_made_tokens_of_by_the_models_tokenizer(config, tmp_path):
         (["cpu"], ["--to", "cpu"], "tier cpu cannot be reached outside"),
     ],
 )
-def test_where_nothing_can_be_warmed_it_says_so(tmp_path, tiers, options, message):
+def test_an_error_says_why_nothing_can_be_warmed(tmp_path, tiers, options, message):
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"tiers": tiers}))
 
@@ -216,7 +216,7 @@ def test_where_nothing_can_be_warmed_it_says_so(tmp_path, tiers, options, messag
         ("\n", "has no prompts"),
     ],
 )
-def test_what_is_no_prompt_is_named(config, tmp_path, content, message):
+def test_the_error_for_an_invalid_prompt_names_its_place(config, tmp_path, content, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
 
@@ -227,7 +227,7 @@ def test_what_is_no_prompt_is_named(config, tmp_path, content, message):
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-9], lambda data: data[:40] + bytes(40) + data[80:]])
-def test_a_packed_file_that_is_cut_or_damaged_is_named(config, tmp_path, change):
+def test_the_error_for_a_damaged_compressed_file_names_it(config, tmp_path, change):
     path = tmp_path / "prompts.jsonl.gz"
     path.write_bytes(change(gzip.compress(json.dumps(list(range(1000))).encode())))
 
@@ -248,7 +248,7 @@ def test_prompts_in_every_form(tmp_path):
     assert [prompt.times for prompt in found] == [2, 1, 1, 1, 1]
 
 
-def test_a_session_of_requests_that_nest(tmp_path):
+def test_nested_requests_of_a_session_are_read(tmp_path):
     path = tmp_path / "session.json"
     inner = {"type": "subagent", "requests": [{"prompt": "b"}, {"prompt": "b"}]}
     path.write_text(json.dumps({"id": "x", "requests": [{"prompt": "a"}, inner]}))
@@ -300,7 +300,7 @@ def vllm():
     server.server_close()
 
 
-def test_a_server_is_asked_for_one_token_of_each_prompt(vllm, tmp_path, monkeypatch):
+def test_a_server_gets_one_request_per_prompt_for_one_token(vllm, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "key")
     prompts = prompts_of(tmp_path, [1, 2, 3], "text", "too long")
 
@@ -316,7 +316,7 @@ def test_a_server_is_asked_for_one_token_of_each_prompt(vllm, tmp_path, monkeypa
     )
 
 
-def test_a_server_that_is_not_there_ends_with_2(tmp_path):
+def test_an_unreachable_server_ends_with_2(tmp_path):
     prompts = prompts_of(tmp_path, [1])
 
     assert invoke("warm", "--url", "http://127.0.0.1:9", "--prompts", prompts).exit_code == 2
@@ -325,7 +325,7 @@ def test_a_server_that_is_not_there_ends_with_2(tmp_path):
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://localhost:abc", "http://[::1", "http://a b", "http://h:99999"]
 )
-def test_what_is_no_address_is_named(tmp_path, url):
+def test_the_error_for_an_invalid_address_names_it(tmp_path, url):
     refused = invoke("warm", "--url", url, "--prompts", prompts_of(tmp_path, [1]))
 
     assert refused.exit_code == 2
@@ -333,11 +333,11 @@ def test_what_is_no_address_is_named(tmp_path, url):
 
 
 @pytest.mark.parametrize("url", ["http://a..b", "http://127.0.0.1:9/\u00e9"])
-def test_an_address_that_cannot_be_asked_ends_with_2(tmp_path, url):
+def test_an_unusable_address_ends_with_2(tmp_path, url):
     assert invoke("warm", "--url", url, "--prompts", prompts_of(tmp_path, [1])).exit_code == 2
 
 
-def test_stopped_a_request_under_way_is_not_waited_for(vllm):
+def test_a_cancelled_request_is_not_awaited(vllm):
     async def do():
         prompt = Prompt(None, "wait")
         asking = asyncio.create_task(
@@ -352,12 +352,12 @@ def test_stopped_a_request_under_way_is_not_waited_for(vllm):
         runner.run(asyncio.wait_for(do(), 60))
 
 
-async def test_an_answer_that_is_late_is_an_error(vllm):
+async def test_a_late_answer_is_an_error(vllm):
     with pytest.raises(TierUnavailableError):
         await warm_server(vllm.url, [Prompt(None, "wait")], Meter(), model="m", in_flight=1, timeout_s=0.2)
 
 
-def test_one_file_is_named(config, tmp_path):
+def test_exactly_one_file_is_required(config, tmp_path):
     file = prompts_of(tmp_path, [1])
 
     assert invoke("warm", "--config", config).exit_code == 2
@@ -367,7 +367,7 @@ def test_one_file_is_named(config, tmp_path):
 
 
 @pytest.mark.parametrize("chunk_size", ["true", "0", "16777217", "8.0", '"8"'])
-def test_of_a_chunk_size_that_is_none_no_keys_are_made(chunk_size):
+def test_an_invalid_chunk_size_has_no_keys(chunk_size):
     made = f'{{"algorithm":"xxh3_128","chunk_size":{chunk_size}}}'
 
     assert key_chain(made, b"") is None

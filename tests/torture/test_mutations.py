@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.mutants.__main__ import verdict
-from tools.mutants.copy import ROOT, MutationError, mutated
-from tools.mutants.mutation import Mutation
+from tools.mutants.mutation import ROOT, Mutation, MutationError, mutated
 from tools.mutants.mutations import MUTATIONS
 
 

@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.mutants.copy import copy_tree, mutated
-from tools.mutants.mutation import Mutation
+from tools.mutants.mutation import Mutation, copy_tree, mutated
 from tools.mutants.mutations import MUTATIONS
 
 TIMEOUT_S = 1200.0

@@ -32,7 +32,7 @@ LAYERWISE = (
         TEST_LEFT_BEHIND,
     ),
     Mutation(
-        "a layer is not waited for",
+        "a layer is not awaited",
         "lmcache_async/integration/vllm/connector.py",
         "self._guard(lambda: side.wait_for_layer(layer_name), False)",
         "del side",
@@ -116,7 +116,7 @@ RECORDS = (
         ("tests/unit/test_verify_stage.py",),
     ),
     Mutation(
-        "what comes from disk is not checksummed",
+        "records from disk are not verified",
         "stages/verify.py",
         "return self._verify_arena or not ",
         "return self._verify_arena and not ",
@@ -137,14 +137,14 @@ RECORDS = (
         TEST_RECORD,
     ),
     Mutation(
-        "a record is taken for what was sealed without a look at its payload",
+        "the payload of a sealed record is not compared",
         RECORD,
         "return not payload or xxhash.xxh3_128_digest(view[header_bytes:]) == checksum",
         "return True",
         TEST_RECORD,
     ),
     Mutation(
-        "a record is taken for what was sealed without a look at its fields",
+        "the fields of a sealed record are not compared",
         RECORD,
         'if found != b"".join(',
         'if b"" == b"".join(',
@@ -175,7 +175,7 @@ OUTSIDE = (
         ("tests/unit/vllm/test_lookup_protocol.py", "tests/fuzz/test_wire.py"),
     ),
     Mutation(
-        "other users may speak on the socket",
+        "other users may connect to the socket",
         "lmcache_async/integration/vllm/lookup_server.py",
         "if user != os.geteuid():",
         "if False:",
@@ -194,21 +194,21 @@ DISK = (
         TEST_CRASH,
     ),
     Mutation(
-        "the start does not list what is there",
+        "the start does not list existing records",
         DIRECTORY,
         "return list(self.scan())",
         "return []",
         TEST_CRASH,
     ),
     Mutation(
-        "the start does not look for files cut by a power failure",
+        "the start does not detect files truncated by a power failure",
         DIRECTORY,
         "return self.nbytes > 0 and self.nbytes % PAGE == 0",
         "return True",
         ("tests/tiers/test_disk.py::test_a_file_that_is_no_whole_pages_is_removed_at_the_start",),
     ),
     Mutation(
-        "the start does not sweep what dead writers left",
+        "the start does not delete files of dead writers",
         DIRECTORY,
         'os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)',
         "pass",

@@ -19,7 +19,7 @@ TEST_WRITER = ("tests/tiers/test_writer.py",)
 
 LEASES = (
     Mutation(
-        "the writer does not give its lease back",
+        "the writer does not release its lease",
         WRITER,
         "        item.buffer.release()\n",
         "",
@@ -40,21 +40,21 @@ LEASES = (
         TEST_HANDLE,
     ),
     Mutation(
-        "a batch does not give its leases back",
+        "a batch does not release its leases",
         RUNNER,
         "        for scope in run.scopes[index]:\n            scope.close()",
         "        pass",
         TEST_CANCEL,
     ),
     Mutation(
-        "a cancelled fetch keeps what it has got",
+        "a cancelled fetch does not release its results",
         STACK,
         "            release_results(got)\n            raise",
         "            raise",
         TEST_STACK,
     ),
     Mutation(
-        "what lies behind a hole is not given back",
+        "chunks behind a hole are not released",
         STACK,
         "release_results(got[count:])",
         "pass",
@@ -75,7 +75,7 @@ LEASES = (
         ("tests/unit/test_arena.py::test_cancelled_in_the_turn_of_its_grant_it_gives_the_slab_on",),
     ),
     Mutation(
-        "memory evicts what is in use",
+        "memory evicts chunks in use",
         "plugins/cpu/tier.py",
         "return buffer is not None and not buffer.shared",
         "return buffer is not None",
@@ -144,7 +144,7 @@ WAITS = (
         ("tests/unit/test_arena.py::test_a_deadline_ends_the_wait_and_hangs_nobody",),
     ),
     Mutation(
-        "a cancelled copy is not waited for",
+        "a cancelled copy is not awaited",
         "lmcache_async/device/copier.py",
         "        await wait_done(*futures)\n",
         "",

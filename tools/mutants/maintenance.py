@@ -6,11 +6,11 @@ from tools.mutants.mutation import Mutation
 
 TEST_COPY = ("tests/maintenance/test_copy.py",)
 
-MOVED = (
+MAINTENANCE = (
     Mutation(
         "a damaged record is copied",
         "lmcache_async/maintenance/copy.py",
-        "            if verdict.cause:\n",
+        "            if found.cause:\n",
         "            if False:\n",
         TEST_COPY,
     ),
@@ -22,7 +22,7 @@ MOVED = (
         TEST_COPY,
     ),
     Mutation(
-        "beginnings of prompts go before their ends",
+        "prefixes are deleted before suffixes",
         "lmcache_async/maintenance/gc.py",
         "for one in sorted(selected, key=lambda one: one.use_order):",
         "for one in sorted(selected, key=lambda one: one.use_order, reverse=True):",
@@ -38,8 +38,8 @@ MOVED = (
     Mutation(
         "a record of other tokens is warmed",
         "lmcache_async/maintenance/warmup.py",
-        "return verdict if same else",
-        "return verdict if True else",
+        "return found if same else",
+        "return found if True else",
         ("tests/maintenance/test_warm.py",),
     ),
 )

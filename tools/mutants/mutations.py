@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.mutants.apart import APART
-from tools.mutants.moved import MOVED
-from tools.mutants.stuck import LAYERS, LEASES, WAITS
+from tools.mutants.disaggregated import DISAGGREGATED
+from tools.mutants.integrity import DISK, LAYERWISE, OUTSIDE, RECORDS
+from tools.mutants.liveness import LAYERS, LEASES, WAITS
+from tools.mutants.maintenance import MAINTENANCE
 from tools.mutants.web import WEB
-from tools.mutants.wrong import DISK, LAYERWISE, OUTSIDE, RECORDS
 
-MUTATIONS = RECORDS + LAYERWISE + OUTSIDE + DISK + LEASES + LAYERS + WAITS + APART + WEB + MOVED
+MUTATIONS = RECORDS + LAYERWISE + OUTSIDE + DISK + LEASES + LAYERS + WAITS + DISAGGREGATED + WEB + MAINTENANCE
