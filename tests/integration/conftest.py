@@ -1,4 +1,4 @@
-"""Real vLLM engines, and what they are compared to."""
+"""Fixtures of real vLLM engines and of the reference engine without connector."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def reference(engines: Engines) -> Reference:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the module's engines have their disk tier."""
+    """Return the directory of the disk tier of the module's engines."""
     return tmp_path_factory.mktemp("disk")
 
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer, for `vllm serve`."""
+    """Return a small model with a tokenizer, for `vllm serve`."""
     directory = tmp_path_factory.mktemp("model") / "small"
     texts = [make_document(1).text, long_text("Manual of the harbour", 1), " ".join(map(str, range(999)))]
     make_model(directory, texts, size=replace(LLAMA, vocabulary=DEMO.vocabulary, max_tokens=DEMO.max_tokens))
@@ -47,7 +47,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The quickstart's server; one for all, since it takes half a minute to start."""
+    """Run the quickstart's server, one for all tests: it takes half a minute to start."""
     directory = tmp_path_factory.mktemp("serve")
     (directory / "template.jinja").write_text(TEMPLATE)
     more = [

@@ -1,4 +1,4 @@
-"""`vllm serve` as a user starts it: the command of a page, with a model made on the spot."""
+"""`vllm serve` with the command of the quickstart and a small model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ COMMANDS = re.findall(
     (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"),
     re.MULTILINE | re.DOTALL,
 )
-"""Those of the quickstart: install, serve, ask."""
+"""Commands of the quickstart: install, serve, ask."""
 MODEL = "Qwen/Qwen3-0.6B"
-"""The model that they name."""
+"""Name of the model in these commands."""
 
 STARTUP = "from tests.integration import forking\n\nforking.fork_instead_of_spawn()\n"
 """Module `sitecustomize` of vLLM's processes."""
@@ -91,7 +91,7 @@ class Serving:
 
     @property
     def loaded_tokens(self) -> float:
-        """Tokens that came from the connector so far, by the counter that the quickstart names."""
+        """Tokens loaded by the connector so far, from the counter that the quickstart names."""
         found = re.search(
             r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", self.get("/metrics"), re.MULTILINE
         )
@@ -112,7 +112,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(command: str, directory: Path, *more: str, kv_events: bool = True) -> Iterator[Serving]:
-    """Run the page's command with these further options, on a port of its own.
+    """Run the quickstart's command with additional options, on a port of its own.
 
     Args:
         kv_events: Publish KV events; vLLM refuses an `ipc` endpoint with data parallelism.

@@ -1,4 +1,4 @@
-"""Real servers that several engines have one tier at, started, killed, stopped and started again in one manner."""
+"""Servers of tiers that several engines share, with one interface to start, kill, hang and stop them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
 from tests.support.valkey_servers import Server
 
 PATIENCE_S = 60.0
-"""What the tiers themselves would wait for a server: far longer than the engine's deadlines."""
+"""Timeouts of the tiers themselves, far longer than the deadlines of the engine."""
 
 
 class SharedServer(Protocol):
-    """One server; a context manager that ends it.
+    """One server, as a context manager.
 
     Attributes:
         tier: The settings of the tier, the same for every engine.
@@ -30,16 +30,16 @@ class SharedServer(Protocol):
     tier: dict[str, Any]
 
     def start(self) -> None:
-        """Returns when it serves; also after it was killed."""
+        """Start it, also after a kill, and wait until it serves."""
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """Send SIGKILL."""
 
     def hang(self) -> None:
-        """It keeps its connections and answers nothing, until it is killed."""
+        """Stop answering, with connections kept open, until it is killed."""
 
     def stop(self) -> None:
-        """End it for good."""
+        """Stop it and remove its files."""
 
     def __enter__(self) -> Self: ...
 
@@ -60,7 +60,7 @@ class _Started(SharedServer):
 
 
 class ValkeyShared(_Started):
-    """One Valkey; killed, it loses what it had."""
+    """One Valkey server. It loses its records when it is killed."""
 
     def __init__(self, directory: Path) -> None:
         del directory  # it makes one of its own
@@ -81,7 +81,7 @@ class ValkeyShared(_Started):
 
 
 class S3Shared(_Started):
-    """SeaweedFS; what is killed is the process that speaks S3, so its records stay."""
+    """SeaweedFS. Only the S3 gateway is killed, so the records remain."""
 
     def __init__(self, directory: Path) -> None:
         self._server = S3Server(directory)
@@ -117,7 +117,7 @@ class S3Shared(_Started):
 
 
 class MooncakeShared(_Started):
-    """Mooncake's master, and a process that gives the memory; killed, both at once, they lose what they had."""
+    """Mooncake's master and a process with memory. Both are killed together and lose their records."""
 
     def __init__(self, directory: Path) -> None:
         self._pool = MooncakePool(directory)
@@ -138,7 +138,7 @@ class MooncakeShared(_Started):
 
 
 class Daemon:
-    """`lmcache-async serve`, for one host; killed, it loses what it had.
+    """`lmcache-async serve`, for one host. It loses its records when it is killed.
 
     Args:
         directory: A short path, for its socket.
@@ -202,4 +202,4 @@ SERVERS: Mapping[str, Callable[[Path], SharedServer]] = {
     "mooncake": MooncakeShared,
     "host": HostShared,
 }
-"""By the tier's name; each makes its server in a directory of its own."""
+"""Servers by the name of their tier. Each is made with a directory of its own."""

@@ -1,4 +1,4 @@
-"""vLLM engines in processes of their own, each told what to do by JSON lines on a socket.
+"""vLLM engines in processes of their own, each controlled by JSON lines on a socket.
 
 To import vLLM takes three times as long as to start an engine of a tiny model. So one process imports it,
 and each engine is a fork of that one. Whatever vLLM prints goes to the engine's log.
@@ -38,7 +38,7 @@ _IMAGE_MODELS = {"Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.mode
 
 
 class Child:
-    """Each public method is an operation; what it returns is the answer."""
+    """Operations of an engine: each public method is one, and its result is the answer."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -90,11 +90,11 @@ class Child:
             self.step()
 
     def take(self, name: str) -> dict[str, Any]:
-        """The answer of a request that has ended."""
+        """Return the answer of a finished request."""
         return self._answers.pop(name)
 
     def embed(self, prompt: list[int]) -> list[float]:
-        """A pooling model's answer."""
+        """Return the answer of a pooling model."""
         [output] = self._llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
         return list(output.outputs.embedding)
 
@@ -102,16 +102,16 @@ class Child:
         self._engine.abort_request(names)
 
     def reset(self, connector: bool) -> bool:
-        """Empty vLLM's own prefix cache, with `connector` ours too; False while a block of it is held."""
+        """Reset vLLM's prefix cache, with `connector` ours too. Return False while a block of it is held."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
     def counters(self) -> dict[str, float]:
-        """What vLLM counts."""
+        """Return vLLM's metrics by name."""
         metrics = self._llm.get_metrics()
         return {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
 
     def metrics(self) -> str:
-        """What vLLM's server answers at /metrics, by its own route."""
+        """Return the text of vLLM's route /metrics."""
         from fastapi import FastAPI
         from starlette.testclient import TestClient
         from vllm.entrypoints.serve.instrumentator.metrics import attach_router
@@ -127,7 +127,7 @@ class Child:
     # With the scheduler in this process only.
 
     def free_blocks(self) -> tuple[int, int]:
-        """Blocks of vLLM's pool that nobody holds, and how many there are."""
+        """Return the number of free blocks of vLLM's pool, and of all blocks."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM keeps one for itself
 
@@ -136,7 +136,7 @@ class Child:
         return bool(self._scheduler.connector.scheduler.ready)
 
     def state(self, name: str) -> str:
-        """Where vLLM has the request; empty if it does not know it any more."""
+        """Return vLLM's status of the request, or an empty string if it is finished."""
         for request in self._scheduler.requests.values():
             if request.request_id.startswith(name):
                 return str(request.status.name)
@@ -145,7 +145,7 @@ class Child:
     # The end.
 
     def shut_down(self) -> None:
-        """What vLLM does at the end of its process."""
+        """Shut down as vLLM does at the end of its process."""
         self._engine.engine_core.shutdown()
 
     @property
@@ -165,7 +165,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _image(image: dict[str, Any]) -> Image.Image:
-    """Noise; its grain is coarse enough to be seen after scaling."""
+    """Return noise that is still there after scaling."""
     import numpy as np
     from PIL import Image
 
@@ -199,7 +199,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def engine_process(channel: socket.socket, log: int, environment: dict[str, str]) -> NoReturn:
-    """The life of a forked process."""
+    """Run an engine in a forked process, and end the process."""
     os.setsid()  # its children end with it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(log, 1)

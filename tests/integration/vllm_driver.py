@@ -1,4 +1,4 @@
-"""The tests' end of vLLM engines: start one, ask it, end it, compare its answers."""
+"""Start, query and stop vLLM engines in processes of their own, and compare their answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def connector(
     role: str = "kv_both",
     **extra: Any,
 ) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine, with nothing set that vLLM has a default for."""
+    """Return the `kv_transfer_config` of an engine. Settings with a default in vLLM are left out."""
     tiers: list[Any] = ["cpu"]
     if disk is not None:
         tiers.append({"name": "disk", "path": str(disk), "max_bytes": "1GiB"})
@@ -68,7 +68,7 @@ def connector(
 
 
 def complaints(log: str) -> list[str]:
-    """Lines that should not be there at a normal end. vLLM's own are about signals."""
+    """Return the warnings and errors of a log, except vLLM's own about signals."""
     lines = [line for line in log.splitlines() if "[shutdown]" not in line]
     return [line for line in lines if any(word in line for word in ("WARNING", "ERROR", "Traceback"))]
 
@@ -78,7 +78,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """A vLLM engine. Every call waits for its end, so no two engines compute at a time."""
+    """A vLLM engine. Every call waits for its end, so engines do not compute at the same time."""
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.log_file = log
@@ -96,20 +96,20 @@ class Engine:
         return self.ask_all([question])[0]
 
     def ask_all(self, questions: Sequence[Question]) -> list[Answer]:
-        """All of them at the same moment."""
+        """Ask all questions at once."""
         position = self.log_size
         names = self.add(*questions)
         self.call("run")
         return [self.take(name, position) for name in names]
 
     def add(self, *questions: Question) -> list[str]:
-        """Give vLLM requests; the names that they have here and in the log."""
+        """Add requests and return their names, which are also in the log."""
         requests = [{"name": f"q{next(_names)}", **asdict(question)} for question in questions]
         self.call("add", requests=requests)
         return [request["name"] for request in requests]
 
     def take(self, name: str, position: int = 0) -> Answer:
-        """The answer of a request that has ended, with the log from `position` on."""
+        """Return the answer of a finished request, with the log from `position` on."""
         return Answer(**self.call("take", name=name), log=self.log(position))
 
     def step_until(self, wanted: str, name: str) -> None:
@@ -140,19 +140,19 @@ class Engine:
         raise AssertionError
 
     def forget(self) -> None:
-        """Empty vLLM's prefix cache and with it what the connector is configured to."""
+        """Reset vLLM's prefix cache, and ours as configured by `vllm.reset_cache`."""
         self.settle()
         assert self.call("reset", connector=True)
         self.wait_connected()
 
     def wait_connected(self) -> None:
-        """Until a request finds what there is: the scheduler is connected to the workers, and no reset is under way."""
+        """Wait until lookups are answered: the scheduler is connected to the workers, and no reset runs."""
         for _ in self.until("does not ask its worker"):
             if self.call("asks"):
                 return
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """An operation of `vllm_child.Child`."""
+        """Call an operation of `vllm_child.Child` and return its answer."""
         self._send({"do": operation, **arguments})
         return self._receive()
 
@@ -166,14 +166,14 @@ class Engine:
             return log.read().decode(errors="replace")
 
     def close(self) -> str:
-        """End vLLM as it ends by itself; what it logged in doing so."""
+        """Shut vLLM down normally and return what it logged meanwhile."""
         position = self.log_size
         self.call("shut_down")
         self.kill()
         return self.log(position)
 
     def kill(self) -> None:
-        """SIGKILL to every process of the engine; returns when the first one has ended."""
+        """Send SIGKILL to every process of the engine and wait for the exit of the first one."""
         if self._ended:
             return
         self._ended = True
@@ -186,7 +186,7 @@ class Engine:
         self._channel.close()
 
     def until(self, failure: str) -> Iterator[None]:
-        """Repeat what is between, for as long as it may take; the test fails if that was too long."""
+        """Yield repeatedly. After a minute the test fails with this text and the engine's log."""
         deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             yield
@@ -212,7 +212,7 @@ class Engine:
 
 
 class Engines:
-    """Starts engines; a context manager that ends them all."""
+    """Starts engines. `close` ends them all."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -239,13 +239,13 @@ class Engines:
         unsupported: bool = False,
         **options: Any,
     ) -> Engine:
-        """An engine that answers.
+        """Start an engine and wait until it answers.
 
         Args:
             transfer: Its `kv_transfer_config`.
             unsupported: The connector is expected to turn itself off, so the scheduler never connects to a worker.
-            processes: Scheduler and worker are processes of their own, as vLLM has it by default; without,
-                all is in one, each step is the test's, and it starts in seconds.
+            processes: Run the scheduler and the worker in processes of their own, as vLLM does by default.
+                Without it they run in one process, which starts in seconds and which the test steps.
         """
         engine = self._fork({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))})
         settings = {
@@ -268,7 +268,7 @@ class Engines:
 
     @contextlib.contextmanager
     def started(self, transfer: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
-        """An engine that is ended in the end."""
+        """Start an engine and kill it at the end of the block."""
         engine = self.start(transfer, **options)
         try:
             yield engine
@@ -301,7 +301,7 @@ class Engines:
 
 
 class Reference:
-    """Answers of a vLLM without connector; each question is computed once, from an empty cache."""
+    """Answers of a vLLM without connector. Each question is computed once, from an empty cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -315,7 +315,7 @@ class Reference:
         return self._known[key]
 
     def own_hit(self, question: Question) -> Answer:
-        """The same from vLLM's own prefix cache."""
+        """Return the answer from vLLM's own prefix cache."""
         assert self._engine.call("reset", connector=False)
         self._engine.ask(question)
         return self._engine.ask(question)
