@@ -15,7 +15,7 @@ COMMANDS = {
     "doctor": "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
     "tiers": "List the installed tiers, layers and stages, and why one cannot be used.",
     "config": "Show, check and describe configurations.",
-    "top": "Show hits by tier, GB/s, queues, leases, breakers and the last requests, until Ctrl-C.",
+    "top": "Show hits by tier, transfer rates, queues, leases, breakers and recent requests, until Ctrl-C.",
     "inspect": "Show the records by namespace, or the header of one record. Read-only.",
     "verify": "Read every record and verify its checksums, lengths and key.",
     "gc": "Delete records by namespace, age or size, and unreadable ones.",
