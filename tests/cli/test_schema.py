@@ -132,7 +132,7 @@ _NOT_IN_A_SCHEMA = (
     "nobody would",
     "without a token",
     "a pool has",
-    "holds no token",
+    "contains no token",
     "a tenant",
     "the tenant",
     "a token has",

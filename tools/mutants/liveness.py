@@ -63,8 +63,8 @@ LEASES = (
     Mutation(
         "a slab is used again while a view of it lives",
         BUFFER,
-        "if self._bytes is None:\n                self._owner",
-        "if True:\n                self._owner",
+        "if self._bytes is None:\n                self.owner",
+        "if True:\n                self.owner",
         ("tests/unit/test_buffer.py",),
     ),
     Mutation(
@@ -84,8 +84,8 @@ LEASES = (
     Mutation(
         "memory's capacity is not checked",
         "plugins/cpu/tier.py",
-        "if len(self._chunks) >= self._max_slabs and",
-        "if False and",
+        "if len(self._chunks) >= self._max_slabs:",
+        "if False:",
         ("tests/tiers/test_cpu.py",),
     ),
 )
