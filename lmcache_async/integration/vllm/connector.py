@@ -172,7 +172,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if (side := self.worker) is not None:
-            self._guard(lambda: side.wait_for_layer(layer_name), False)
+            self._guard(lambda: side.wait_for_layer(layer_name), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: stores read whole blocks of all layers after the forward."""
@@ -239,16 +239,22 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Return the result of a call, or `otherwise` if it fails."""
         try:
             return call()
-        except Exception as error:  # no request may fail because of the connector
-            cause = f"{type(error).__name__}: {error}"
-            logger.log(logging.ERROR, cause, "LMCacheAsyncConnector: %s", cause, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - no request may fail because of the connector
+            _report(error)
             return otherwise
 
-    def _guard_step(self, side: WorkerConnector, call: Callable[[], bool]) -> None:
+    def _guard_step(self, side: WorkerConnector, call: Callable[[], None]) -> None:
         """Run a part of a step. If it fails, report its jobs as failed, because vLLM waits for them."""
-        done = self._guard(call, False)
-        if done is False:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - no request may fail because of the connector
+            _report(error)
             self._guard(side.abandon_step, None)
+
+
+def _report(error: Exception) -> None:
+    cause = f"{type(error).__name__}: {error}"
+    logger.log(logging.ERROR, cause, "LMCacheAsyncConnector: %s", cause, exc_info=True)
 
 
 def _log_to_vllm() -> None:

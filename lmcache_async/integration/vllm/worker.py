@@ -588,28 +588,26 @@ class WorkerConnector:
         )
         return LookupServer(engine, self._identity(namespace), self.socket, clear=transfers.clear)
 
-    def begin_step(self, metadata: StepMetadata) -> bool:
-        """bind_connector_metadata. Like all parts of a step it returns True when it is done."""
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """bind_connector_metadata."""
         self._loads, self._stores = metadata.loads, metadata.stores
         self._running.report_plans(metadata.plans)
-        return self.start_loads() if self._loads_early else True
+        if self._loads_early:
+            self.start_loads()
 
-    def start_loads(self) -> bool:
+    def start_loads(self) -> None:
         """start_load_kv."""
         loads, self._loads = self._loads, ()
         self._running.load(loads)
-        return True
 
-    def wait_for_layer(self, layer_name: str) -> bool:
+    def wait_for_layer(self, layer_name: str) -> None:
         """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
         self._running.layerwise.wait(layer_name)
-        return True
 
-    def start_stores(self) -> bool:
+    def start_stores(self) -> None:
         """wait_for_save: the forward was launched. Does not block."""
         stores, self._stores = self._stores, ()
         self._running.store(stores)
-        return True
 
     def abandon_step(self) -> None:
         """Report jobs that were not started as failed or dropped, after an error."""

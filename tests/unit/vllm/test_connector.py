@@ -70,9 +70,8 @@ class Steps:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> bool:
+        def call(*args: Any) -> None:
             self.calls.append(name)
-            return True
 
         return call
 

@@ -399,9 +399,13 @@ def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Work
     progress = deep.engine.retrieved[0].progress
     assert progress.begin()
     passed: list[str] = []
-    model = threading.Thread(
-        target=lambda: [deep.wait_for_layer(name) and passed.append(name) for name in ("first", "second")]
-    )
+
+    def forward() -> None:
+        for name in ("first", "second"):
+            deep.wait_for_layer(name)
+            passed.append(name)
+
+    model = threading.Thread(target=forward)
     model.start()
 
     progress.advance(1)
