@@ -31,12 +31,14 @@ class AllocateStage:
         buffers = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
         batch.scope.add(buffers)
         count = len(buffers)
-        dropped = Counter(no_room=len(sizes) - count) if count < len(sizes) else Counter[str]()
+        drops = batch.drops
+        if count < len(sizes):
+            drops = drops + Counter(no_room=len(sizes) - count)
         return LeasedBatch(
             request=batch.request,
             chunks=batch.chunks[:count],
             rows=batch.rows[:count],
-            drops=batch.drops + dropped,
+            drops=drops,
             scope=batch.scope,
             present=batch.present,
             buffers=tuple(buffers),

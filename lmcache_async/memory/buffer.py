@@ -88,18 +88,15 @@ class Slab:
             )
         return self._bytes
 
-    def drop(self) -> None:
-        """End one lease."""
-        self.leases -= 1
-        if self.leases == 0:
-            if self._bytes is None:
-                self.owner.slab_idle(self)
-            elif not self.common and sys.getrefcount(self._bytes) == _NO_VIEWS:
-                self.owner.slab_idle(self)  # the array is used again by the next lease
-            else:
-                self._guard = weakref.ref(self._bytes, self._views_gone)
-                self._bytes = None  # calls `_views_gone` now, or when the last view is gone
-        self.owner.lease_ended(self)
+    def last_lease_ended(self) -> None:
+        """Report the slab as idle, now or when its last view is gone."""
+        if self._bytes is None:
+            self.owner.slab_idle(self)
+        elif not self.common and sys.getrefcount(self._bytes) == _NO_VIEWS:
+            self.owner.slab_idle(self)  # the array is used again by the next lease
+        else:
+            self._guard = weakref.ref(self._bytes, self._views_gone)
+            self._bytes = None  # calls `_views_gone` now, or when the last view is gone
 
     def forget_bytes(self) -> None:
         """Drop the array of an idle slab, which keeps the region mapped."""
@@ -111,7 +108,7 @@ class Slab:
 
 
 def _count_own_references() -> int:
-    """Return `sys.getrefcount` of the array of a slab without views, counted as in `Slab.drop`.
+    """Return `sys.getrefcount` of the array of a slab without views, counted as in `Slab.last_lease_ended`.
 
     Without the GIL the count is not exact, and the result is one that never occurs.
     """
@@ -188,6 +185,10 @@ class Buffer:
     @property
     def view(self) -> memoryview:
         """All `nbytes` bytes; writable unless the lease is read-only. Raises ValueError after the release."""
+        if self._views is None and not (self.released or self.readonly):
+            view = self._slab.bytes.data[: self.nbytes]
+            self._views = {self.nbytes: view}
+            return view
         return self._view(self.nbytes)
 
     @property
@@ -292,7 +293,11 @@ class Buffer:
         self.released = True
         if self._views is not None:
             self._end_views(self._views)
-        self._slab.drop()
+        slab = self._slab
+        slab.leases -= 1
+        if slab.leases == 0:
+            slab.last_lease_ended()
+        slab.owner.lease_ended(slab)
 
     def __enter__(self) -> Self:
         return self
