@@ -27,7 +27,7 @@ class WriteStage:
         return BatchStored(
             chunks=batch.chunks,
             outcomes=outcomes,
-            shared=tuple(map(tuple, shared)),
+            shared=tuple(shared),
             present=batch.present,
             dropped=Counter(batch.drops),
             bytes=sum([buffer.nbytes for buffer in batch.buffers]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_async.errors import TierError
@@ -58,7 +59,7 @@ class BatchStored:
 
     chunks: tuple[Chunk, ...] = ()
     outcomes: WriteOutcomes = field(default_factory=lambda: WriteOutcomes(0))
-    shared: tuple[tuple[asyncio.Future[TierError | None], ...], ...] = ()
+    shared: tuple[Sequence[asyncio.Future[TierError | None]], ...] = ()
     present: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     bytes: int = 0

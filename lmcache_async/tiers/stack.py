@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.plan import Cover, runs
-from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.results import ReadResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey
 
@@ -222,7 +223,11 @@ class TierStack:
         try:
             parts = runs(tiers)
             if len(parts) == 1:  # nothing to run concurrently
-                await self._fetch_run(keys, parts[0], allocate, got)
+                stacked = self.tiers[parts[0][0]]
+                try:
+                    self._place(stacked, 0, await stacked.tier.get(keys, allocate), got)
+                except (TierError, BudgetExceededError) as error:
+                    self._counts[stacked.id].failed(error)
             else:
                 async with asyncio.TaskGroup() as group:
                     for part in parts:
@@ -253,10 +258,14 @@ class TierStack:
         index, start, stop = run
         stacked = self.tiers[index]
         try:
-            results = await stacked.tier.get(keys[start:stop], allocate)
+            self._place(stacked, start, await stacked.tier.get(keys[start:stop], allocate), got)
         except (TierError, BudgetExceededError) as error:
             self._counts[stacked.id].failed(error)
-            return
+
+    def _place(
+        self, stacked: StackedTier, start: int, results: Sequence[ReadResult], got: list[Buffer | None]
+    ) -> None:
+        """Put the records that a tier returned for the chunks from `start` on at their positions."""
         for position, result in enumerate(results, start):
             if isinstance(result, TierError):
                 self._counts[stacked.id].failed(result)
@@ -337,7 +346,7 @@ class TierStack:
         on_outcome: Callable[[int, str], None],
         *,
         at_rest: Sequence[Buffer] | None = None,
-    ) -> list[list[asyncio.Future[TierError | None]]]:
+    ) -> list[Sequence[asyncio.Future[TierError | None]]]:
         """Write the chunks to every writable tier. Ends when each tier has stored or queued them.
 
         Args:
@@ -355,10 +364,10 @@ class TierStack:
             ChainError: Encryption is on and `at_rest` is None.
         """
         outside = _outside_records(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
-        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        shared: defaultdict[int, list[asyncio.Future[TierError | None]]] = defaultdict(list)
         errors: list[TierError | None] = [None] * len(items)
         kept = [False] * len(items)
-        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        queued: defaultdict[int, list[asyncio.Future[TierError | None]]] = defaultdict(list)
         for stacked in self._writable:
             given = outside if stacked.leaves_memory else items
             for position in range(len(given), len(items)):
@@ -377,9 +386,12 @@ class TierStack:
             for position, outcome in enumerate(outcomes):
                 errors[position] = outcome
                 kept[position] |= outcome is None
-        for position, futures in enumerate(queued):
-            _report_outcome(futures, kept[position], errors[position], position, on_outcome)
-        return shared
+        for position, error in enumerate(errors):
+            if position in queued:
+                _report_outcome(queued[position], kept[position], error, position, on_outcome)
+            else:
+                on_outcome(position, "" if kept[position] or error is None else type(error).__name__)
+        return [shared.get(position, ()) for position in range(len(items))]
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -423,7 +435,7 @@ def _report_outcome(
     position: int,
     on_outcome: Callable[[int, str], None],
 ) -> None:
-    """Report the outcome of a chunk now, or when the last of its futures is done.
+    """Report the outcome of a chunk when the last of its futures is done.
 
     Args:
         futures: Results of the tiers that queued the chunk.
@@ -433,9 +445,6 @@ def _report_outcome(
         on_outcome: Called with the position and "" if at least one tier stored the chunk, else the class name
             of an error.
     """
-    if not futures:
-        on_outcome(position, "" if kept or error is None else type(error).__name__)
-        return
     left = len(futures)
 
     def one_done(_: asyncio.Future[TierError | None]) -> None:
