@@ -85,7 +85,7 @@ class StatusClient:
             StatusError: There is no answer, or it is not a status.
         """
         try:
-            status, content = self._get()
+            code, content = self._get()
         except ssl.SSLCertVerificationError as error:
             text = f"its certificate cannot be trusted ({error.verify_message}); SSL_CERT_FILE may name one"
             raise StatusError(f"{self.url}: {text}", refused=True) from None
@@ -98,19 +98,19 @@ class StatusClient:
             raise _wrong(self.url) from None
         except http.client.HTTPException as error:
             raise StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True) from None
-        if status in {401, 403}:
+        if code in {401, 403}:
             wanted = "another token" if self._token else "a token"
             text = f"{self.url} wants {wanted}: set LMCACHE_ASYNC_TOKEN or --token-file"
             raise StatusError(text, refused=True)
-        if status != 200:
-            raise StatusError(f"{self.url} answered {status}; it is no status page", refused=status < 500)
+        if code != 200:
+            raise StatusError(f"{self.url} answered {code}; it is not a status page", refused=code < 500)
         try:
-            told = json.loads(content)
+            status = json.loads(content)
         except (ValueError, RecursionError):
-            told = None
-        if not isinstance(told, dict) or told.get("kind") not in {"engine", "daemon"}:
-            raise StatusError(f"{self.url} is no status page of lmcache-async", refused=True)
-        return told
+            status = None
+        if not isinstance(status, dict) or status.get("kind") not in {"engine", "daemon"}:
+            raise StatusError(f"{self.url} is not a status page of lmcache-async", refused=True)
+        return status
 
     def _get(self) -> tuple[int, bytes]:
         connect = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
@@ -181,19 +181,19 @@ def top_command(
     """
     try:
         client = StatusClient(url, token=token, token_file=token_file)
-        told = client.read()
+        status = client.read()
         if not (once or as_json):
-            watch(client, told, Console(highlight=False), lambda: time.sleep(interval))
+            watch(client, status, Console(highlight=False), lambda: time.sleep(interval))
         while True:
             if as_json:
-                typer.echo(json.dumps(told, separators=(",", ":")))
+                typer.echo(json.dumps(status, separators=(",", ":")))
             else:
                 console = Console(highlight=False)
-                console.print(_drawn(client, told, console.width))
+                console.print(_drawn(client, status, console.width))
             if once:
                 return
             time.sleep(interval)
-            told = client.read()
+            status = client.read()
     except StatusError as error:
         say(error, to_stderr=True)
         raise typer.Exit(REFUSED if error.refused else MISSING) from None
@@ -202,7 +202,7 @@ def top_command(
 
 
 def _drawn(
-    client: StatusClient, told: dict[str, Any], width: int, *, notice: Text | None = None
+    client: StatusClient, status: dict[str, Any], width: int, *, notice: Text | None = None
 ) -> RenderableType:
     """Return the status as it is shown.
 
@@ -210,26 +210,28 @@ def _drawn(
         StatusError: It has another form than in this version.
     """
     try:
-        return render(told, width=width, notice=notice)
+        return render(status, width=width, notice=notice)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         text = f"{client.url} speaks another version: use that version's lmcache-async top, or --json"
         raise StatusError(text, refused=True) from None
 
 
-def watch(client: StatusClient, told: dict[str, Any], console: Console, pause: Callable[[], None]) -> None:
+def watch(client: StatusClient, status: dict[str, Any], console: Console, pause: Callable[[], None]) -> None:
     """Show the status until interrupted, also if the endpoint does not answer for a while.
 
     Raises:
         StatusError: The endpoint rejects requests, or has another version.
     """
-    with Live(_drawn(client, told, console.width), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        _drawn(client, status, console.width), console=console, screen=True, auto_refresh=False
+    ) as live:
         while True:
             pause()
             notice = None
             try:
-                told = client.read()
+                status = client.read()
             except StatusError as error:
                 if error.refused:
                     raise
                 notice = Text(f"{error}; what is shown is old", style="bold red")
-            live.update(_drawn(client, told, console.width, notice=notice), refresh=True)
+            live.update(_drawn(client, status, console.width, notice=notice), refresh=True)

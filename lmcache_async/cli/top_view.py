@@ -19,7 +19,7 @@ from rich.text import Text
 
 from lmcache_async.cli.output import plain
 
-Told: TypeAlias = Mapping[str, Any]
+Status: TypeAlias = Mapping[str, Any]
 
 COLOURS = ("dodger_blue2", "dark_orange", "cyan3", "medium_orchid", "gold3", "sky_blue2", "pink3", "green3")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -45,25 +45,25 @@ _DECIDED = {
 }
 
 
-def render(told: Told, *, width: int, notice: Text | None = None) -> RenderableType:
+def render(status: Status, *, width: int, notice: Text | None = None) -> RenderableType:
     """Return the view of a status.
 
     Args:
-        told: The status.
+        status: The status.
         width: Columns of the terminal.
         notice: Warning to show below the header.
     """
     width = max(width, LEAST_WIDTH)
-    parts: list[RenderableType] = [_header(told, width)]
+    parts: list[RenderableType] = [_header(status, width)]
     if notice is not None:
         parts.append(notice)
-    if told["kind"] == "daemon":
-        parts += [*_tenants(told["tenants"], width), _charts(told["charts"], told["tenants"], width)]
+    if status["kind"] == "daemon":
+        parts += [*_tenants(status["tenants"], width), _charts(status["charts"], status["tenants"], width)]
     else:
         parts += [
-            *_tiers(told["tiers"], width),
-            _charts(told["charts"], told["tiers"], width),
-            _requests(told["recent"], told["time"], width),
+            *_tiers(status["tiers"], width),
+            _charts(status["charts"], status["tiers"], width),
+            _requests(status["recent"], status["time"], width),
         ]
     return Group(*parts)
 
@@ -100,12 +100,12 @@ def shortened(text: str, width: int) -> str:
     return "…"
 
 
-def _header(told: Told, width: int) -> Panel:
+def _header(status: Status, width: int) -> Panel:
     line = Text(overflow="fold")
-    for name, value in (*told["facts"], ("up", f"{told['uptime_s']:.0f} s")):
+    for name, value in (*status["facts"], ("up", f"{status['uptime_s']:.0f} s")):
         line.append(f"{plain(name)} ", style="dim").append(f"{plain(value)}   ")
-    words = _pool(told) if told["kind"] == "daemon" else _engine(told)
-    title = Text(f" {plain(told['title'] or told['kind'])} ", style="bold")
+    words = _pool(status) if status["kind"] == "daemon" else _engine(status)
+    title = Text(f" {plain(status['title'] or status['kind'])} ", style="bold")
     figures = _figures([(name, plain(value)) for name, value in words], width - 4)
     return Panel(Group(line, Text(), figures), title=title, title_align="left", box=box.ROUNDED, width=width)
 
@@ -128,8 +128,8 @@ def _figures(words: Sequence[tuple[str, str]], width: int) -> Table:
     return grid
 
 
-def _engine(told: Told) -> list[tuple[str, str]]:
-    totals, memory, work = told["totals"], told["memory"], told["work"]
+def _engine(status: Status) -> list[tuple[str, str]]:
+    totals, memory, work = status["totals"], status["memory"], status["work"]
     prompts = totals["prompt_tokens"]
     share = f"{min(1.0, totals['hit_tokens'] / prompts):.1%}" if prompts else "-"
     return [
@@ -142,15 +142,15 @@ def _engine(told: Told) -> list[tuple[str, str]]:
     ]
 
 
-def _pool(told: Told) -> list[tuple[str, str]]:
-    pool = told["pool"]
+def _pool(status: Status) -> list[tuple[str, str]]:
+    pool = status["pool"]
     return [
         ("pool", f"{_size(pool['bytes'])} of {_size(pool['max_bytes'])}"),
         ("clients", str(pool["clients"])),
     ]
 
 
-def _tiers(tiers: Iterable[Told], width: int) -> list[Table]:
+def _tiers(tiers: Iterable[Status], width: int) -> list[Table]:
     columns = ("holds", "chunks", "hits", "stored", "read", "write", "queue", "errors", "dropped", "evicted")
     rows: list[list[Text]] = []
     for index, tier in enumerate(tiers):
@@ -165,8 +165,8 @@ def _tiers(tiers: Iterable[Told], width: int) -> list[Table]:
                 Text("in place" if tier["in_place"] else _calls(tier["calls"], "get", "get_many")),
                 Text("-" if tier["in_place"] else _calls(tier["calls"], "put", "put_many")),
                 Text(_size(queue["bytes"]) if queue else "-"),
-                _trouble(tier["errors"], tier["corrupt"]),
-                _trouble(tier["dropped"]),
+                _failures(tier["errors"], tier["corrupt"]),
+                _failures(tier["dropped"]),
                 Text(f"{tier['evictions']:,}"),
                 _breaker(tier["breaker"]),
             ]
@@ -174,7 +174,7 @@ def _tiers(tiers: Iterable[Told], width: int) -> list[Table]:
     return _tables(("tier", *columns, "breaker"), rows, width)
 
 
-def _tenants(tenants: Iterable[Told], width: int) -> list[Table]:
+def _tenants(tenants: Iterable[Status], width: int) -> list[Table]:
     names = ("chunks", "readers", "writers", "evictions")
     rows = [
         [_name(tenant["id"], index), Text(_room(tenant)), *(Text(f"{tenant[name]:,}") for name in names)]
@@ -187,7 +187,7 @@ def _name(text: str, index: int) -> Text:
     return Text(shortened(plain(text), _ID_WIDTH), style=f"bold {_colour(index)}")
 
 
-def _charts(charts: Told, owners: Iterable[Told], width: int) -> Padding:
+def _charts(charts: Status, owners: Iterable[Status], width: int) -> Padding:
     """Return the charts as lines of block characters.
 
     Args:
@@ -226,7 +226,7 @@ def _charts(charts: Told, owners: Iterable[Told], width: int) -> Padding:
     return Padding(Group(*lines), (0, 0, 0, 1))
 
 
-def _requests(recent: Sequence[Told], now: float, width: int) -> Table:
+def _requests(recent: Sequence[Status], now: float, width: int) -> Table:
     names = ["age", "request", "prompt", "comes from", "decision", "load", "speed", "stored"]
     rows: list[list[Text]] = []
     for request in recent[:MAX_REQUESTS]:
@@ -257,7 +257,7 @@ def _requests(recent: Sequence[Told], now: float, width: int) -> Table:
     return _table(names, rows, wrapped="comes from")
 
 
-def _origin(plan: Told | None, loaded: Told | None, asked: int) -> Text:
+def _origin(plan: Status | None, loaded: Status | None, asked: int) -> Text:
     parts = [(plain(tier), tokens) for tier, tokens in (loaded["by_tier"] if loaded else ())]
     if plan and plan["local_tokens"]:
         parts.insert(0, ("vLLM", plan["local_tokens"]))
@@ -269,7 +269,7 @@ def _origin(plan: Told | None, loaded: Told | None, asked: int) -> Text:
     return Text(", ".join(f"{name} {tokens:,}" for name, tokens in parts) or "-")
 
 
-def _decision(plan: Told | None, loaded: Told | None) -> Text:
+def _decision(plan: Status | None, loaded: Status | None) -> Text:
     if plan:
         text, style = _DECIDED.get(plan["decided"], (plain(plan["decided"]), ""))
         return Text(text, style=style)
@@ -316,17 +316,17 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * len(widths)
 
 
-def _room(holder: Told) -> str:
+def _room(holder: Status) -> str:
     most = holder["max_bytes"]
     return f"{holder['bytes'] / most:4.0%} of {_size(most)}" if most else _size(holder["bytes"])
 
 
-def _calls(calls: Told, *verbs: str) -> str:
-    told = [calls[verb] for verb in verbs if verb in calls]
-    return speed(sum(one["bytes"] for one in told), sum(one["seconds"] for one in told))
+def _calls(calls: Status, *verbs: str) -> str:
+    found = [calls[verb] for verb in verbs if verb in calls]
+    return speed(sum(one["bytes"] for one in found), sum(one["seconds"] for one in found))
 
 
-def _trouble(causes: Told, corrupt: int = 0) -> Text:
+def _failures(causes: Status, corrupt: int = 0) -> Text:
     total = sum(causes.values())
     text = Text(f"{total:,}", style="red" if total else "")
     return text.append(f" + {corrupt:,} corrupt", style="bold red") if corrupt else text

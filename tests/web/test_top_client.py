@@ -26,8 +26,8 @@ def test_no_answer_is_an_error_message() -> None:
 @pytest.mark.parametrize(
     ("answer", "code", "says"),
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 2, "no status page of lmcache-async"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 2, "no status page of lmcache-async"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 2, "not a status page of lmcache-async"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 2, "not a status page of lmcache-async"),
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
         (b"-ERR unknown command\r\n", 2, "does not speak HTTP"),
@@ -84,7 +84,7 @@ def test_a_slow_response_has_one_deadline(part: bytes) -> None:
 
 def test_a_deeply_nested_answer_is_not_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusClient, "_get", lambda self: (200, b'{"kind":' * 100_000))
-    with pytest.raises(StatusError, match="no status page"):
+    with pytest.raises(StatusError, match="not a status page"):
         StatusClient("http://a").read()
 
 
