@@ -17,7 +17,7 @@ VALIDATORS = (
     "lmcache_async/config",
     "lmcache_async/daemon/config.py",
     "lmcache_async/config/values.py",
-    "lmcache_async/tiers/layers/limit.py",
+    "lmcache_async/tiers/middleware/limit.py",
     "plugins",
 )
 """Where a ValueError is a refusal too: pydantic makes an error of it. Of plugins, those files that read options."""
