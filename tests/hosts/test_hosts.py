@@ -30,4 +30,4 @@ def test_a_bad_network_costs_hits_alone(network: Network, tier: str) -> None:
 
     assert outcome.problems == []
     assert outcome.counts["packets lost"] > 0
-    assert outcome.counts["times cut off"] > 0  # and then hits were missing, or that is a problem too
+    assert outcome.counts["hosts cut off"] > 0  # and then hits were missing, or that is a problem too

@@ -30,7 +30,7 @@ def test_faults_change_no_answer_and_delay_none_beyond_its_deadline(
     assert outcome.counts["faults seen"] > 0
 
 
-def test_a_late_or_another_answer_is_told() -> None:
+def test_a_late_or_different_answer_is_reported() -> None:
     outcome = Outcome("vllm", {"latest, in seconds": 0.0})
     question = Question((3, 4, 5))
     right = Answer(0, "length", [7], [{"7": -0.1, "8": -2.0, "9": -3.0, "10": -4.0, "11": -5.0}], 0.1)
@@ -41,5 +41,5 @@ def test_a_late_or_another_answer_is_told() -> None:
     compare(question, replace(right, seconds=5.2), right, outcome)
     compare(question, replace(right, tokens=[8]), right, outcome)
     compare(question, replace(right, finish_reason="abort"), right, outcome)
-    assert ["later than" in outcome.problems[0], "apart" in outcome.problems[1]] == [True, True]
+    assert ["longer than" in outcome.problems[0], "apart" in outcome.problems[1]] == [True, True]
     assert "ended with 'abort'" in outcome.problems[2]

@@ -48,7 +48,7 @@ def test_the_wheel_contains_every_module_of_the_package_its_stages_and_its_plugi
 
 
 def test_the_wheel_has_the_files_of_the_status_page(wheel: zipfile.Path) -> None:
-    packed = {name for name in wheel.root.namelist() if "/web/page/" in name and not name.endswith("/")}
+    packed = {name for name in wheel.root.namelist() if "/metrics/page/" in name and not name.endswith("/")}
 
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async/metrics/page").iterdir()}
     assert packed == expected

@@ -34,7 +34,7 @@ LAYERWISE = (
     Mutation(
         "a layer is not awaited",
         "lmcache_async/integration/vllm/connector.py",
-        "self._guard(lambda: side.wait_for_layer(layer_name), False)",
+        "self._guard(lambda: side.wait_for_layer(layer_name), None)",
         "del side",
         ("tests/unit/vllm/test_simulated.py::test_what_was_computed_once_is_loaded_back",),
     ),
