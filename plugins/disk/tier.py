@@ -27,7 +27,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.proof import PIECE_BYTES
-from lmcache_async.memory.threads import wait_done, wait_ended
+from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
 from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long
@@ -498,11 +498,13 @@ class RecordStore:
         if entry is None:
             return False
         with contextlib.suppress(OSError):
-            status = await aiofiles.os.stat(
-                self.directory.record_name(key),
-                dir_fd=self.directory.fd,
-                follow_symlinks=False,
-                executor=self.threads.executor,
+            status = await run_shielded(  # closing the tier blocks until its threads have ended
+                aiofiles.os.stat(
+                    self.directory.record_name(key),
+                    dir_fd=self.directory.fd,
+                    follow_symlinks=False,
+                    executor=self.threads.executor,
+                )
             )
             if stat.S_ISREG(status.st_mode) and status.st_size == entry.nbytes:
                 return True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 
+import aiofiles.os
 import pytest
 
 from lmcache_async.memory.arena import Arena
@@ -86,6 +88,28 @@ async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(
         gate.open()
         await first
         assert tier.statistics().evictions == 1
+
+
+async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the_threads_end(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise closing the tier would block the event loop until the thread has ended.
+    gate = Gate(monkeypatch, "stat")
+    monkeypatch.setattr(aiofiles.os, "stat", aiofiles.os.wrap(os.stat))
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        with record(arena, 1) as buffer:
+            gate.shut()
+            task = asyncio.create_task(tier.put(key_of(1), buffer))
+            await gate.reached()
+            task.cancel()
+            await turns()
+            ended_early = task.done()
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert not ended_early
+        assert await get(tier, allocate, 1)
 
 
 async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
