@@ -78,10 +78,11 @@ def _stacked(
     in_arena = tier.capabilities.in_arena
     usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
     layers: list[Layer] = []
-    for index, layer in enumerate(usual if spec.layers is None else spec.layers):
+    # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
+    for index, layer in reversed(list(enumerate(usual if spec.layers is None else spec.layers))):
         layer = placed_layer(spec, index, layer)
         context = layer_context(spec, layer, logger, shared, metrics.tier(spec.id))
-        layers.append(make_layer(registry, layer, context, in_arena=in_arena, third_party=third_party))
+        layers.insert(0, make_layer(registry, layer, context, in_arena=in_arena, third_party=third_party))
     handle = TierHandle(
         tier,
         name=spec.id,

@@ -24,8 +24,11 @@ class StampLayer(Layer):
 
     options_type = StampConfig
     bounded = True
+    calls = 1
 
     async def around(self, call, next):
+        for _ in range(self.calls - 1):
+            await next(call)
         return await next(call)
 
 
@@ -85,6 +88,20 @@ async def test_a_list_of_names_may_be_text():
     [found] = await built({"name": "dict", "layers": "metrics, retry"})
 
     assert names(found) == ["metrics", "retry", "deadline"]
+
+
+async def test_the_calls_that_the_outermost_metrics_layer_sees_are_exported():
+    layers = ["metrics", "stamp", {"name": "metrics", "id": "inner"}]
+    async with Rig().open(registry=REGISTRY, tiers=[{"name": "dict", "layers": layers}]) as engine:
+        [stacked] = engine._parts.stack.tiers
+        stacked.tier.layers[1].calls = 2
+        await engine.lookup(list(range(8)))
+        exported = engine.metrics.tier("dict").by_verb
+
+    outer, inner = (stacked.tier.layers[index].statistics().verbs for index in (0, 2))
+    assert {verb: call.calls for verb, call in inner.items()} == {"contains_many": 2}
+    assert {verb: call.calls for verb, call in outer.items()} == {"contains_many": 1}
+    assert exported == outer
 
 
 async def test_tiers_of_one_engine_share_a_limit_and_another_engine_has_its_own():
