@@ -87,7 +87,12 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     read: list[EngineConfig] = []
     yield "config", LOCAL_S, partial(_check_config, file, registry, read)
     config = read[0] if read else load_config(env={})
-    yield "machine", LOCAL_S, partial(_check_machine, config)
+    yield "cores", LOCAL_S, lambda: [machine.check_cores(config)]
+    yield "memory", LOCAL_S, lambda: [machine.check_memory(config)]
+    yield "pinned memory", LOCAL_S, lambda: [_check_pinning(config)]
+    yield "huge pages", LOCAL_S, lambda: [machine.check_huge_pages(config)]
+    yield "shared memory", LOCAL_S, lambda: [machine.check_shared_memory()]
+    yield "open files", LOCAL_S, lambda: [machine.check_open_files()]
     yield "restart", LOCAL_S, partial(_check_restart, config, registry)
     for spec in config.tiers:
         try:
@@ -149,15 +154,10 @@ def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig
     return wrong or [ok("config", f"valid ({source})")]
 
 
-def _check_machine(config: EngineConfig) -> Iterator[Check]:
+def _check_pinning(config: EngineConfig) -> Check:
     import torch
 
-    yield machine.check_cores(config)
-    yield machine.check_memory(config)
-    yield machine.check_pinning(config, has_cuda=torch.cuda.is_available())
-    yield machine.check_huge_pages(config)
-    yield machine.check_shared_memory()
-    yield machine.check_open_files()
+    return machine.check_pinning(config, has_cuda=torch.cuda.is_available())
 
 
 def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:

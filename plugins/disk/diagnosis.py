@@ -26,6 +26,7 @@ _BLOCK_BYTES = 4 << 20
 _SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre"})
+_SCAN_S = 3.0
 _SPEED_S = 15.0  # for writing and for reading
 
 
@@ -177,15 +178,22 @@ def _measure(file: Path, nbytes: int, *, direct: bool) -> tuple[float, float]:
 
 
 def _used_bytes(root: Path) -> int:
-    """Bytes of the records; 0 if the directory does not exist or cannot be read, which other checks report."""
-    directory = RecordDirectory(root)
+    """Bytes of the records that are found within `_SCAN_S`.
+
+    0 if the directory does not exist or cannot be read, which other checks report.
+    """
+    directory, total, end = RecordDirectory(root), 0, time.monotonic() + _SCAN_S
     try:
         directory.open_shared()
-        return sum(record.nbytes for record in directory.scan())
+        for record in directory.scan():
+            total += record.nbytes
+            if time.monotonic() > end:
+                break
     except OSError:
         return 0
     finally:
         directory.close()
+    return total
 
 
 def _gb(nbytes: int) -> str:

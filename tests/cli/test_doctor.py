@@ -75,6 +75,21 @@ def test_errors_of_the_config_fail_and_the_rest_is_checked(invoke, tmp_path, mon
     assert "open files" in result.stdout
 
 
+def test_a_torch_that_does_not_work_fails_one_check_of_the_machine(invoke, monkeypatch):
+    def fail():
+        raise OSError("libcudart.so cannot be loaded")
+
+    quick(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", fail)
+
+    told = json.loads(invoke("doctor", "--json", "--no-speed").stdout)["checks"]
+
+    assert [check["name"] for check in told if check["outcome"] == "fail"] == ["pinned memory"]
+    assert {"cores", "memory", "huge pages", "shared memory", "open files"} <= {
+        check["name"] for check in told
+    }
+
+
 def test_an_exception_while_the_config_is_read_is_a_failed_check(invoke, monkeypatch):
     quick(monkeypatch)
     monkeypatch.setattr(doctor, "survey_config", lambda file: 1 // 0)

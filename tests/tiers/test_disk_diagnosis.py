@@ -52,6 +52,16 @@ def test_the_room_includes_that_of_the_records(tmp_path):
     assert "3.0 GB are records" in diagnosed(tmp_path)["room"].found
 
 
+def test_the_records_are_summed_for_a_limited_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, "_SCAN_S", -1.0)
+    for shard in ("ab", "cd"):
+        (tmp_path / shard).mkdir()
+        with (tmp_path / shard / (shard * 16)).open("wb") as file:
+            file.truncate(3 * 10**9)
+
+    assert "3.0 GB are records" in diagnosed(tmp_path)["room"].found
+
+
 def test_a_missing_directory_is_not_created(tmp_path):
     checks = diagnosed(tmp_path / "a" / "b")
 
