@@ -447,7 +447,12 @@ class SchedulerConnector:
         if external_tokens == 0:
             self._release(tracker.lookup_unused())
         else:
-            self._start_load(tracker, tracker.load_started(external_tokens), blocks)
+            span = tracker.load_started(external_tokens)
+            try:
+                self._start_load(tracker, span, blocks)
+            except Exception:  # no load is running, so `lose_load` can report it as failed
+                self._release(tracker.load_ended())
+                raise
         return True
 
     def lose_load(self, request: Any, blocks: Any) -> None:

@@ -538,6 +538,28 @@ def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
     assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
 
 
+def test_a_load_whose_job_cannot_be_created_is_lost_too():
+    bench = Bench()
+    request = bench.request(30)
+    bench.answer(
+        request, Answer(2, 4, (b"p" * 16,), "", {"cpu": 2}, pinned=True)
+    )  # the key of one rank is missing
+    external, _ = bench.scheduler.match(request, 4)
+    blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 30),))
+
+    with pytest.raises(ValueError, match="zip"):
+        bench.scheduler.allocated(request, blocks, external)
+    bench.scheduler.lose_load(request, blocks)
+
+    (job,) = bench.scheduler.take_loads()
+    assert job.parts[0].keys == ()
+    assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
+    assert bench.client.released == bench.client.asked
+    bench.report(finished={request.request_id}, bad=set(job.touched_blocks()))
+    assert not tracker(bench, request).is_loading
+    assert bench.client.released == bench.client.asked
+
+
 # Layer-wise loads
 
 
