@@ -13,9 +13,10 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.tasks import is_ending, running_task
 from lmcache_async.tiers.adapter import TierAdapter, Watcher
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
-from lmcache_async.tiers.contract import ErrorConverter, check_list
+from lmcache_async.tiers.contract import ErrorConverter, check_flags, check_list
 from lmcache_async.tiers.middleware.base import (
     Call,
     Layer,
@@ -77,8 +78,8 @@ class TierHandle:
         else:
             self._layers = _with_deadline(layers, LayerContext(name, "deadline", timeout_s, logger))
         self._deadlines = [layer for layer in self._layers if isinstance(layer, DeadlineLayer)]
-        self._run = _composed(self._layers, self._adapter)
-        self._run_clear = _composed(self._deadlines, self._adapter)
+        self._run = self._composed(self._layers)
+        self._run_clear = self._composed(self._deadlines)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -257,13 +258,49 @@ class TierHandle:
             results = await run(call)
             if type(results) is not list or len(results) != count:
                 results = cast("Results", check_list(call.verb, results, count))
-        except Exception as error:  # noqa: BLE001  # layers may be third-party code
+        except BaseException as error:
             release_results(results)
+            if _is_of_caller(error):
+                raise
             failure = self._errors.convert(call.verb, error)
             if call.verb is Verb.PUT_MANY and isinstance(failure, TierError):
                 return [failure] * count
             raise failure from failure.__cause__
         return results
+
+    async def _call_checked(self, run: Next, call: Call) -> Results:
+        """Carry out a call with a layer that may be third-party code, and check its results like those of a tier."""
+        results: object = ()
+        try:
+            results = await run(call)
+            return self._check(call, results)
+        except BaseException as error:
+            release_results(results)
+            if _is_of_caller(error):
+                raise
+            failure = self._errors.convert(call.verb, error)
+            raise failure from failure.__cause__
+
+    def _check(self, call: Call, results: object) -> Results:
+        """Check the results of a layer. An invalid element of a read or a write becomes the error of that chunk."""
+        if call.verb not in (Verb.GET_MANY, Verb.PUT_MANY):
+            return check_flags(call.verb, results, call.chunks)
+        return [
+            result
+            if result is None
+            or (call.verb is Verb.GET_MANY and isinstance(result, Buffer) and not result.released)
+            else self._errors.convert_chunk(call.verb, result)
+            for result in check_list(call.verb, results, call.chunks)
+        ]
+
+    def _composed(self, layers: Sequence[Layer]) -> Next:
+        """Return the call of the tier through layers. A call has one frame for each bundled layer."""
+        run: Next = self._adapter
+        for layer in reversed(layers):
+            run = partial(layer.around, next=run)
+            if not layer.bounded:
+                run = partial(self._call_checked, run)
+        return run
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -284,9 +321,6 @@ def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Laye
     return (*layers[:position], DeadlineLayer(None, context), *layers[position:])
 
 
-def _composed(layers: Sequence[Layer], innermost: Next) -> Next:
-    """Return the call of `innermost` through all layers. A call has one frame for each layer."""
-    run = innermost
-    for layer in reversed(layers):
-        run = partial(layer.around, next=run)
-    return run
+def _is_of_caller(error: BaseException) -> bool:
+    """Whether `error` cancels or closes the caller's coroutine. Layers may raise anything."""
+    return isinstance(error, GeneratorExit) or is_ending(error, running_task())

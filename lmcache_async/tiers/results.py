@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from typing import TypeAlias
 
 from lmcache_async.errors import BudgetExceededError, TierError
@@ -77,8 +77,8 @@ def memory_was_short(error: BaseException) -> bool:
     return isinstance(error, BudgetExceededError) or isinstance(error.__cause__, BudgetExceededError)
 
 
-def release_results(results: Sequence[object]) -> None:
-    """Release the buffers in a list of results."""
-    for result in results:
+def release_results(results: object) -> None:
+    """Release the buffers in a list of results. Anything else, as a third-party layer may return, is ignored."""
+    for result in results if isinstance(results, list | tuple) else ():
         if isinstance(result, Buffer) and not result.released:
             result.release()

@@ -14,6 +14,8 @@ from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
+from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
+from lmcache_async.tiers.results import release_results
 from lmcache_async.types import ChunkKey
 from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time
 
@@ -185,6 +187,81 @@ async def test_a_layer_with_too_many_results_is_an_error_and_the_buffers_are_rel
 
     with pytest.raises(TierError, match="get_many gave 2 answers for 1 chunks"):
         await tier.get_many(list(inner.records), allocator(arena))
+
+
+INVALID_RESULTS = {"None": None, "an int": 1, "a list of objects": [object()]}
+
+
+@pytest.mark.parametrize("result", INVALID_RESULTS.values(), ids=INVALID_RESULTS)
+async def test_a_layer_with_an_invalid_result_is_an_error(arena, result):
+    async def returns(call, next):
+        return result
+
+    for outer in ([], [RetryLayer(RetryConfig(), context())]):
+        tier = LayeredTier(DictTier(), *outer, _Broken(returns)).handle
+
+        for call in (tier.lookup([KEY]), tier.remove(KEY)):
+            with pytest.raises(TierError):
+                await call
+        try:
+            [error] = await tier.get([KEY], allocator(arena))
+        except TierError as raised:
+            error = raised
+        assert isinstance(error, TierError)
+        with arena.lease_nowait(10) as buffer:
+            [error] = await tier.put([(KEY, buffer)])
+        assert isinstance(error, TierError)
+
+
+async def test_a_layer_with_a_released_buffer_is_an_error_of_that_chunk(arena):
+    async def releases(call, next):
+        results = await next(call)
+        results[0].release()
+        return results
+
+    inner = fill(DictTier(), 2)
+    tier = LayeredTier(inner, _Broken(releases))
+
+    error, buffer = await tier.get_many(list(inner.records), allocator(arena))
+    buffer.release()
+    assert isinstance(error, TierError)
+
+
+async def test_a_layer_with_too_many_results_of_a_retry_leaks_none(arena):
+    calls = []
+
+    async def twice(call, next):
+        calls.append(call)
+        if len(calls) == 1:
+            return [TierUnavailableError("once"), *await next(call.part([1]))]
+        return [*await next(call), *await next(call)]
+
+    inner = fill(DictTier(), 2)
+    retry = RetryLayer(RetryConfig(base_s=0.001), context())
+    tier = LayeredTier(inner, retry, _Broken(twice))
+
+    results = await tier.get_many(list(inner.records), allocator(arena))
+    release_results(results)
+    assert len(calls) == 2
+    assert len(results) == 2
+    assert isinstance(results[0], TierError)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+async def test_no_exception_of_a_layer_ends_the_loop_or_the_callers_task(arena, error, bounded):
+    async def raises(call, next):
+        raise error
+
+    layer = _Broken(raises)
+    layer.bounded = bounded
+    tier = LayeredTier(DictTier(), layer).handle
+
+    with pytest.raises(TierError, match=f"get_many raised {error.__name__}"):
+        await tier.get([KEY], allocator(arena))
+    with arena.lease_nowait(10) as buffer:
+        [failure] = await tier.put([(KEY, buffer)])
+    assert isinstance(failure, TierError)
 
 
 @in_virtual_time
