@@ -341,6 +341,8 @@ class TierAdapter:
         try:
             result = await run()  # type: ignore[misc]  # a tier may return any object; `await` raises TypeError then
             if task is not None and task.cancelling() > cancels:
+                if leases is not None:
+                    leases.release_foreign(result)
                 raise asyncio.CancelledError  # noqa: TRY301  # handled below like one that the tier raises
             return check(result)
         except BaseException as error:

@@ -1,6 +1,7 @@
 """The handle of a tier: deadlines, errors, abandoned calls, and third-party layers."""
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -9,7 +10,9 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
+from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.layers.around import AroundLayer
 from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
@@ -301,3 +304,51 @@ def test_the_deadline_is_where_it_is_listed_or_outside_of_layers_that_may_wait()
         "_Broken",
         "DeadlineLayer",
     ]
+
+
+class _Own(DictTier):
+    """A tier that returns leases of its own memory, also if it is cancelled meanwhile."""
+
+    def __init__(self, arena):
+        super().__init__()
+        self.arena = arena
+
+    @property
+    def capabilities(self):
+        return Capabilities(own_memory=True)
+
+    async def get_many(self, keys, allocate):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return [self.arena.lease_nowait(10) for _ in keys]
+
+
+async def test_a_cancelled_read_of_a_tiers_own_memory_leaks_no_lease(arena):
+    tier = LayeredTier(_Own(arena))
+    task = asyncio.ensure_future(tier.get(KEY, allocator(arena)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await tier.drain(timeout_s=5)
+
+
+class _Outer(AroundLayer):
+    """A layer of version 0.1."""
+
+    async def around(self, call, run):
+        return await run()
+
+
+class _Derived(_Outer):
+    async def around(self, call, run):
+        return await super().around(call, run)
+
+
+async def test_a_layer_of_version_0_1_can_call_that_of_its_base_class(arena):
+    inner = fill(DictTier(), 1)
+    tier = LayeredTier(inner, _Derived(LayerConfig(), context()))
+
+    (found,) = await tier.get_many(list(inner.records), allocator(arena))
+    found.release()

@@ -19,6 +19,7 @@ from lmcache_async.errors import (
     TierSuspendedError,
     TierUnavailableError,
 )
+from lmcache_async.tiers.middleware.base import Call, Verb
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.middleware.circuit import CircuitState
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
@@ -369,3 +370,17 @@ def test_wrong_options(options, text):
         validate_options(BreakerConfig, options, "here")
 
     assert str(caught.value) == f"here: {text}"
+
+
+@in_virtual_time
+async def test_a_call_that_a_deadline_outside_ends_a_little_early_is_a_failure():
+    layer = BreakerLayer(BreakerConfig(min_calls=1, window_calls=1), context(timeout_s=3))
+
+    async def hangs(call):
+        await asyncio.get_running_loop().create_future()
+
+    call = Call(Verb.REMOVE, (KEYS[0],), deadline=asyncio.get_running_loop().time() + 3)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(3 - 0.0005):  # timers of uvloop have whole milliseconds
+            await layer.around(call, hangs)
+    assert layer.statistics().write.state is OPEN

@@ -26,7 +26,8 @@ class AroundLayer(Layer):
 def _adapted(around: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
     @wraps(around)
     async def adapted(self: AroundLayer, call: Call, next: Next) -> Results:
-        results: Results = await around(self, call, lambda: next(call))
+        # `run` ignores an argument, so that `super().around(call, run)` of another adapted layer can be awaited.
+        results: Results = await around(self, call, lambda _=None: next(call))
         return results
 
     return adapted

@@ -34,6 +34,9 @@ from lmcache_async.tiers.middleware.circuit import Circuit, CircuitRules, Circui
 from lmcache_async.tiers.middleware.deadline import OptionalSeconds
 from lmcache_async.tiers.results import memory_was_short
 
+_TIMER_S = 0.001
+"""Resolution of the timers of uvloop, in seconds. A call can be cancelled by so much before its deadline."""
+
 
 class BreakerConfig(LayerConfig):
     """Options of the breaker layer.
@@ -156,7 +159,8 @@ class BreakerLayer(Layer):
             failed = _is_failure(error)
             raise
         except asyncio.CancelledError:
-            failed = True if self._clock() >= call.deadline else None  # by a deadline outside of this layer
+            # By a deadline outside of this layer, or by the caller.
+            failed = True if self._clock() >= call.deadline - _TIMER_S else None
             raise
         finally:
             circuit.leave(permit, self._clock(), failed=failed)
