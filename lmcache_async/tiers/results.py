@@ -9,7 +9,7 @@ from typing import TypeAlias
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.tiers.contract import ContractError
+from lmcache_async.tiers.contract import ContractError, check_list
 
 ReadResult: TypeAlias = Buffer | TierError | None
 """Result of `get_many` for one chunk: its record, its error, or None on a miss."""
@@ -82,3 +82,21 @@ def release_results(results: object) -> None:
     for result in results if isinstance(results, list | tuple) else ():
         if isinstance(result, Buffer) and not result.released:
             result.release()
+
+
+def check_results(verb: str, results: object, count: int) -> None:
+    """Check the number of results of a call. If it is wrong, the buffers among them are released.
+
+    Args:
+        verb: Name of the method, for messages.
+        results: Results of a layer inside, which may be third-party code.
+        count: Number of requested chunks.
+
+    Raises:
+        ContractError: The results are not a list, or their number is wrong.
+    """
+    try:
+        check_list(verb, results, count)
+    except ContractError:
+        release_results(results)
+        raise

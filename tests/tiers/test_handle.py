@@ -16,11 +16,12 @@ from lmcache_async.tiers.layers.around import AroundLayer
 from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from lmcache_async.tiers.results import release_results
 from lmcache_async.types import ChunkKey
-from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time
+from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time, key
 
 KEY = ChunkKey(b"k" * 16)
 
@@ -230,7 +231,8 @@ async def test_a_layer_with_a_released_buffer_is_an_error_of_that_chunk(arena):
     assert isinstance(error, TierError)
 
 
-async def test_a_layer_with_too_many_results_of_a_retry_leaks_none(arena):
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_a_layer_with_too_many_results_of_a_retry_leaks_none(arena, bounded):
     calls = []
 
     async def twice(call, next):
@@ -241,13 +243,35 @@ async def test_a_layer_with_too_many_results_of_a_retry_leaks_none(arena):
 
     inner = fill(DictTier(), 2)
     retry = RetryLayer(RetryConfig(base_s=0.001), context())
-    tier = LayeredTier(inner, retry, _Broken(twice))
+    layer = _Broken(twice)
+    layer.bounded = bounded
+    tier = LayeredTier(inner, retry, layer)
 
     results = await tier.get_many(list(inner.records), allocator(arena))
     release_results(results)
     assert len(calls) == 2
     assert len(results) == 2
     assert isinstance(results[0], TierError)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_results_of_a_part_are_not_those_of_another(arena, bounded):
+    async def uneven(call, next):
+        results = await next(call)
+        if call.keys[0] == key(0):
+            return [*results, None]
+        release_results(results)
+        return results[1:]
+
+    inner = fill(DictTier(), 4)
+    limit = LimitLayer(LimitConfig(max_bytes=2 * 4096), context())
+    layer = _Broken(uneven)
+    layer.bounded = bounded
+    tier = LayeredTier(inner, limit, layer)
+    tier.bind(arena)
+
+    results = await tier.get_many(list(inner.records), allocator(arena))
+    assert [isinstance(result, TierError) for result in results] == [True] * 4
 
 
 @pytest.mark.parametrize("bounded", [False, True])
@@ -338,6 +362,7 @@ class _Outer(AroundLayer):
     """A layer of version 0.1."""
 
     async def around(self, call, run):
+        assert call.nbytes == sum(buffer.nbytes for buffer in call.given)
         return await run()
 
 
@@ -351,4 +376,5 @@ async def test_a_layer_of_version_0_1_can_call_that_of_its_base_class(arena):
     tier = LayeredTier(inner, _Derived(LayerConfig(), context()))
 
     (found,) = await tier.get_many(list(inner.records), allocator(arena))
-    found.release()
+    with found:
+        await tier.put(KEY, found)

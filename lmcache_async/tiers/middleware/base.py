@@ -89,6 +89,11 @@ class Call:
         """Total bytes of the records to write."""
         return sum(buffer.nbytes for _, buffer in self.items)
 
+    @property
+    def given(self) -> list[Buffer]:
+        """Records of `put_many`; its name in version 0.1, for layers derived from `AroundLayer`."""
+        return [buffer for _, buffer in self.items]
+
     def part(self, positions: Sequence[int]) -> Call:
         """Return a call for some of the chunks of a `get_many` or a `put_many`."""
         return replace(

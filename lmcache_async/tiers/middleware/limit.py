@@ -27,7 +27,7 @@ from lmcache_async.tiers.middleware.base import (
     Results,
     Verb,
 )
-from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.results import check_results, release_results
 
 
 def _parse_optional_count(value: object) -> int | None:
@@ -159,7 +159,9 @@ class LimitLayer(Layer):
                 held = self._budgets.held(sum(sizes[start:stop]), call.deadline, self.context.tier)
                 try:
                     async with held:
-                        results += await next(call.part(range(start, stop)))
+                        answers = await next(call.part(range(start, stop)))
+                    check_results(call.verb, answers, stop - start)
+                    results += answers
                 except TierError as error:
                     results += [error] * (stop - start)
         except BaseException:
