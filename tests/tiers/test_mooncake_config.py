@@ -64,7 +64,10 @@ CANNOT = "cannot open shared object file: No such file or directory"
 @pytest.mark.parametrize(
     ("failure", "advice"),
     [
-        (f"libibverbs.so.1: {CANNOT}", r"libibverbs\.so\.1: .*: install libibverbs1 \(package names of Debian"),
+        (
+            f"libibverbs.so.1: {CANNOT}",
+            r"libibverbs\.so\.1: .*: install libibverbs1 \(package names of Debian",
+        ),
         (f"libnl-route-3.so.200: {CANNOT}", "install libibverbs1 "),
         (f"libnuma.so.1: {CANNOT}", "install libnuma1 "),
         (f"libcudart.so.12: {CANNOT}", "without CUDA, install the package mooncake-transfer-engine-non-cuda"),
