@@ -22,6 +22,8 @@ from lmcache_async.errors import (
 from lmcache_async.tiers.middleware.base import Call, Verb
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
 from lmcache_async.tiers.middleware.circuit import CircuitState
+from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from tests.tiers.layered import (
     HANG,
@@ -384,3 +386,22 @@ async def test_a_call_that_a_deadline_outside_ends_a_little_early_is_a_failure()
         async with asyncio.timeout(3 - 0.0005):  # timers of uvloop have whole milliseconds
             await layer.around(call, hangs)
     assert layer.statistics().write.state is OPEN
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@in_virtual_time
+async def test_a_call_that_had_little_time_left_after_a_wait_for_room_is_no_failure(arena, outside):
+    inner = fill(ToldTier(), 4)
+    inner.told.extend([25, 10])
+    breaker = BreakerLayer(BreakerConfig(min_calls=1, window_calls=1, slow_s=30), context())
+    layers = [LimitLayer(LimitConfig(max_calls=1), context()), breaker]
+    if outside:
+        layers.insert(0, DeadlineLayer(DeadlineConfig(), context()))
+    tier = LayeredTier(inner, *layers)
+
+    first, second = await asyncio.gather(
+        *(tier.get(KEYS[number], allocator(arena)) for number in range(2)), return_exceptions=True
+    )
+    assert taken(first) == content(0)
+    assert isinstance(second, TierUnavailableError)
+    assert breaker.statistics().read.state is CLOSED

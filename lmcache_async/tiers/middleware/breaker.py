@@ -37,6 +37,9 @@ from lmcache_async.tiers.results import memory_was_short
 _TIMER_S = 0.001
 """Resolution of the timers of uvloop, in seconds. A call can be cancelled by so much before its deadline."""
 
+_LEAST = 0.25
+"""Fraction of `timeout_s`. A late call that had less time here, because it had waited in `limit`, does not count."""
+
 
 class BreakerConfig(LayerConfig):
     """Options of the breaker layer.
@@ -157,15 +160,20 @@ class BreakerLayer(Layer):
             failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self._failure_rate
         except Exception as error:
             failed = _is_failure(error)
+            if failed and self._clock() >= call.deadline - _TIMER_S:
+                failed = self._had_its_time(now)
             raise
-        except asyncio.CancelledError:
-            # By a deadline outside of this layer, or by the caller.
-            failed = True if self._clock() >= call.deadline - _TIMER_S else None
+        except asyncio.CancelledError:  # by a deadline outside of this layer, or by the caller
+            failed = self._had_its_time(now) if self._clock() >= call.deadline - _TIMER_S else None
             raise
         finally:
             circuit.leave(permit, self._clock(), failed=failed)
             self._log_change(kind)
         return results
+
+    def _had_its_time(self, start: float) -> bool | None:
+        """Return whether a late call failed; None if it had too little time to say anything about the backend."""
+        return True if self._clock() - start >= _LEAST * self.context.timeout_s else None
 
     def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
         self._log_change(kind)
