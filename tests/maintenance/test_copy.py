@@ -35,7 +35,7 @@ from tests.maintenance.filled import (
     rig_of,
     told,
 )
-from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import WAITS, ThreadedDaemon, socket_path
 from tests.support.tiers import handle_of
 from tests.support.valkey_servers import running
 
@@ -202,7 +202,7 @@ def server():
 @pytest.fixture
 def valkey(server):
     """A tier with keys of its own, as JSON."""
-    return json.dumps({"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex})
+    return json.dumps({"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex, **WAITS})
 
 
 def test_to_a_valkey_server_and_back(root, tmp_path, valkey):

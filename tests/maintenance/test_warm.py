@@ -23,7 +23,7 @@ from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.types import Chunk
 from tests.maintenance.filled import TOKENS, damage, filled, invoke, loaded, record_files, rig_of, told
-from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import WAITS, ThreadedDaemon, socket_path
 from tests.support.valkey_servers import running
 
 OTHER = [*TOKENS[:16], *range(7, 27)]
@@ -46,7 +46,7 @@ def config(root, tmp_path, server):
 
 
 def valkey(server):
-    return {"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex}
+    return {"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex, **WAITS}
 
 
 def upper(config):

@@ -27,6 +27,7 @@ MIB = 1 << 20
 
 
 WAITS = {"connect_timeout_s": 10, "lookup_timeout_s": 10, "transfer_timeout_s": 10}
+"""Deadlines of the host and the valkey tier for a busy machine."""
 
 
 def host_tier(path: Path, **options: object) -> HostTier:

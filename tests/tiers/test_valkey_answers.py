@@ -15,6 +15,7 @@ from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
+from tests.support.daemons import WAITS
 from tests.support.outcomes import get, put
 from tests.support.valkey_servers import Server, free_port, running
 from tests.support.valkey_tls import Authority, tls_before
@@ -121,7 +122,7 @@ async def test_a_full_server_drops_and_counts(arena: Arena, allocate: Allocate) 
 async def test_an_engine_over_a_full_server_counts_drops_by_cause() -> None:
     with running("--maxmemory", "1kb", "--maxmemory-policy", "noeviction") as server:
         rig = Rig()
-        tiers = [{"name": "valkey", "url": server.url, "layers": []}]
+        tiers = [{"name": "valkey", "url": server.url, "layers": [], **WAITS}]
         async with rig.open(tiers=tiers) as engine:
             report = await engine.store(list(range(32)), list(range(32)))
             assert await engine.flush(timeout_s=10)

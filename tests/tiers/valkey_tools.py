@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from lmcache_async.plugins.valkey import ValkeyConfig
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.records import key_of
+from tests.support.daemons import WAITS
 
 
 def config(url: str, **options: object) -> ValkeyConfig:
     """Keys of its own; deadlines for a busy machine."""
-    waits = {"connect_timeout_s": 10, "lookup_timeout_s": 10, "transfer_timeout_s": 10}
-    return ValkeyConfig.model_validate({"url": url, "key_prefix": f"{uuid.uuid4().hex}:", **waits, **options})
+    return ValkeyConfig.model_validate({"url": url, "key_prefix": f"{uuid.uuid4().hex}:", **WAITS, **options})
 
 
 def home_of(settings: ValkeyConfig, number: int) -> int:
