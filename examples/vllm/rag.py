@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from examples.vllm.client import Client, arguments, long_text
 
 FOUND = (("tides", "ships"), ("tides", "birds"), ("ships", "tides"), ("birds", "tides"))
-"""What was found for each question, the best first."""
+"""Return the passages found for each question, best first."""
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def build(
         undo.callback(copier.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
-        # What the constructor of a stage can request by parameter name.
+        # Resources that the constructor of a stage can request by parameter name.
         resources: dict[str, Any] = {
             "arena": arena,
             "cipher": cipher,

@@ -23,7 +23,7 @@ _BATCH = 64  # headers read one after the other by one task
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """What is known of a record after reading its header, or after its verification.
+    """Description of a record after its header was read, or after its verification.
 
     Attributes:
         stored: The record's entry in the listing.

@@ -331,10 +331,8 @@ class Buffer:
         for view in views.values():
             try:  # noqa: SIM105  # `suppress` takes as long as the rest of a release
                 view.release()
-            except (
-                BufferError
-            ):  # an array or a pending read uses the view; the slab stays in use until it ends
-                pass
+            except BufferError:
+                pass  # an array or a pending read uses the view; the slab stays in use until it ends
         self._views = None
 
     def _check_leased(self) -> None:

@@ -1,6 +1,6 @@
 """Fake vLLM process: it speaks the serve benchmark's JSON lines and reports invented times.
 
-What goes wrong is told by the variable FAKE_FAULT, `<connector>:<what>`.
+The variable FAKE_FAULT selects the fault, `<connector>:<what>`.
 """
 
 from __future__ import annotations

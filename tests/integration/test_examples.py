@@ -54,7 +54,7 @@ def test_the_quickstart_comes_to_a_hit(server: Serving, served_model: Path) -> N
 
 
 def cached(server: Serving, module: str, complete: Callable[[list[int]], bool]) -> list[int]:
-    """Cached tokens by request, of a run on texts that nobody has asked about.
+    """Cached tokens by request, of a run on texts that are new to the cache.
 
     A store may end behind the next question, on a busy machine: then it is run again on other texts.
     """

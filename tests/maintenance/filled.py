@@ -29,7 +29,7 @@ def rig_of(model: str = "model-a", **options: object) -> Rig:
 
 
 async def store(rig: Rig, root: Path, *prompts: Sequence[int], **config: object) -> None:
-    """What an engine leaves in the directory after it has stored these prompts."""
+    """Fill the directory with the records of these prompts."""
     tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
     async with rig.open(**{"tiers": tiers, **config}) as engine:
         for tokens in prompts:
@@ -114,7 +114,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """What the command says with --json."""
+    """Return the output of the command with --json."""
     result = invoke(*arguments, "--json")
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)

@@ -128,7 +128,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
 
 
 def roles_of(transfer: Any, config: EngineConfig) -> Roles:
-    """What this vLLM does, from its `kv_transfer_config`."""
+    """Roles of this vLLM, from its `kv_transfer_config`."""
     consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
     return Roles(
         loads=consumes or config.vllm.producer_loads,
@@ -207,7 +207,7 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
 
 
 def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
-    """What embeddings of images, audio and video depend on besides their content; empty for a text model.
+    """Inputs of media embeddings other than the content of the media; empty for a text model.
 
     A changed image processor is therefore another namespace, also if `weights_fingerprint` is a text.
     """

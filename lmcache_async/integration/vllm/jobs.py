@@ -33,7 +33,7 @@ def pack_blocks(block_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a job reads or writes of one KV group: consecutive chunks, of which the last may be partial.
+    """Consecutive chunks of one KV group that a job reads or writes. The last one may be partial.
 
     Attributes:
         group: Index of the KV group.

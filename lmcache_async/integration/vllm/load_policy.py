@@ -111,7 +111,7 @@ class PrefillClock:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What is known about a hit.
+    """Length and costs of a hit.
 
     Attributes:
         costs: Costs of loading the hit's full chunks.

@@ -407,7 +407,7 @@ class StatsFeed:
         self._changed()  # exported zeros make the first increase visible
 
     def take(self) -> Samples:
-        """What was counted since the last call; empty if that is not available without waiting."""
+        """Return the counts since the last call; empty if they are not available without waiting."""
         if self._ready is None or not self._lock.acquire(blocking=False):
             return Samples()
         try:
