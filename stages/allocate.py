@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.pipeline.batch import LeasedBatch, MissingBatch
+from lmcache_async.pipeline.report import Drops
 
 
 class AllocateStage:
@@ -33,7 +32,8 @@ class AllocateStage:
         count = len(buffers)
         drops = batch.drops
         if count < len(sizes):
-            drops = drops + Counter(no_room=len(sizes) - count)
+            drops = Drops(drops)
+            drops.add(batch.chunks[count:], "no_room")
         return LeasedBatch(
             request=batch.request,
             chunks=batch.chunks[:count],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from lmcache_async.memory.arena import Arena
 from lmcache_async.pipeline.batch import HashedBatch, MissingBatch
+from lmcache_async.pipeline.report import Drops
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -28,16 +27,16 @@ class LookupStage:
         self._num_slabs = arena.num_slabs
 
     async def __call__(self, batch: HashedBatch) -> MissingBatch:
-        chunks, drops = batch.chunks, Counter(batch.drops)
+        chunks, drops = batch.chunks, Drops(batch.drops)
         if all(stacked.writer is None for stacked in self._stack.tiers) and len(chunks) > self._num_slabs:
-            drops["larger_than_memory"] += len(chunks) - self._num_slabs
+            drops.add(chunks[self._num_slabs :], "larger_than_memory")
             chunks = chunks[: self._num_slabs]
         keys = [chunk.key for chunk in chunks]
         missing = await self._stack.missing(keys, memory_chunks=self._num_slabs)
         present = len(chunks) - len(missing)
         if missing and np.concatenate([batch.rows[i] for i in missing]).min(initial=0) < 0:
             masked = [i for i in missing if (batch.rows[i] < 0).any()]
-            drops["masked"] += len(masked)
+            drops.add([chunks[i] for i in masked], "masked")
             missing = [i for i in missing if i not in set(masked)]
         rows = batch.rows[: len(chunks)]
         if len(missing) < len(chunks):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
-from lmcache_async.pipeline.report import BatchStored, WriteOutcomes
+from lmcache_async.pipeline.report import BatchStored, Drops, WriteOutcomes
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -29,6 +27,6 @@ class WriteStage:
             outcomes=outcomes,
             shared=tuple(shared),
             present=batch.present,
-            dropped=Counter(batch.drops),
+            dropped=Drops(batch.drops),
             bytes=sum([buffer.nbytes for buffer in batch.buffers]),
         )

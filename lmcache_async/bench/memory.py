@@ -1,7 +1,7 @@
 """Store and retrieve in host memory, compared with memcpy; and the paged cache of benchmarks.
 
-The first limit copies the same rows between the paged cache, in its order of blocks, and records of a second
-arena like the engine's. The second limit copies the same number of bytes in larger pieces: all rows of a
+The first limit copies the same rows between the paged cache, in its order of blocks, and records in memory
+like the engine's. The second limit copies the same number of bytes in larger pieces: all rows of a
 layer of each record at once.
 """
 
@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import UNIT, Case, rate
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.record import RecordFormat
+from lmcache_async.memory.region import Region
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator
 
     from lmcache_async.bench.measure import Frame, Probe, Row
 
@@ -35,29 +35,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pairs: TypeAlias = "list[tuple[Bytes, Bytes]]"
 
 SUMMARY = "store and retrieve in host memory, beside memcpy"
-UNIT = "GB/s"
 PAGE = 4096
 _PREPARE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A cache like that of Llama 8B in bfloat16.
-
-    Attributes:
-        threads: Numbers of copying threads, measured one after the other.
-    """
-
-    tokens: int = 8192
-    layers: int = 32
-    heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-    chunk_size: int = 256
-    threads: tuple[int, ...] = (1, 2)
-
-
-QUICK = Settings(tokens=512, layers=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +49,24 @@ class CacheForm:
     head_dim: int = 1
     block_size: int = 16
     chunk_size: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(CacheForm):
+    """A cache like that of Llama 8B in bfloat16.
+
+    Attributes:
+        threads: Numbers of copying threads, measured one after the other.
+    """
+
+    tokens: int = 8192
+    layers: int = 32
+    heads: int = 8
+    head_dim: int = 128
+    threads: tuple[int, ...] = (1, 2)
+
+
+QUICK = Settings(tokens=512, layers=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,29 +173,24 @@ class PromptCache:
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
-    form = CacheForm(
-        settings.tokens,
-        settings.layers,
-        settings.heads,
-        settings.head_dim,
-        settings.block_size,
-        settings.chunk_size,
+    cache = PromptCache.of(settings)
+    region = Region(
+        cache.arena_bytes,
+        grain_bytes=cache.slab_bytes,
+        pin=False,
+        pin_device=None,
+        huge_pages=True,
+        prefault=True,
     )
-    cache = PromptCache.of(form)
-    arena = Arena(cache.arena_bytes, cache.record_bytes)
-    arena.wait_prepared(_PREPARE_S)
-    with contextlib.closing(arena), _records(cache, arena) as records:
-        rows, layers = _row_pairs(cache, records), _layer_pairs(cache, records)
-        try:
-            for threads in settings.threads:
-                async with cache.open(copy_threads=threads) as engine:
-                    with ThreadPoolExecutor(threads) as pool:
-                        copies = Copies(pool, threads, cache.nbytes)
-                        for row in await frame.compare(_cases(cache, engine, copies, rows, layers)):
-                            yield row
-        finally:
-            rows.clear()
-            layers.clear()
+    region.wait_prepared(_PREPARE_S)
+    with contextlib.closing(region):
+        rows, layers = _pairs(cache, region)
+        for threads in settings.threads:
+            async with cache.open(copy_threads=threads) as engine:
+                with ThreadPoolExecutor(threads) as pool:
+                    copies = Copies(pool, threads, cache.nbytes)
+                    for row in await frame.compare(_cases(cache, engine, copies, rows, layers)):
+                        yield row
 
 
 def _cases(cache: PromptCache, engine: CacheEngine, copies: Copies, rows: Pairs, layers: Pairs) -> list[Case]:
@@ -214,13 +206,13 @@ def _cases(cache: PromptCache, engine: CacheEngine, copies: Copies, rows: Pairs,
         await engine.clear()
         start = time.perf_counter()
         await cache.store(engine)
-        return cache.nbytes / (time.perf_counter() - start) / 1e9
+        return rate(cache.nbytes, start)
 
     async def retrieve() -> float:
         await cache.ensure_stored(engine)
         start = time.perf_counter()
         await cache.retrieve(engine)
-        return cache.nbytes / (time.perf_counter() - start) / 1e9
+        return rate(cache.nbytes, start)
 
     def memcpy(*, back: bool) -> dict[str, Probe]:
         return {
@@ -248,65 +240,41 @@ class Copies:
         share = -(-len(pairs) // self.threads)
         shares = [pairs[start : start + share] for start in range(0, len(pairs), share)]
 
+        def copy(pairs: Pairs) -> None:
+            for device, host in pairs:
+                np.copyto(*((device, host) if back else (host, device)))
+
         async def probe() -> float:
             start = time.perf_counter()
-            list(self._pool.map(_copy_back if back else _copy_out, shares))
-            return self._nbytes / (time.perf_counter() - start) / 1e9
+            list(self._pool.map(copy, shares))
+            return rate(self._nbytes, start)
 
         return probe
 
 
-def _copy_out(pairs: Pairs) -> None:
-    for device, host in pairs:
-        np.copyto(host, device)
+def _pairs(cache: PromptCache, region: Region) -> tuple[Pairs, Pairs]:
+    """Pair each row of the cache with its place in a record, in the order chunk, layer, block.
 
-
-def _copy_back(pairs: Pairs) -> None:
-    for device, host in pairs:
-        np.copyto(device, host)
-
-
-@contextlib.contextmanager
-def _records(cache: PromptCache, arena: Arena) -> Iterator[list[Bytes]]:
-    """Lease the payloads of as many records as the prompt has."""
-    buffers = [arena.lease_nowait(cache.record_bytes) for _ in range(cache.num_chunks)]
-    payloads = [buffer.array[cache.record_format.header_bytes :] for buffer in buffers if buffer is not None]
-    try:
-        yield payloads
-    finally:
-        payloads.clear()
-        for buffer in buffers:
-            if buffer is not None:
-                buffer.release()
-
-
-def _row_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
-    """Pair each row of the cache with its place in a record, in the order chunk, layer, block."""
-    per_chunk = cache.form.chunk_size // cache.form.block_size
-    memories = _memories(cache)
-    size = cache.layout.planes[0].row_bytes
-    pairs = []
-    for chunk, record in enumerate(records):
-        blocks = cache.blocks[chunk * per_chunk : (chunk + 1) * per_chunk].tolist()
-        for layer, memory in enumerate(memories):
-            for index, block in enumerate(blocks):
-                at = (layer * per_chunk + index) * size
-                pairs.append((memory[block * size : (block + 1) * size], record[at : at + size]))
-    return pairs
-
-
-def _layer_pairs(cache: PromptCache, records: Sequence[Bytes]) -> Pairs:
-    """Pair the same number of bytes in the largest pieces: one per layer of a record."""
-    memories = _memories(cache)
-    pairs = []
-    for chunk, record in enumerate(records):
-        size = len(record) // len(memories)
-        for layer, memory in enumerate(memories):
-            pairs.append(
-                (memory[chunk * size : (chunk + 1) * size], record[layer * size : (layer + 1) * size])
-            )
-    return pairs
-
-
-def _memories(cache: PromptCache) -> list[Bytes]:
-    return [tensor.view(torch.uint8).numpy().reshape(-1) for tensor in cache.tensors]
+    Returns:
+        These pairs, and pairs with the same number of bytes in the largest pieces: one per layer of a record.
+    """
+    count, size = cache.num_chunks, cache.form.chunk_size // cache.form.block_size
+    slabs = np.frombuffer(region.view, np.uint8).reshape(count, cache.slab_bytes)
+    payloads = slabs[:, cache.record_format.header_bytes : cache.record_bytes]
+    records = [payload.reshape(cache.form.layers, size, -1) for payload in payloads]
+    memories = [
+        tensor.view(torch.uint8).numpy().reshape(count, size, -1) for tensor in cache.tensors
+    ]  # [chunk][block][byte], with the blocks in their order in memory
+    places = [divmod(block, size) for block in cache.blocks.tolist()]
+    rows = [
+        (memory[places[chunk * size + index]], record[layer, index])
+        for chunk, record in enumerate(records)
+        for layer, memory in enumerate(memories)
+        for index in range(size)
+    ]
+    layers = [
+        (memory[chunk], record[layer])
+        for chunk, record in enumerate(records)
+        for layer, memory in enumerate(memories)
+    ]
+    return rows, layers

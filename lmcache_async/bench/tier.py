@@ -20,31 +20,30 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from lmcache_async.bench.disk import RawFiles
-from lmcache_async.bench.measure import Case
-from lmcache_async.config import TierSpec, load_config, validate_options
+from lmcache_async.bench.measure import MIB, UNIT, Case, rate
+from lmcache_async.config import TierSpec, load_config
 from lmcache_async.config.validation import Origin
+from lmcache_async.engine.check import make_tier
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.record import RecordFormat, seal, verify
-from lmcache_async.registry import TIERS, Registry
-from lmcache_async.tiers.base import Tier
+from lmcache_async.registry import Registry
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
+    from lmcache_async.tiers.base import Tier
 
 SUMMARY = "put and get through one tier, beside memcpy and raw I/O"
-UNIT = "GB/s"
-MIB = 1 << 20
 TIMEOUT_S = 120.0
 NAME_PREFIX = "lmcache-async-bench:"
 FORMAT = RecordFormat(namespace="bench", layout="bytes", dtype="uint8", chunk_size=16)
@@ -84,13 +83,12 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
                 contextlib.AsyncExitStack() as stack,
             ):
                 stack.push_async_callback(remove_all, records, tier)
-                puts: dict[str, Probe] = {"memcpy, 1 thread": records.copy_probe(1)}
-                gets = dict(puts)
-                raw = await stack.enter_async_context(_raw_limit(spec, records, settings.connections, frame))
-                if raw is not None:
-                    puts[raw[0]], gets[raw[0]] = raw[1:]
+                memcpy = {"memcpy, 1 thread": records.copy_probe(1)}
+                puts, gets = stack.enter_context(_raw_limit(spec, records, settings.connections, frame))
                 parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
-                for row in await frame.compare(cases(records, tier, puts, gets, parameters)):
+                for row in await frame.compare(
+                    cases(records, tier, memcpy | puts, memcpy | gets, parameters)
+                ):
                     yield row
                 if not tier.capabilities.removes:
                     frame.leave_out("removal of the records", f"the tier {spec.name} cannot remove")
@@ -117,18 +115,14 @@ def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
                 return tier, loaded.plugins.third_party
         ids = ", ".join(tier.id for tier in loaded.tiers)
         raise ConfigError(f"{config} has no tier {name!r}; its tiers are {ids}")
-    fields: Any = {"name": name}
-    if name.lstrip().startswith("{"):
-        try:
-            fields = json.loads(name)
-        except ValueError as error:
-            raise ConfigError(f"TIER: expected a tier as JSON, {error}") from None
-    elif "://" in name:
-        fields = {"name": name.partition("://")[0], "url": name}
     try:
+        if name.lstrip().startswith("{"):
+            fields = json.loads(name)
+        else:
+            fields = {"name": name.partition("://")[0]} | ({"url": name} if "://" in name else {})
         return TierSpec.model_validate(fields).placed(Origin("TIER")), True
     except ValueError as error:
-        raise ConfigError(f"TIER: {error}") from None
+        raise ConfigError(f"TIER: expected a tier as JSON, a URL or a name: {error}") from None
 
 
 @contextlib.asynccontextmanager
@@ -138,8 +132,7 @@ async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -
     Raises:
         ConfigError: The tier or an option is wrong, or the tier is memory of the process.
     """
-    tier_class = Registry().load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
-    tier = tier_class(validate_options(tier_class.config_type, spec.options, spec.origin))
+    tier = make_tier(spec, Registry(), third_party=third_party)
     if tier.capabilities.in_arena:
         raise ConfigError(
             f"the tier {spec.name} is the arena of the engine: measure it with lmcache-async bench memory"
@@ -204,7 +197,7 @@ class Records:
 
     def rate(self, start: float) -> float:
         """GB/s since `start`, of all records."""
-        return self.count * self.record_bytes / (time.perf_counter() - start) / 1e9
+        return rate(self.count * self.record_bytes, start)
 
     async def lease(self) -> list[Buffer]:
         """Buffers to read all records into."""
@@ -361,41 +354,33 @@ async def remove_all(records: Records, tier: Tier) -> None:
         await tier.remove(key)
 
 
-@contextlib.asynccontextmanager
-async def _raw_limit(
+@contextlib.contextmanager
+def _raw_limit(
     spec: TierSpec, records: Records, connections: int, frame: Frame
-) -> AsyncIterator[tuple[str, Probe, Probe] | None]:
-    """The raw limit of the tier's medium: its name, put and get."""
+) -> Iterator[tuple[dict[str, Probe], dict[str, Probe]]]:
+    """Open the raw limit of the tier's medium; yield its put and its get by name, nothing if there is none."""
     url, path = spec.options.get("url"), spec.options.get("path")
-    if isinstance(path, str):
+    name = ""
+    raw: RawFiles | RespSockets | None = None
+    with contextlib.ExitStack() as stack:
         try:
-            directory = _directory_beside(path)
-        except OSError as error:
-            frame.leave_out("raw files", str(error))
-            yield None
-            return
-        nbytes = -(-records.record_bytes // 4096) * 4096
-        with directory as name, RawFiles.open(Path(name), nbytes, records.count, connections) as raw:
-            yield "raw files", raw.write, raw.read
-    elif isinstance(url, str) and urlsplit(url).scheme in RespSockets.SCHEMES and "@" not in url:
-        sockets = RespSockets(url, records, connections)
-        try:
-            sockets.clear()
+            if isinstance(path, str):
+                name = "raw files"
+                parent = Path(path).expanduser().absolute().parent
+                directory = tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
+                nbytes = -(-records.record_bytes // 4096) * 4096
+                raw = stack.enter_context(
+                    RawFiles.open(Path(stack.enter_context(directory)), nbytes, records.count, connections)
+                )
+            elif isinstance(url, str) and urlsplit(url).scheme in RespSockets.SCHEMES and "@" not in url:
+                name = "bare sockets"
+                raw = sockets = RespSockets(url, records, connections)
+                sockets.clear()
+                stack.callback(sockets.clear)
         except (OSError, RuntimeError) as error:
-            frame.leave_out("bare sockets", str(error))
-            yield None
-            return
-        try:
-            yield "bare sockets", sockets.put, sockets.get
-        finally:
-            sockets.clear()
-    else:
-        yield None
-
-
-def _directory_beside(path: str) -> tempfile.TemporaryDirectory[str]:
-    parent = Path(path).expanduser().absolute().parent
-    return tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
+            frame.leave_out(name, str(error))
+            raw = None
+        yield ({}, {}) if raw is None else ({name: raw.put}, {name: raw.get})
 
 
 class RespSockets:

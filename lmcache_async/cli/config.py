@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
-from pydantic.errors import PydanticInvalidForJsonSchema
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import core_schema
 
-from lmcache_async.cli.options import KINDS, helps_of, options_type, shown
+from lmcache_async.cli.options import KINDS, options_type, schema_of, shown
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
 from lmcache_async.config import (
     EngineConfig,
@@ -27,23 +26,20 @@ from lmcache_async.config import (
 )
 from lmcache_async.config.model import PluginSpec
 from lmcache_async.config.secrets import SECRET_PATHS
-from lmcache_async.config.sources import read_file
 from lmcache_async.config.validation import (
     KeyPath,
-    Origin,
     is_secret,
     placed_lines,
     spell_path,
     without_secrets,
     without_user,
 )
-from lmcache_async.daemon.config import DaemonConfig, load_daemon_config, survey_daemon_config
-from lmcache_async.engine.check import all_problems
+from lmcache_async.daemon.config import DaemonConfig, survey_daemon_config
+from lmcache_async.engine.check import all_problems, make_tier
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
-from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.errors import ConfigError, LMCacheAsyncError
 from lmcache_async.metrics.endpoint import check_endpoint
-from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
-from lmcache_async.tiers.base import Tier
+from lmcache_async.registry import LAYERS, STAGES, Registry
 from lmcache_async.tiers.middleware.base import Layer
 
 DEFAULT = "default"
@@ -195,16 +191,10 @@ def daemon_values(file: Path | None, given: Mapping[str, Any]) -> list[Value]:
     Raises:
         ConfigError: The configuration is invalid.
     """
-    config = load_daemon_config(file, given)
-    content, origin = read_file(file, []) if file is not None else ({}, Origin(""))
-    values: list[Value] = []
-    for path, value in flatten(config):
-        if given.get(str(path[0])) is not None:
-            source: str | None = f"--{str(path[0]).replace('_', '-')}"
-        else:
-            source = origin.at(path) if _has_key(content, path) else None
-        values.append(format_value(path, value, source))
-    return values
+    config, problems, origin = survey_daemon_config(file, given)
+    if config is None or problems:
+        raise ConfigError("\n".join(problems))
+    return [format_value(path, value, origin.places.get(path)) for path, value in flatten(config)]
 
 
 def flatten(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -229,62 +219,50 @@ def format_value(path: KeyPath, value: Any, source: str | None) -> Value:
 
 
 def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: Registry) -> Iterator[Value]:
-    """The keys of a tier, its options, and its layers."""
+    """Yield the keys of a tier, its options, and its layers."""
     third_party = loaded.config.plugins.third_party
-    source: str | None = tier.origin.place(())
-    for name, value in (
-        ("name", tier.name),
-        ("id", tier.id),
-        ("timeout_s", tier.timeout_s),
-        ("open_timeout_s", tier.open_timeout_s),
-    ):
+    for name in ("name", "id", "timeout_s", "open_timeout_s"):
         given = name == "name" or (name in tier.model_fields_set and (name != "id" or tier.id != tier.name))
-        yield format_value((*path, name), value, loaded.source_of((*path, name)) if given else None)
-    in_arena = False
-    try:
-        tier_class = registry.load_class(TIERS, tier.name, Tier, where=tier.where, third_party=third_party)
-        options = validate_options(tier_class.config_type, tier.options, tier.origin)
-        in_arena = tier_class(options).capabilities.in_arena
-        pairs = list(flatten(options, path))
-    except Exception:  # noqa: BLE001 - `config check` reports errors; this shows the options as they are given
-        pairs = [((*path, key), value) for key, value in tier.options.items()]
-    for key, value in pairs:
-        given = key[len(path)] in tier.options
-        yield format_value(key, value, tier.origin.place(key[len(path) :]) if given else None)
-    layers = tier.layers
-    if layers is None:
-        layers, source = (USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS), None
-    for index, layer in enumerate(layers):
+        yield format_value(
+            (*path, name), getattr(tier, name), loaded.source_of((*path, name)) if given else None
+        )
+    options, layers = None, tier.layers
+    usual = USUAL_LAYERS
+    with contextlib.suppress(
+        Exception
+    ):  # `config check` reports errors; this shows the options as they are given
+        made = make_tier(tier, registry, third_party=third_party)
+        usual = USUAL_ARENA_LAYERS if made.capabilities.in_arena else USUAL_LAYERS
+        options = made.config
+    yield from _option_values(tier, options, path, tier.origin.place)
+    for index, layer in enumerate(usual if layers is None else layers):
         at = (*path, "layers", index)
-        where = source and loaded.source_of(at)
-        yield from _layer_values(layer, at, where, registry, third_party=third_party)
+        source = None if layers is None else tier.origin.place(()) and loaded.source_of(at)
+        yield format_value((*at, "name"), layer.name, source)
+        options = None
+        with contextlib.suppress(Exception):  # as above
+            layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)
+            options = validate_options(layer_class.options_type, layer.options, "")
+        yield from _option_values(layer, options, at, partial(_source, source))
 
 
-def _layer_values(
-    layer: LayerSpec, path: KeyPath, source: str | None, registry: Registry, *, third_party: bool
+def _source(source: str | None, key: KeyPath) -> str | None:
+    del key
+    return source
+
+
+def _option_values(
+    spec: PluginSpec, options: BaseModel | None, path: KeyPath, source_of: Callable[[KeyPath], str | None]
 ) -> Iterator[Value]:
-    yield format_value((*path, "name"), layer.name, source)
-    try:
-        layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)
-        pairs = list(flatten(validate_options(layer_class.options_type, layer.options, ""), path))
-    except Exception:  # noqa: BLE001 - as above
-        pairs = [((*path, key), value) for key, value in layer.options.items()]
-    for key, value in pairs:
-        yield format_value(key, value, source if key[len(path)] in layer.options else None)
-
-
-def _has_key(content: Mapping[str, Any], path: KeyPath) -> bool:
-    inner: Any = content
-    for part in path:
-        if not isinstance(inner, Mapping) or part not in inner:
-            return False
-        inner = inner[part]
-    return True
+    """Yield the options of a plug-in; as they are given if they are not valid."""
+    given = (((key,), value) for key, value in spec.options.items())
+    for key, value in given if options is None else flatten(options):
+        yield format_value((*path, *key), value, source_of(key) if key[0] in spec.options else None)
 
 
 def engine_schema(registry: Registry) -> dict[str, Any]:
     """Return the schema of an engine's file. It accepts the usual spellings only."""
-    schema = _schema_of(EngineConfig)
+    schema = schema_of(EngineConfig)
     definitions: dict[str, Any] = schema.setdefault("$defs", {})
     for name in ("TierSpec", "LayerSpec"):
         definitions.pop(name, None)
@@ -303,7 +281,7 @@ def engine_schema(registry: Registry) -> dict[str, Any]:
 
 def daemon_schema() -> dict[str, Any]:
     """Return the schema of the file of `lmcache-async serve`. `max_bytes` may also be a command-line option."""
-    schema = _schema_of(DaemonConfig)
+    schema = schema_of(DaemonConfig)
     schema.pop("required", None)
     return {"$schema": DIALECT, "title": "lmcache-async serve", **schema}
 
@@ -353,8 +331,11 @@ def _plugin(
     kind: str, name: str, spec: type[PluginSpec], registry: Registry, definitions: dict[str, Any]
 ) -> dict[str, Any]:
     """The mapping of one plug-in, with its options beside `name` or under `options`."""
-    own = _options_schema(kind, name, registry, definitions)
-    beside = _schema_of(spec)["properties"]
+    own = None
+    with contextlib.suppress(Exception, SystemExit):  # a third-party module may raise anything
+        model = options_type(kind, registry.load(KINDS[kind], name))
+        own = None if model is None else schema_of(model)
+    beside = schema_of(spec)["properties"]
     beside["name"] = {"const": name}
     if kind == "tier":
         beside["layers"] = {
@@ -363,6 +344,7 @@ def _plugin(
         }
     if own is None:  # it cannot be imported here
         return {"type": "object", "properties": beside}
+    definitions.update(own.pop("$defs", {}))
     required = own.pop("required", [])
     beside["options"] = {**own, "description": f"Options of the {kind}."}
     schema: dict[str, Any] = {
@@ -373,41 +355,3 @@ def _plugin(
     if required:
         schema |= {"if": {"not": {"required": ["options"]}}, "then": {"required": required}}
     return schema
-
-
-def _options_schema(
-    kind: str, name: str, registry: Registry, definitions: dict[str, Any]
-) -> dict[str, Any] | None:
-    try:
-        model = options_type(kind, registry.load(KINDS[kind], name))
-        schema = _schema_of(model) if model is not None else None
-    except (Exception, SystemExit):  # noqa: BLE001 - a third-party module may raise anything
-        return None
-    if schema is not None:
-        definitions.update(schema.pop("$defs", {}))
-    return schema
-
-
-def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    try:
-        return model.model_json_schema(schema_generator=_DescribedSchema)
-    except PydanticInvalidForJsonSchema:
-        return {"type": "object", "properties": {name: {} for name in model.model_fields}}
-
-
-class _DescribedSchema(GenerateJsonSchema):
-    """A schema without titles, in which every field has its description."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        del schema
-        return False
-
-    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        result = super().model_schema(schema)
-        result.pop("title", None)
-        if "description" in result:
-            result["description"] = result["description"].partition("\n")[0]
-        for name, text in helps_of(schema["cls"]).items():
-            if name in result.get("properties", {}):
-                result["properties"][name]["description"] = text
-        return result

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import JSONFlag, human, number, say
+from lmcache_async.cli.output import JSONFlag, human, number
 from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.copy import CopyOptions, CopyReport, copy, plan_copy
-from lmcache_async.maintenance.stores import open_store
+from lmcache_async.maintenance.copy import CopyReport, copy
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec, open_store
+from lmcache_async.tiers.offline import OfflineStore
 
 
 def copy_command(
@@ -28,13 +31,11 @@ def copy_command(
     config: shared.Config = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
-    max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Maximum bytes to copy.")
-    ] = None,
-    limit_rate: shared.RateOption = None,
+    max_bytes: shared.MaxCopied = None,
+    limit_rate: shared.Rate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be copied.")] = False,
     in_flight: shared.Concurrency = 4,
-    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
     as_json: JSONFlag = False,
 ) -> None:
     """Copy records from one directory or tier to another, each verified on the way.
@@ -42,33 +43,43 @@ def copy_command(
     Records that DST has are skipped. The most recently used records are copied first. After an interruption the
     same command copies the rest. Exits with 1 if a record was refused, because it is damaged or DST has no room.
     """
-    options = CopyOptions(
-        selection=shared.selection_of(namespace),
-        max_bytes=shared.size_of(max_bytes, "--max-bytes"),
-        max_bytes_per_s=shared.size_of(limit_rate, "--limit-rate"),
-    )
+    selection = shared.selection_of(namespace)
     from_spec, to_spec = (
-        shared.place_spec(text, config, rank, in_flight, max_record_bytes) for text in (source, destination)
+        StoreSpec(*_place(text, config), rank, in_flight, max_record_bytes) for text in (source, destination)
     )
 
     async def work(meter: Meter) -> CopyReport:
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(open_store(from_spec, change=False))
-            if dry_run and to_spec.path is not None and not to_spec.path.exists():
-                return await plan_copy(opened, None, options, meter, name=str(to_spec.path))
-            into = await stack.enter_async_context(open_store(to_spec, change=not dry_run))
-            if dry_run:
-                return await plan_copy(opened, into, options, meter)
-            return await copy(opened, into, options, meter)
+            into: OfflineStore | str = str(to_spec.path)
+            if not dry_run or to_spec.path is None or to_spec.path.exists():
+                into = await stack.enter_async_context(open_store(to_spec, change=not dry_run))
+            return await copy(
+                opened,
+                into,
+                meter,
+                selection=selection,
+                max_bytes=max_bytes,
+                max_bytes_per_s=limit_rate,
+                dry_run=dry_run,
+            )
 
-    done = shared.run(work)
-    shared.finish(done, _print, as_json=as_json, passed=not done.counts.refused)
+    shared.run(work, _lines, as_json=as_json, passed=lambda done: not done.refused)
 
 
-def _print(done: CopyReport) -> None:
+def _place(text: str, config: Path | None) -> tuple[Path | None, Path | None, str | None]:
+    """Return directory, config and tier of an argument.
+
+    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
+    """
+    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
+    return (None, config, text) if is_tier else (Path(text), config, None)
+
+
+def _lines(done: CopyReport) -> Iterator[str]:
     verb = "to copy" if done.dry_run else "copied"
-    say(
+    yield (
         f"{done.source} to {done.destination}: {verb}: {number(done.records, 'record')},"
-        f" {human(done.counts.bytes)}; already there: {done.there}"
+        f" {human(done.bytes)}; already there: {done.there}"
     )
-    shared.say_not_copied(done.counts)
+    yield from shared.not_copied(done)

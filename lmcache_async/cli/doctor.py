@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from lmcache_async.cli.checks import machine, versions
 from lmcache_async.cli.checks.probe import probe_tier, probe_timeout_s
-from lmcache_async.cli.output import PROBLEM, JSONFlag, plain_lines, print_json, refuse
-from lmcache_async.config import EngineConfig, TierSpec, load_config, parse_size, survey_config
+from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
+from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
 from lmcache_async.engine.check import all_problems, make_tier, persistent_tiers
 from lmcache_async.registry import Registry
-from lmcache_async.tiers.base import Medium, Tier
+from lmcache_async.tiers.base import Medium
 from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
-
-T = TypeVar("T")
 
 LOCAL_S = 30.0  # for checks of this machine only
 TIER_S = 90.0
@@ -64,7 +61,9 @@ def doctor_command(
         checks += found
         if not as_json:
             for check in found:
-                _print(check)
+                say(f"{check.outcome:<4}  {check.name}: {check.found}")
+                if check.todo:
+                    say(f"      {check.todo}")
     failed = any(check.outcome is Outcome.FAIL for check in checks)
     if as_json:
         print_json({"checks": [asdict(check) for check in checks], "ok": not failed})
@@ -89,7 +88,7 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     config = read[0] if read else load_config(env={})
     yield "cores", LOCAL_S, lambda: [machine.check_cores(config)]
     yield "memory", LOCAL_S, lambda: [machine.check_memory(config)]
-    yield "pinned memory", LOCAL_S, lambda: [_check_pinning(config)]
+    yield "pinned memory", LOCAL_S, lambda: [machine.check_pinning(config)]
     yield "huge pages", LOCAL_S, lambda: [machine.check_huge_pages(config)]
     yield "shared memory", LOCAL_S, lambda: [machine.check_shared_memory()]
     yield "open files", LOCAL_S, lambda: [machine.check_open_files()]
@@ -99,48 +98,29 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
             tier = make_tier(spec, registry, third_party=config.plugins.third_party)
         except Exception:  # noqa: BLE001, S112 - reported by the check of the configuration
             continue
-        yield f"tier ({spec.id})", TIER_S, partial(_diagnose, spec, tier, sample_bytes)
+        diagnose = partial(tier.diagnose, sample_bytes=sample_bytes)
+        yield f"tier ({spec.id})", TIER_S, partial(_named, spec.id, diagnose)
         if not (tier.capabilities.in_arena or tier.capabilities.medium is Medium.DISK):
-            yield f"tier ({spec.id})", probe_timeout_s(spec), partial(_probe, spec, tier)
+            yield (
+                f"tier ({spec.id})",
+                probe_timeout_s(spec),
+                partial(_named, spec.id, partial(probe_tier, spec, tier)),
+            )
 
 
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
-    """Run a group of checks; return its results and whether it exceeded its deadline. Exceptions are results."""
-    try:
-        return within(seconds, lambda: list(work())), False
-    except HungError as error:
-        return [fail(name, str(error), "check whether the disk or server behind it responds")], True
-    except Exception as error:  # noqa: BLE001 - the other checks are still run
-        text = f"{type(error).__name__}: {error!s:.300}"
-        return [fail(name, f"the check itself failed: {text}", "report this line as a bug")], False
+    """Run a group of checks in a thread; return its results and whether it exceeded its deadline.
 
-
-class HungError(Exception):
-    """A check exceeded its deadline; its thread still runs."""
-
-
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread, which is abandoned at the deadline.
-
-    Raises:
-        HungError: It has not ended by then.
+    Exceptions are results. A thread that exceeds the deadline is abandoned.
     """
-    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((work(), None))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            results.put((None, error))
-
-    threading.Thread(target=run, name="lmcache-async-check", daemon=True).start()
-    try:
-        value, error = results.get(timeout=seconds)
-    except queue.Empty:
-        raise HungError(f"it did not end in {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # the result of work, as there is no error
+    future = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-check").submit(lambda: list(work()))
+    if not wait([future], timeout=seconds).done:
+        found = f"it did not end in {seconds:g} s"
+        return [fail(name, found, "check whether the disk or server behind it responds")], True
+    if (error := future.exception()) is None:
+        return future.result(), False
+    text = f"{type(error).__name__}: {error!s:.300}"
+    return [fail(name, f"the check itself failed: {text}", "report this line as a bug")], False
 
 
 def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig]) -> list[Check]:
@@ -150,14 +130,8 @@ def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig
     if not loaded.problems:
         read.append(loaded.config)
     wrong = [fail("config", line, todo) for line in all_problems(loaded, registry)]
-    source = file or next((origin.name for origin in loaded.origins.values()), "all defaults")
+    source = file or next(iter(loaded.origin.places.values()), "all defaults").partition(", line ")[0]
     return wrong or [ok("config", f"valid ({source})")]
-
-
-def _check_pinning(config: EngineConfig) -> Check:
-    import torch
-
-    return machine.check_pinning(config, has_cuda=torch.cuda.is_available())
 
 
 def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
@@ -172,21 +146,7 @@ def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
             yield warn("restart", found, "raise shutdown_timeout_s, or lower store.max_pending_write_s")
 
 
-def _diagnose(spec: TierSpec, tier: Tier, sample_bytes: int | None) -> Iterator[Check]:
-    return _named(spec.id, tier.diagnose(sample_bytes=sample_bytes))
-
-
-def _probe(spec: TierSpec, tier: Tier) -> Iterator[Check]:
-    return _named(spec.id, probe_tier(spec, tier))
-
-
-def _named(tier: str, checks: Iterable[Check]) -> Iterator[Check]:
+def _named(tier: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
     """Add the id of the tier to the names."""
-    for check in checks:
+    for check in checks():
         yield replace(check, name=f"{check.name} ({tier})")
-
-
-def _print(check: Check) -> None:
-    typer.echo(plain_lines(f"{check.outcome:<4}  {check.name}: {check.found}"))
-    if check.todo:
-        typer.echo(f"      {check.todo}")

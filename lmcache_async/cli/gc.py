@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import JSONFlag, human, number, say
-from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.gc import Collection, GcOptions, collect, plan
-from lmcache_async.maintenance.stores import open_store
+from lmcache_async.cli.output import JSONFlag, human, number
+from lmcache_async.maintenance.gc import Collection, collect
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
 
 WHY = {
     "unreadable": "header not readable",
@@ -31,16 +32,16 @@ def gc_command(
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     older_than: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--older-than", metavar="TIME", help="Delete records unused for this time, such as 12h or 7d."
+            metavar="TIME",
+            parser=shared.parse_duration,
+            help="Delete records unused for this time, such as 12h or 7d.",
         ),
     ] = None,
     max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-bytes", metavar="SIZE", help="Delete least recently used records until this size remains."
-        ),
+        int | None,
+        shared.size_option("--max-bytes", "Delete least recently used records until this size remains."),
     ] = None,
     unreadable: Annotated[
         bool, typer.Option(help="Delete records of other versions, and files that are not records.")
@@ -48,7 +49,7 @@ def gc_command(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Delete quarantined files.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
     in_flight: shared.Concurrency = 8,
-    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
     as_json: JSONFlag = False,
 ) -> None:
     """Delete records by namespace, age or size, and unreadable ones.
@@ -56,41 +57,35 @@ def gc_command(
     Conditions are combined: --namespace with --older-than deletes the old records of that namespace. Suffixes of
     prompts are deleted before their prefixes.
     """
-    age_s = shared.seconds_of(older_than, "--older-than")
-    options = GcOptions(
+    spec = StoreSpec(target, config, tier, rank, in_flight, max_record_bytes)
+    call = partial(
+        collect,
         selection=shared.selection_of(namespace),
-        used_before=None if age_s is None else time.time_ns() - int(age_s * 1e9),
-        max_bytes=shared.size_of(max_bytes, "--max-bytes"),
+        used_before=None if older_than is None else time.time_ns() - int(older_than * 1e9),
+        max_bytes=max_bytes,
         unreadable=unreadable,
         quarantine=quarantine,
+        dry_run=dry_run,
     )
-    spec = shared.spec_of(target, config, tier, rank, in_flight, max_record_bytes)
-
-    async def work(meter: Meter) -> Collection:
-        async with open_store(spec, change=not dry_run) as opened:
-            collection = await plan(opened, options, meter)
-            collection.dry_run = dry_run
-            if not dry_run:
-                await collect(opened, collection, meter)
-            return collection
-
-    found = shared.run(work)
-    shared.finish(found, _print, as_json=as_json, passed=not found.errors)
+    shared.run(
+        shared.on_store(spec, call, change=not dry_run),
+        _lines,
+        as_json=as_json,
+        passed=lambda found: not found.errors,
+    )
 
 
-def _print(found: Collection) -> None:
-    summary = found.as_dict()
+def _lines(found: Collection) -> Iterator[str]:
     verb = "would remove" if found.dry_run else "removed"
-    for noun, parts in (("record", summary["records"]), ("file", summary["files"])):
+    for noun, parts in (("record", found.records), ("file", found.files)):
         for why, sums in parts.items():
             if sums["count"]:
-                what = f"{number(sums['count'], noun)}, {human(sums['bytes'])}"
-                say(f"{verb} {what}: {WHY[why]}")
+                yield f"{verb} {number(sums['count'], noun)}, {human(sums['bytes'])}: {WHY[why]}"
     if found.dry_run:
-        say(f"{found.store}: {human(found.bytes)} would be freed")
+        yield f"{found.target}: {human(found.to_free_bytes)} would be freed"
     else:
         removed = number(found.freed_records, "record")
-        say(f"{found.store}: {removed} removed, {human(found.freed_bytes)} freed")
-    say(f"kept: {number(found.kept_records, 'record')}, {human(found.kept_bytes)}")
+        yield f"{found.target}: {removed} removed, {human(found.freed_bytes)} freed"
+    yield f"kept: {number(found.kept_records, 'record')}, {human(found.kept_bytes)}"
     if found.errors:
-        say(f"kept because not readable: {number(found.errors, 'record')}")
+        yield f"kept because not readable: {number(found.errors, 'record')}"

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, SecretStr
 from pydantic.errors import PydanticInvalidForJsonSchema
-from pydantic_core import PydanticUndefined
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import PydanticUndefined, core_schema
 
 from lmcache_async.config import format_size
 from lmcache_async.registry import LAYERS, STAGES, TIERS
@@ -62,26 +63,28 @@ def options_type(kind: str, target: Any) -> type[BaseModel] | None:
 
 def options_of(model: type[BaseModel]) -> tuple[Option, ...]:
     """Return all options, including those of sections."""
-    helps, kinds = helps_of(model), _kinds(model)
+    schema = schema_of(model)
     found: list[Option] = []
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             inner = options_of(info.annotation)
             found += [Option(f"{name}.{one.name}", one.kind, one.default, one.help) for one in inner]
         else:
+            part = schema["properties"].get(name, {})
             default = info.get_default(call_default_factory=True, validated_data={})
-            found.append(Option(name, kinds.get(name, "any"), shown(default, name), helps.get(name, "")))
+            kind = _kind(part, schema.get("$defs", {}), name)
+            found.append(Option(name, kind, shown(default, name), part.get("description", "")))
     return tuple(found)
 
 
-def helps_of(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of each field: its own, or the one in the docstring of its class."""
-    helps: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        _, _, attributes = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
-        helps |= {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(attributes)}
-    described = {name: info.description for name, info in model.model_fields.items() if info.description}
-    return {name: text for name, text in (helps | described).items() if name in model.model_fields}
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of a model without titles, in which every field has its description."""
+    try:
+        return model.model_json_schema(schema_generator=_DescribedSchema)
+    except PydanticInvalidForJsonSchema:  # types of a third-party plug-in
+        helps = _helps(model)
+        parts = {name: {"description": helps[name]} if name in helps else {} for name in model.model_fields}
+        return {"type": "object", "properties": parts}
 
 
 def shown(value: Any, name: str = "") -> str | None:
@@ -99,14 +102,6 @@ def shown(value: Any, name: str = "") -> str | None:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(str(shown(item)) for item in value) + "]"
     return str(value)
-
-
-def _kinds(model: type[BaseModel]) -> dict[str, str]:
-    try:
-        schema = model.model_json_schema()
-    except PydanticInvalidForJsonSchema:  # types of a third-party plug-in
-        return {}
-    return {name: _kind(part, schema.get("$defs", {}), name) for name, part in schema["properties"].items()}
 
 
 def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str:
@@ -129,3 +124,32 @@ def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str
         return "size" if "bytes" in name else "whole number"
     names = {"number": "number", "boolean": "true or false", "string": "text", "null": "none"}
     return {**names, "array": "list", "object": "mapping"}.get(str(kind), "any")
+
+
+class _DescribedSchema(GenerateJsonSchema):
+    """Generator of `schema_of`."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        del schema
+        return False
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        result = super().model_schema(schema)
+        result.pop("title", None)
+        if "description" in result:
+            result["description"] = result["description"].partition("\n")[0]
+        for name, text in _helps(schema["cls"]).items():
+            if name in result.get("properties", {}):
+                result["properties"][name]["description"] = text
+        return result
+
+
+def _helps(model: type[BaseModel]) -> dict[str, str]:
+    """Return the description of each field: its own, or the one in the docstring of its class."""
+    helps: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        _, _, attributes = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
+        helps |= {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(attributes)}
+    fields = model.model_fields.items()
+    described = {name: " ".join(info.description.split()) for name, info in fields if info.description}
+    return {name: text for name, text in (helps | described).items() if name in model.model_fields}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,17 +19,14 @@ def plain(text: object) -> str:
     return "".join(letter if letter.isprintable() else "�" for letter in str(text))
 
 
-def plain_lines(text: object) -> str:
-    """`plain` for each line."""
-    return "\n".join(plain(line) for line in str(text).split("\n"))
-
-
 def say(text: object, *, to_stderr: bool = False) -> None:
-    typer.echo(plain_lines(text), err=to_stderr)
+    """Print text without unprintable characters."""
+    typer.echo("\n".join(map(plain, str(text).split("\n"))), err=to_stderr)
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
+    """Print a value as JSON: a dataclass as its attributes, other types as text."""
+    typer.echo(json.dumps(value, indent=2, default=lambda one: vars(one) if is_dataclass(one) else str(one)))
 
 
 def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
@@ -37,14 +35,14 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
     raise typer.Exit(code) from None
 
 
-def human(nbytes: int) -> str:
-    """Format a size with one decimal. --json has all digits."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+def human(nbytes: float) -> str:
+    """Format a size with at most four digits. --json has all digits."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
 
 
 def number(count: int, noun: str) -> str:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, NoReturn, Protocol, Self, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 import uvloop
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lmcache_async.cli.output import (
     IN_USE,
@@ -39,22 +30,36 @@ from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import CopyCounts
 from lmcache_async.maintenance.namespaces import Selection
-from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec, open_store
+from lmcache_async.tiers.offline import OfflineStore
 
-
-class Report(Protocol):
-    """The result of a command."""
-
-    def as_dict(self) -> dict[str, Any]: ...
-
-
-T = TypeVar("T")
-ReportT = TypeVar("ReportT", bound=Report)
+ReportT = TypeVar("ReportT")
 
 LISTED = 20
 """Records that are listed with their cause, without `--json`."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration such as 90s, 30m, 12h, 7d or 2w to seconds."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text}: expected a number with the unit s, m, h, d or w, such as 7d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def size_option(name: str, help: str, **options: Any) -> Any:
+    """Return an option whose value is a size."""
+
+    def parse(text: Any) -> int:
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{text}: {error}") from None
+
+    return typer.Option(name, metavar="SIZE", parser=parse, help=help, **options)
+
 
 Directory = Annotated[
     Path | None, typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
@@ -75,42 +80,15 @@ Namespaces = Annotated[
 ]
 Concurrency = Annotated[int, typer.Option("--in-flight", min=1, max=64, help="Number of concurrent records.")]
 RecordSize = Annotated[
-    str, typer.Option("--max-record-bytes", help="Memory for a record that is read as a whole.")
+    int,
+    size_option(
+        "--max-record-bytes",
+        "Memory for a record that is read as a whole.",
+        show_default=format_size(MAX_RECORD_BYTES),
+    ),
 ]
-RateOption = Annotated[
-    str | None, typer.Option("--limit-rate", metavar="SIZE", help="Maximum bytes per second, such as 100MB.")
-]
-DEFAULT_RECORD_SIZE = format_size(MAX_RECORD_BYTES)
-
-
-def spec_of(
-    path: Path | None,
-    config: Path | None,
-    tier: str | None,
-    rank: int | None,
-    in_flight: int,
-    max_record_bytes: str,
-) -> StoreSpec:
-    return StoreSpec(
-        path=path,
-        config=config,
-        tier=tier,
-        rank=rank,
-        in_flight=in_flight,
-        max_record_bytes=size_of(max_record_bytes, "--max-record-bytes") or MAX_RECORD_BYTES,
-    )
-
-
-def place_spec(
-    text: str, config: Path | None, rank: int | None, in_flight: int, max_record_bytes: str
-) -> StoreSpec:
-    """Parse an argument that is a directory or a tier.
-
-    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
-    """
-    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
-    path, tier = (None, text) if is_tier else (Path(text), None)
-    return spec_of(path, config, tier, rank, in_flight, max_record_bytes)
+Rate = Annotated[int | None, size_option("--limit-rate", "Maximum bytes per second, such as 100MB.")]
+MaxCopied = Annotated[int | None, size_option("--max-bytes", "Maximum bytes to copy.")]
 
 
 def selection_of(patterns: list[str] | None) -> Selection:
@@ -120,105 +98,95 @@ def selection_of(patterns: list[str] | None) -> Selection:
         raise typer.BadParameter(str(error)) from None
 
 
-def size_of(text: str | None, option: str) -> int | None:
-    try:
-        return None if text is None else parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text}: {error}") from None
-
-
-def seconds_of(text: str | None, option: str) -> float | None:
-    """Parse a duration such as 90s, 30m, 12h, 7d or 2w."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
-    if match is None:
-        raise typer.BadParameter(
-            f"{option} {text}: expected a number with the unit s, m, h, d or w, such as 7d"
-        )
-    return float(match[1]) * _UNITS[match[2]]
-
-
 class Bar(Meter):
     """Progress bar on stderr, cleared at the end."""
 
-    def __init__(self) -> None:
-        self._progress = Progress(console=Console(stderr=True), transient=True)
-        self._task: TaskID | None = None
-        self._in_bytes = False
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bytes = 0
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
+    def begin(self, what: str, count: int) -> None:
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+        self._progress.add_task(what, total=count, size="")
+        self._bytes = 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def begin(self, what: str, *, records: int | None = None, nbytes: int | None = None) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._in_bytes = nbytes is not None or records is None
-        counters = (
-            (DownloadColumn(binary_units=True), TransferSpeedColumn())
-            if self._in_bytes
-            else (MofNCompleteColumn(),)
-        )
-        self._progress.columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            *counters,
-            TimeRemainingColumn(),
-        )
-        self._task = self._progress.add_task(what, total=nbytes if self._in_bytes else records)
-
-    def advance(self, records: int, nbytes: int) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, advance=nbytes if self._in_bytes else records)
+    def advance(self, nbytes: int, count: int = 1) -> None:
+        self._bytes += nbytes
+        for task in self._progress.task_ids:
+            self._progress.update(task, advance=count, size=decimal(self._bytes) if self._bytes else "")
 
 
-def run(work: Callable[[Meter], Coroutine[Any, Any, T]]) -> T:
-    """Run the work and return its result. An expected error ends the command with its message."""
+def run(
+    work: Callable[[Meter], Coroutine[Any, Any, ReportT]],
+    lines: Callable[[ReportT], Iterator[str]],
+    *,
+    as_json: bool,
+    passed: Callable[[ReportT], object],
+) -> NoReturn:
+    """Run the work of a command, print its report as text or JSON, and exit.
+
+    The exit code is 0 if the report has passed, else 1. An expected error ends the command with its message.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeRemainingColumn(),
+    )
     try:
-        with Bar() as meter, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(work(meter))
+        with (
+            Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            report = runner.run(work(Bar(progress)))
     except KeyboardInterrupt:
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
     except TierInUseError as error:
         refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
     except (LMCacheAsyncError, OSError) as error:
         refuse(error)
-
-
-def finish(
-    report: ReportT, print_text: Callable[[ReportT], None], *, as_json: bool, passed: bool
-) -> NoReturn:
-    """Print the report as text or JSON, and exit with 0 if the command passed, else with 1."""
     if as_json:
-        print_json(report.as_dict())
+        print_json(report)
     else:
-        print_text(report)
-    raise typer.Exit(PASSED if passed else PROBLEM)
+        for line in lines(report):
+            say(line)
+    raise typer.Exit(PASSED if passed(report) else PROBLEM)
 
 
-def say_not_copied(counts: CopyCounts) -> None:
+def on_store(
+    spec: StoreSpec,
+    call: Callable[[OfflineStore, Meter], Coroutine[Any, Any, ReportT]],
+    *,
+    change: bool = False,
+) -> Callable[[Meter], Coroutine[Any, Any, ReportT]]:
+    """Return work that opens the store and calls `call` with it."""
+
+    async def work(meter: Meter) -> ReportT:
+        async with open_store(spec, change=change) as store:
+            return await call(store, meter)
+
+    return work
+
+
+def not_copied(counts: CopyCounts) -> Iterator[str]:
     if counts.encrypted:
-        say(f"encrypted: {number(counts.encrypted, 'record')}; loading them needs the same keys")
+        yield f"encrypted: {number(counts.encrypted, 'record')}; loading them needs the same keys"
     if counts.passed_over:
-        say(f"of other namespaces: {counts.passed_over}")
+        yield f"of other namespaces: {counts.passed_over}"
     if counts.gone:
-        say(f"deleted from the source meanwhile: {counts.gone}")
+        yield f"deleted from the source meanwhile: {counts.gone}"
     if counts.skipped:
         cause = "a destination is full" if counts.refused["full"] else "--max-bytes is reached"
-        say(f"not copied because {cause}: {number(counts.skipped, 'record')}")
+        yield f"not copied because {cause}: {number(counts.skipped, 'record')}"
     if counts.refused:
-        say(f"refused: {counted(dict(counts.refused))}")
-    say_listed(counts.listed)
+        yield f"refused: {counted(counts.refused)}"
+    yield from listed(counts.refused_records)
 
 
-def say_listed(records: Sequence[Mapping[str, str]]) -> None:
+def listed(records: Sequence[Mapping[str, str]]) -> Iterator[str]:
     for one in records[:LISTED]:
-        say(f"{one['key']}: {one['cause']}: {one['message']}")
+        yield f"{one['key']}: {one['cause']}: {one['message']}"
     if len(records) > LISTED:
-        say(f"... --json lists {len(records)} of them")
+        yield f"... --json lists {len(records)} of them"

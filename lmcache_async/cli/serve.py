@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import refuse
 from lmcache_async.config import format_size
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.server import Daemon
@@ -42,8 +42,7 @@ def serve_command(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(options, as_json=as_json))
     except LMCacheAsyncError as error:
-        say(error, to_stderr=True)
-        raise typer.Exit(2) from None
+        refuse(error)
 
 
 async def _serve(config: DaemonConfig, *, as_json: bool) -> None:

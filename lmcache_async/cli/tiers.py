@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,22 +18,6 @@ from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.pipeline.stage import describe
 from lmcache_async.registry import Plugin, Registry
 from lmcache_async.tiers.base import Tier
-
-OVERRIDABLE = (
-    "bind",
-    "contains_many",
-    "count_prefix",
-    "diagnose",
-    "get_many",
-    "put_many",
-    "remove",
-    "reject",
-    "scrub",
-    "keys",
-    "clear",
-    "statistics",
-)
-"""Methods of a tier with default implementations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +119,7 @@ def _stage_details(name: str, target: Any) -> dict[str, Any]:
 
 
 def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
-    overrides = [method for method in OVERRIDABLE if getattr(target, method) is not getattr(Tier, method)]
-    return {"capabilities": _capabilities(target, model), "overrides": overrides}
-
-
-def _capabilities(target: type[Tier], model: type[BaseModel]) -> dict[str, Any] | None:
-    """The capabilities with default options; None if they depend on required options."""
+    """Return the capabilities with default options, and the methods that replace a default of `Tier`."""
     needed = {
         name: _sample(info.annotation) for name, info in model.model_fields.items() if info.is_required()
     }
@@ -147,14 +127,16 @@ def _capabilities(target: type[Tier], model: type[BaseModel]) -> dict[str, Any] 
     bare = object.__new__(target)  # for a constructor that refuses the samples
     bare.config = config
     vars(bare)["_config"] = config
-    return _asked(lambda: target(config)) or _asked(lambda: bare)
-
-
-def _asked(make: Callable[[], Tier]) -> dict[str, Any] | None:
-    try:
-        return asdict(make().capabilities)
-    except Exception:  # noqa: BLE001 - the tier needs real options
-        return None
+    capabilities = None
+    makers: tuple[Callable[[], Tier], ...] = (lambda: bare, lambda: target(config))
+    for make in makers:
+        with contextlib.suppress(Exception):  # the tier needs real options
+            capabilities = asdict(make().capabilities)
+    defaults = inspect.getmembers(
+        Tier, lambda value: inspect.isfunction(value) and not hasattr(value, "__isabstractmethod__")
+    )
+    overrides = [name for name, value in defaults if name[0] != "_" and getattr(target, name) is not value]
+    return {"capabilities": capabilities, "overrides": overrides}
 
 
 def _sample(annotation: Any) -> Any:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import asyncio
 import json
-import socket
+import os
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
+import httpx
 import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from lmcache_async.cli.output import say
+from lmcache_async.cli.output import PROBLEM, USAGE, say
 from lmcache_async.cli.top_view import render
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.sources import PREFIX, TOKEN
 from lmcache_async.errors import ConfigError
+from lmcache_async.maintenance.http import open_client, parse_address, request
 
-MISSING, REFUSED = 1, 2
-"""Exit codes: no answer; the endpoint rejected the request or an option is invalid."""
 TIMEOUT_S = 5.0
 """Deadline of a request, from the connection to the last byte of the response."""
-MAX_BYTES = 16 << 20
-"""Maximum size of a response."""
 
 
 class StatusError(Exception):
@@ -61,18 +57,15 @@ class StatusClient:
     def __init__(
         self, url: str, *, token: str = "", token_file: Path | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self.url = url if "://" in url else f"http://{url}"
         try:
-            parts = urlsplit(self.url)
-            self._port = parts.port
-            (parts.hostname or "").encode("idna")  # or the lookup of the name would fail in it
-            path = urljoin(parts.path or "/", "status.json")
-            self.path = quote(path, safe="/%:@!$&'()*+,;=~", errors="surrogateescape")
+            parts = parse_address(url)
         except ValueError:
-            raise _wrong(url) from None
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise _wrong(url)
-        self._encrypted, self._host = parts.scheme == "https", parts.hostname
+            text = f"{url}: expected an address such as http://127.0.0.1:7421"
+            raise StatusError(text, refused=True) from None
+        self.url = parts.geturl()
+        path = urljoin(parts.path or "/", "status.json")
+        self.path = quote(path, safe="/%:@!$&'()*+,;=~", errors="surrogateescape")
+        self._address = f"{parts.scheme}://{parts.netloc}{self.path}"
         self._timeout_s = timeout_s
         self._token = _from_file(token_file) if token_file is not None else token.strip()
         if not (self._token.isascii() and self._token.isprintable()):
@@ -85,19 +78,11 @@ class StatusClient:
             StatusError: There is no answer, or it is not a status.
         """
         try:
-            code, content = self._get()
-        except ssl.SSLCertVerificationError as error:
-            text = f"its certificate cannot be trusted ({error.verify_message}); SSL_CERT_FILE may name one"
-            raise StatusError(f"{self.url}: {text}", refused=True) from None
+            code, content = asyncio.run(self._get())
         except TimeoutError:
             raise StatusError(f"{self.url} gave no answer in {self._timeout_s:g} s") from None
-        except OSError as error:
-            text = f"nothing answers at {self.url}: {error.strerror or error}; is http.listen set there?"
-            raise StatusError(text) from None
-        except http.client.InvalidURL:
-            raise _wrong(self.url) from None
-        except http.client.HTTPException as error:
-            raise StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._explained(error) from None
         if code in {401, 403}:
             wanted = "another token" if self._token else "a token"
             text = f"{self.url} wants {wanted}: set LMCACHE_ASYNC_TOKEN or --token-file"
@@ -112,40 +97,27 @@ class StatusClient:
             raise StatusError(f"{self.url} is not a status page of lmcache-async", refused=True)
         return status
 
-    def _get(self) -> tuple[int, bytes]:
-        connect = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
-        connection = connect(self._host, self._port, timeout=self._timeout_s)
-        late = threading.Event()
-        try:
-            connection.connect()
-            # The timeout of the socket is per read. This ends a response that arrives byte by byte.
-            timer = threading.Timer(self._timeout_s, _end, (connection.sock, late))
-            timer.daemon = True
-            timer.start()
-            try:
-                headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-                connection.request("GET", self.path, headers=headers)
-                with connection.getresponse() as response:
-                    found = response.status, response.read(MAX_BYTES)
-            finally:
-                timer.cancel()
-        except (OSError, http.client.HTTPException) as error:
-            raise (TimeoutError() if late.is_set() else error) from None
-        finally:
-            connection.close()
-        if late.is_set():  # a body that was cut off
-            raise TimeoutError
-        return found
+    async def _get(self) -> tuple[int, bytes]:
+        async with open_client(self._token) as client:
+            return await request(client, "GET", self._address, timeout_s=self._timeout_s)
 
-
-def _end(connection: socket.socket, late: threading.Event) -> None:
-    late.set()
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _wrong(url: str) -> StatusError:
-    return StatusError(f"{url}: expected an address such as http://127.0.0.1:7421", refused=True)
+    def _explained(self, error: Exception) -> StatusError:
+        cause: BaseException = error
+        while inner := (
+            cause.exceptions[0]
+            if isinstance(cause, BaseExceptionGroup)
+            else cause.__cause__ or cause.__context__
+        ):
+            cause = inner
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
+            return StatusError(f"{self.url}: {text}", refused=True)
+        # A connection that is closed without an answer is a protocol error of httpx, too.
+        if isinstance(error, httpx.ProtocolError | httpx.DecodingError) and "disconnected" not in str(error):
+            return StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True)
+        number = cause.errno if isinstance(cause, OSError) else None
+        why = os.strerror(number) if number and number > 0 else cause
+        return StatusError(f"nothing answers at {self.url}: {why}; is http.listen set there?")
 
 
 def _from_file(file: Path) -> str:
@@ -196,7 +168,7 @@ def top_command(
             status = client.read()
     except StatusError as error:
         say(error, to_stderr=True)
-        raise typer.Exit(REFUSED if error.refused else MISSING) from None
+        raise typer.Exit(USAGE if error.refused else PROBLEM) from None
     except KeyboardInterrupt:
         pass
 

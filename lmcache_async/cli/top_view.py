@@ -1,23 +1,23 @@
-"""View of `lmcache-async top`: header, tiers or tenants, charts and recent requests.
+"""The view of `lmcache-async top`: the status of an engine or a daemon in the terminal.
 
-The view fits the width of the terminal. A table that is too wide is split into several tables with the same first
-column. Names are shortened; figures are not.
+Names are shortened to fit the width of the terminal; figures are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rich import box
 from rich.cells import cell_len
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from lmcache_async.cli.output import plain
+from lmcache_async.cli.output import human, plain
 
 Status: TypeAlias = Mapping[str, Any]
 
@@ -25,14 +25,12 @@ COLOURS = ("dodger_blue2", "dark_orange", "cyan3", "medium_orchid", "gold3", "sk
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_REQUESTS = 12
 SPARK_WIDTH = 60
-LEAST_WIDTH = 40
+LEAST_WIDTH = 72
 """Minimum width of the view. In a narrower terminal it is cut."""
-_ID_WIDTH = 28
-_SHORT_ID_WIDTH = 16
-_LEAST_ID_WIDTH = 12
-_LEAST_SPARK_WIDTH = 20
-_LEFT = frozenset({"tier", "tenant", "age", "request", "comes from", "decision", "breaker", "holds"})
-"""Columns of text. Numbers are right-aligned."""
+WIDE = 110
+"""Width from which the table of requests has all columns."""
+_NAME_WIDTH = 28
+_SHORT_NAME_WIDTH = 12
 
 _DECIDED = {
     "load": ("load", "green"),
@@ -58,10 +56,10 @@ def render(status: Status, *, width: int, notice: Text | None = None) -> Rendera
     if notice is not None:
         parts.append(notice)
     if status["kind"] == "daemon":
-        parts += [*_tenants(status["tenants"], width), _charts(status["charts"], status["tenants"], width)]
+        parts += [_tenants(status["tenants"], width), _charts(status["charts"], status["tenants"], width)]
     else:
         parts += [
-            *_tiers(status["tiers"], width),
+            _tiers(status["tiers"]),
             _charts(status["charts"], status["tiers"], width),
             _requests(status["recent"], status["time"], width),
         ]
@@ -104,87 +102,67 @@ def _header(status: Status, width: int) -> Panel:
     line = Text(overflow="fold")
     for name, value in (*status["facts"], ("up", f"{status['uptime_s']:.0f} s")):
         line.append(f"{plain(name)} ", style="dim").append(f"{plain(value)}   ")
-    words = _pool(status) if status["kind"] == "daemon" else _engine(status)
+    figures = _pool(status["pool"]) if status["kind"] == "daemon" else _engine(status)
+    cells = [Text.assemble((name, "dim"), "\n", (plain(value), "bold")) for name, value in figures.items()]
     title = Text(f" {plain(status['title'] or status['kind'])} ", style="bold")
-    figures = _figures([(name, plain(value)) for name, value in words], width - 4)
-    return Panel(Group(line, Text(), figures), title=title, title_align="left", box=box.ROUNDED, width=width)
+    content = Group(line, Text(), Columns(cells, padding=(0, 3)))
+    return Panel(content, title=title, title_align="left", box=box.ROUNDED, width=width)
 
 
-def _figures(words: Sequence[tuple[str, str]], width: int) -> Table:
-    """Return names above their values, as many per row as fit."""
-    gap = 3
-    for across in range(len(words), 0, -1):
-        rows = [words[start : start + across] for start in range(0, len(words), across)]
-        widths = [
-            max(cell_len(text) for row in rows if column < len(row) for text in row[column])
-            for column in range(across)
-        ]
-        if sum(widths) + gap * (across - 1) <= width:
-            break
-    grid = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
-    for row in rows:
-        grid.add_row(*(Text(name, style="dim") for name, _ in row))
-        grid.add_row(*(Text(value, style="bold") for _, value in row))
-    return grid
-
-
-def _engine(status: Status) -> list[tuple[str, str]]:
+def _engine(status: Status) -> dict[str, str]:
     totals, memory, work = status["totals"], status["memory"], status["work"]
     prompts = totals["prompt_tokens"]
     share = f"{min(1.0, totals['hit_tokens'] / prompts):.1%}" if prompts else "-"
-    return [
-        ("from the cache", f"{share} of {prompts:,} tokens"),
-        ("loads", speed(totals["loaded_bytes"], totals["load_seconds"])),
-        ("stores", speed(totals["stored_bytes"], totals["store_copy_seconds"])),
-        ("running", f"{work['running']}, {work['late_calls']} late"),
-        ("pinned", f"{work['pinned_chunks']} chunks"),
-        ("host memory", f"{_size(memory['leased_bytes'])} of {_size(memory['bytes'])}"),
-    ]
+    return {
+        "from the cache": f"{share} of {prompts:,} tokens",
+        "loads": speed(totals["loaded_bytes"], totals["load_seconds"]),
+        "stores": speed(totals["stored_bytes"], totals["store_copy_seconds"]),
+        "running": f"{work['running']}, {work['late_calls']} late",
+        "pinned": f"{work['pinned_chunks']} chunks",
+        "host memory": f"{human(memory['leased_bytes'])} of {human(memory['bytes'])}",
+    }
 
 
-def _pool(status: Status) -> list[tuple[str, str]]:
-    pool = status["pool"]
-    return [
-        ("pool", f"{_size(pool['bytes'])} of {_size(pool['max_bytes'])}"),
-        ("clients", str(pool["clients"])),
-    ]
+def _pool(pool: Status) -> dict[str, str]:
+    return {"pool": f"{human(pool['bytes'])} of {human(pool['max_bytes'])}", "clients": str(pool["clients"])}
 
 
-def _tiers(tiers: Iterable[Status], width: int) -> list[Table]:
-    columns = ("holds", "chunks", "hits", "stored", "read", "write", "queue", "errors", "dropped", "evicted")
-    rows: list[list[Text]] = []
+def _tiers(tiers: Sequence[Status]) -> Table:
+    """Return a table with a column for each tier."""
+    cells = [_tier(tier) for tier in tiers]
+    table = _table("tier")
     for index, tier in enumerate(tiers):
-        queue = tier["queue"]
-        rows.append(
-            [
-                _name(tier["id"], index),
-                Text(_room(tier)),
-                Text(f"{tier['chunks']:,}"),
-                Text(f"{tier['hit_chunks']:,}"),
-                Text(f"{tier['stored_chunks']:,}"),
-                Text("in place" if tier["in_place"] else _calls(tier["calls"], "get", "get_many")),
-                Text("-" if tier["in_place"] else _calls(tier["calls"], "put", "put_many")),
-                Text(_size(queue["bytes"]) if queue else "-"),
-                _failures(tier["errors"], tier["corrupt"]),
-                _failures(tier["dropped"]),
-                Text(f"{tier['evictions']:,}"),
-                _breaker(tier["breaker"]),
-            ]
-        )
-    return _tables(("tier", *columns, "breaker"), rows, width)
+        table.add_column(_name(tier["id"], index, _NAME_WIDTH), justify="right", overflow="fold")
+    for name in cells[0] if cells else ():
+        table.add_row(Text(name, style="dim"), *(part[name] for part in cells))
+    return table
 
 
-def _tenants(tenants: Iterable[Status], width: int) -> list[Table]:
-    names = ("chunks", "readers", "writers", "evictions")
-    rows = [
-        [_name(tenant["id"], index), Text(_room(tenant)), *(Text(f"{tenant[name]:,}") for name in names)]
-        for index, tenant in enumerate(tenants)
-    ]
-    return _tables(("tenant", "holds", "records", "readers", "writers", "evicted"), rows, width)
+def _tier(tier: Status) -> dict[str, str | Text]:
+    queue, calls = tier["queue"], tier["calls"]
+    return {
+        "holds": _room(tier),
+        "chunks": f"{tier['chunks']:,}",
+        "hits": f"{tier['hit_chunks']:,}",
+        "stored": f"{tier['stored_chunks']:,}",
+        "read": "in place" if tier["in_place"] else _calls(calls, "get", "get_many"),
+        "write": "-" if tier["in_place"] else _calls(calls, "put", "put_many"),
+        "queue": human(queue["bytes"]) if queue else "-",
+        "errors": _failures(tier["errors"], tier["corrupt"]),
+        "dropped": _failures(tier["dropped"]),
+        "evicted": f"{tier['evictions']:,}",
+        "breaker": _breaker(tier["breaker"]),
+    }
 
 
-def _name(text: str, index: int) -> Text:
-    return Text(shortened(plain(text), _ID_WIDTH), style=f"bold {_colour(index)}")
+def _tenants(tenants: Sequence[Status], width: int) -> Table:
+    table = _table("tenant")
+    for name in ("holds", "records", "readers", "writers", "evicted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, tenant in enumerate(tenants):
+        counts = (f"{tenant[name]:,}" for name in ("chunks", "readers", "writers", "evictions"))
+        table.add_row(_name(tenant["id"], index, _name_width(width)), _room(tenant), *counts)
+    return table
 
 
 def _charts(charts: Status, owners: Iterable[Status], width: int) -> Padding:
@@ -196,68 +174,49 @@ def _charts(charts: Status, owners: Iterable[Status], width: int) -> Padding:
         width: Available columns.
     """
     places = {owner["id"]: index for index, owner in enumerate(owners)}
-    rows: list[tuple[str, str, str, Sequence[float | None], float, str]] = []
+    bars = min(SPARK_WIDTH, width - _NAME_WIDTH - 20)
+    grid = Table.grid("", Column(justify="right", style="bold"), "", padding=(0, 2, 0, 0))
     for chart in charts["list"]:
         values = [value or 0.0 for series in chart["series"] for value in series["values"]]
         most = 1.0 if chart["unit"] == "share" else max(values, default=0.0)
+        grid.add_row(Text(plain(chart["title"]), style="dim"))
         for index, series in enumerate(chart["series"]):
             last = series["values"][-1] if series["values"] else None
-            title = plain(chart["title"]) if index == 0 else ""
-            name = shortened(plain(series["name"]), _ID_WIDTH)
             style = _colour(places.get(series["name"], index + 5))
-            rows.append((title, name, _value(last, chart["unit"]), series["values"], most, style))
-    gap = 2
-    titles = max((cell_len(title) for title, *_ in rows), default=0)
-    names = max((cell_len(name) for _, name, *_ in rows), default=0)
-    lasts = max((cell_len(value) for _, _, value, *_ in rows), default=0)
-    left = width - 1 - names - gap - lasts - gap
-    beside = left - titles - gap >= _LEAST_SPARK_WIDTH
-    bars = max(1, min(SPARK_WIDTH, left - gap - (titles if beside else 0)))
-    lines: list[Text] = []
-    for title, name, value, series_values, most, style in rows:
-        if title and not beside:
-            lines.append(Text(title, style="dim"))
-        start = title + " " * (titles - cell_len(title) + gap) if beside else " " * gap
-        line = (
-            Text(no_wrap=True).append(start, style="dim").append(name + " " * (names - cell_len(name) + gap))
-        )
-        line.append(" " * (lasts - cell_len(value)) + value + " " * gap, style="bold")
-        lines.append(line.append(spark(series_values, most, bars), style=style))
-    return Padding(Group(*lines), (0, 0, 0, 1))
+            grid.add_row(
+                Text(shortened(plain(series["name"]), _NAME_WIDTH)),
+                _value(last, chart["unit"]),
+                Text(spark(series["values"], most, bars), style=style),
+            )
+    return Padding(grid, (0, 0, 0, 1))
 
 
 def _requests(recent: Sequence[Status], now: float, width: int) -> Table:
-    names = ["age", "request", "prompt", "comes from", "decision", "load", "speed", "stored"]
-    rows: list[list[Text]] = []
+    table = _table("age")
+    names = ["request", "prompt", "comes from", "decision", "load", "speed", "stored"]
+    for name in names[: None if width >= WIDE else -2]:
+        justify: Literal["left", "right"] = (
+            "left" if name in {"request", "comes from", "decision"} else "right"
+        )
+        table.add_column(name, justify=justify, no_wrap=name != "comes from")
     for request in recent[:MAX_REQUESTS]:
         plan, loaded, stored = request["plan"], request["loaded"], request["stored"]
         asked = plan["prompt_tokens"] if plan else loaded["asked_tokens"] if loaded else 0
-        rows.append(
-            [
-                Text(f"{max(0.0, now - request['time']):.0f} s"),
-                Text(shortened(plain(request["request"]), _ID_WIDTH) or "-"),
-                Text(f"{asked:,}" if asked else "-"),
-                _origin(plan, loaded, asked),
-                _decision(plan, loaded),
-                Text(f"{loaded['seconds'] * 1e3:.1f} ms" if loaded else "-"),
-                Text(speed(loaded["bytes"], loaded["seconds"]) if loaded else "-"),
-                Text(f"{stored['tokens']:,}" if stored else "-"),
-            ]
-        )
-    for least in ("", "speed", "stored"):
-        if least in names and _total(_widths(names, rows)) > width:
-            place = names.index(least)
-            del names[place]
-            rows = [[*row[:place], *row[place + 1 :]] for row in rows]
-    excess = _total(_widths(names, rows)) - width
-    if excess > 0:
-        place = names.index("request")
-        left = max(_LEAST_ID_WIDTH, _widths(names, rows)[place] - excess)
-        rows = [[*row[:place], _cut(row[place], left), *row[place + 1 :]] for row in rows]
-    return _table(names, rows, wrapped="comes from")
+        row: list[str | Text] = [
+            f"{max(0.0, now - request['time']):.0f} s",
+            Text(shortened(plain(request["request"]), _name_width(width)) or "-"),
+            f"{asked:,}" if asked else "-",
+            Text(_origin(plan, loaded, asked)),
+            _decision(plan, loaded),
+            f"{loaded['seconds'] * 1e3:.1f} ms" if loaded else "-",
+            speed(loaded["bytes"], loaded["seconds"]) if loaded else "-",
+            f"{stored['tokens']:,}" if stored else "-",
+        ]
+        table.add_row(*row[: len(table.columns)])
+    return table
 
 
-def _origin(plan: Status | None, loaded: Status | None, asked: int) -> Text:
+def _origin(plan: Status | None, loaded: Status | None, asked: int) -> str:
     parts = [(plain(tier), tokens) for tier, tokens in (loaded["by_tier"] if loaded else ())]
     if plan and plan["local_tokens"]:
         parts.insert(0, ("vLLM", plan["local_tokens"]))
@@ -266,7 +225,7 @@ def _origin(plan: Status | None, loaded: Status | None, asked: int) -> Text:
     rest = asked - sum(tokens for _, tokens in parts)
     if rest > 0:
         parts.append(("computed" if plan else "not stored", rest))
-    return Text(", ".join(f"{name} {tokens:,}" for name, tokens in parts) or "-")
+    return ", ".join(f"{name} {tokens:,}" for name, tokens in parts) or "-"
 
 
 def _decision(plan: Status | None, loaded: Status | None) -> Text:
@@ -278,47 +237,23 @@ def _decision(plan: Status | None, loaded: Status | None) -> Text:
     return Text("store only", style="dim")
 
 
-def _tables(names: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> list[Table]:
-    """Return one table, or several with the same first column if it is too wide."""
-    widths = _widths(names, rows)
-    if _total(widths) > width:
-        rows = [[_cut(row[0], _SHORT_ID_WIDTH), *row[1:]] for row in rows]
-        widths = _widths(names, rows)
-    parts: list[list[int]] = [[0]]
-    for column in range(1, len(names)):
-        if len(parts[-1]) > 1 and _total([widths[one] for one in (*parts[-1], column)]) > width:
-            parts.append([0])
-        parts[-1].append(column)
-    return [
-        _table([names[one] for one in part], [[row[one] for one in part] for row in rows]) for part in parts
-    ]
-
-
-def _cut(text: Text, width: int) -> Text:
-    return Text(shortened(text.plain, width), style=text.style)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[Text]], wrapped: str = "") -> Table:
+def _table(first: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != wrapped)
-    for row in rows:
-        table.add_row(*row)
+    table.add_column(first, no_wrap=True)
     return table
 
 
-def _widths(names: Sequence[str], rows: Sequence[Sequence[Text]]) -> list[int]:
-    return [max([cell_len(name), *(row[place].cell_len for row in rows)]) for place, name in enumerate(names)]
+def _name(text: str, index: int, width: int) -> Text:
+    return Text(shortened(plain(text), width), style=f"bold {_colour(index)}")
 
 
-def _total(widths: Sequence[int]) -> int:
-    """Return the width of a table with a space at each edge and two spaces between columns."""
-    return sum(widths) + 2 * len(widths)
+def _name_width(width: int) -> int:
+    return _NAME_WIDTH if width >= WIDE else _SHORT_NAME_WIDTH
 
 
 def _room(holder: Status) -> str:
     most = holder["max_bytes"]
-    return f"{holder['bytes'] / most:4.0%} of {_size(most)}" if most else _size(holder["bytes"])
+    return f"{holder['bytes'] / most:4.0%} of {human(most)}" if most else human(holder["bytes"])
 
 
 def _calls(calls: Status, *verbs: str) -> str:
@@ -346,16 +281,7 @@ def _value(value: float | None, unit: str) -> str:
         return f"{value:.1%}"
     if unit == "bytes/s":
         return speed(value, 1.0)
-    return _size(value) if unit == "bytes" else f"{value:.0f}"
-
-
-def _size(nbytes: float) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+    return human(value) if unit == "bytes" else f"{value:.0f}"
 
 
 def _colour(index: int) -> str:

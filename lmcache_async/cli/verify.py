@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import JSONFlag, human, number, say
+from lmcache_async.cli.output import JSONFlag, human, number
 from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.stores import open_keys, open_store
-from lmcache_async.maintenance.verification import Remedy, Verification, VerifyOptions, verify
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec, open_keys
+from lmcache_async.maintenance.verification import Remedy, Verification, verify
+from lmcache_async.tiers.offline import OfflineStore
 
 
 def verify_command(
@@ -24,9 +26,9 @@ def verify_command(
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Move damaged records to the quarantine.")
     ] = False,
-    limit_rate: shared.RateOption = None,
+    limit_rate: shared.Rate = None,
     in_flight: shared.Concurrency = 8,
-    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
     as_json: JSONFlag = False,
 ) -> None:
     """Read every record and verify its checksums, lengths and key.
@@ -35,31 +37,34 @@ def verify_command(
     """
     if remove and quarantine:
         raise typer.BadParameter("--remove and --quarantine exclude each other")
-    remedy = Remedy.REMOVE if remove else Remedy.QUARANTINE if quarantine else Remedy.KEEP
-    spec = shared.spec_of(target, config, tier, rank, in_flight, max_record_bytes)
+    remedy: Remedy | None = "remove" if remove else "quarantine" if quarantine else None
+    spec = StoreSpec(target, config, tier, rank, in_flight, max_record_bytes)
     selection = shared.selection_of(namespace)
-    rate = shared.size_of(limit_rate, "--limit-rate")
 
-    async def work(meter: Meter) -> Verification:
+    async def work(store: OfflineStore, meter: Meter) -> Verification:
         cipher, _ = open_keys(spec.read_config())
-        options = VerifyOptions(selection=selection, remedy=remedy, max_bytes_per_s=rate, cipher=cipher)
-        async with open_store(spec, change=remedy is not Remedy.KEEP) as store:
-            return await verify(store, options, meter)
+        return await verify(
+            store, meter, selection=selection, remedy=remedy, max_bytes_per_s=limit_rate, cipher=cipher
+        )
 
-    found = shared.run(work)
-    shared.finish(found, partial(_print, remedy), as_json=as_json, passed=found.passed)
+    shared.run(
+        shared.on_store(spec, work, change=remedy is not None),
+        partial(_lines, remedy),
+        as_json=as_json,
+        passed=lambda found: not (found.wrong or found.errors),
+    )
 
 
-def _print(remedy: Remedy, found: Verification) -> None:
-    say(
-        f"{found.store}: correct: {number(found.records, 'record')}, corrupt: {found.damaged.total()},"
+def _lines(remedy: Remedy | None, found: Verification) -> Iterator[str]:
+    yield (
+        f"{found.target}: correct: {number(found.records, 'record')}, corrupt: {found.wrong.total()},"
         f" not readable: {found.errors}; {human(found.bytes)} read"
     )
     if found.encrypted:
-        say(f"encrypted, verified by their outer checksum only: {number(found.encrypted, 'record')}")
+        yield f"encrypted, verified by their outer checksum only: {number(found.encrypted, 'record')}"
     if found.gone or found.passed_over:
-        say(f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}")
-    shared.say_listed(found.listed)
+        yield f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}"
+    yield from shared.listed(found.wrong_records)
     if found.remedied:
-        done = "deleted" if remedy is Remedy.REMOVE else "moved to quarantine"
-        say(f"{done}: {number(found.remedied, 'record')}")
+        done = "deleted" if remedy == "remove" else "moved to quarantine"
+        yield f"{done}: {number(found.remedied, 'record')}"

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lmcache_async.cli import records as shared
-from lmcache_async.cli.output import JSONFlag, counted, human, number, say
-from lmcache_async.config import EngineConfig
+from lmcache_async.cli.output import JSONFlag, counted, human, number
 from lmcache_async.errors import ConfigError
 from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.prompts import Prompt, read_prompts, tokenizer_of
-from lmcache_async.maintenance.stores import StoreSpec, open_keys, open_store, reachable_tiers
-from lmcache_async.maintenance.warmup import WarmOptions, Warmup, warm
+from lmcache_async.maintenance.prompts import read_prompts, tokenizer_of
+from lmcache_async.maintenance.stores import (
+    MAX_RECORD_BYTES,
+    StoreSpec,
+    open_keys,
+    open_store,
+    reachable_tiers,
+)
+from lmcache_async.maintenance.warmup import Warmup, warm
 
 if TYPE_CHECKING:
     from lmcache_async.maintenance.server import Requests
@@ -55,9 +63,7 @@ def warm_command(
     ] = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
-    max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Maximum bytes to copy.")
-    ] = None,
+    max_bytes: shared.MaxCopied = None,
     url: Annotated[
         str | None,
         typer.Option("--url", help="Instead request one token for each prompt from this vLLM server."),
@@ -69,7 +75,7 @@ def warm_command(
         float, typer.Option("--timeout", min=1, help="Maximum time of one request to the server, in seconds.")
     ] = 600,
     in_flight: shared.Concurrency = 4,
-    max_record_bytes: shared.RecordSize = shared.DEFAULT_RECORD_SIZE,
+    max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
     as_json: JSONFlag = False,
 ) -> None:
     """Copy the prefixes of prompts from a slower tier of a config to the faster ones.
@@ -77,67 +83,48 @@ def warm_command(
     --url fills the memory of a running engine: the server loads the prompts and computes missing parts.
     Exits with 1 if a record was refused or a request failed.
     """
-    file = _one_of(prompts, trace)
+    file = prompts or trace
+    if file is None or (prompts is not None and trace is not None):
+        raise typer.BadParameter("give one of --prompts and --trace")
+    read = partial(read_prompts, file, by_use=trace is not None)
     if url is not None:
         if config is not None or source is not None or to:
             raise typer.BadParameter("--url excludes --config, --from and --to")
-        sent = shared.run(lambda meter: _send(url, file, trace is not None, meter, model, in_flight, timeout))
-        shared.finish(sent, _print_requests, as_json=as_json, passed=not sent.refused)
-    spec = shared.spec_of(None, config, None, rank, in_flight, max_record_bytes)
-    selection, most = shared.selection_of(namespace), shared.size_of(max_bytes, "--max-bytes")
+        from lmcache_async.maintenance.server import warm_server  # httpx is needed for this only
+
+        async def send(meter: Meter) -> Requests:
+            return await warm_server(url, read(), meter, model=model, in_flight=in_flight, timeout_s=timeout)
+
+        shared.run(send, _sent_lines, as_json=as_json, passed=lambda sent: not sent.refused)
+    selection = shared.selection_of(namespace)
+    spec = StoreSpec(None, config, None, rank, in_flight, max_record_bytes)
 
     async def work(meter: Meter) -> Warmup:
         loaded = spec.read_config()
         if loaded is None:
             raise ConfigError("give the engine's config file with --config, or a server with --url")
         cipher, hash_key = open_keys(loaded)
-        options = WarmOptions(
-            selection=selection,
-            by_use=trace is not None,
-            max_bytes=most,
-            encode=None if tokenizer is None else tokenizer_of(tokenizer),
-            hash_key=hash_key,
-            cipher=cipher,
-        )
-        read = read_prompts(file, by_use=trace is not None)
-        return await _warm(spec, loaded, source, to or [], read, options, meter)
+        slow, fast = _choose(reachable_tiers(loaded), source, to or [])
+        encode = None if tokenizer is None else tokenizer_of(tokenizer)
+        async with contextlib.AsyncExitStack() as stack:
+            opened, *targets = [
+                await stack.enter_async_context(open_store(replace(spec, tier=tier), change=tier != slow))
+                for tier in (slow, *fast)
+            ]
+            return await warm(
+                opened,
+                targets,
+                read(),
+                meter,
+                selection=selection,
+                by_use=trace is not None,
+                max_bytes=max_bytes,
+                encode=encode,
+                hash_key=hash_key,
+                cipher=cipher,
+            )
 
-    done = shared.run(work)
-    shared.finish(done, _print, as_json=as_json, passed=not done.counts.refused)
-
-
-def _one_of(prompts: Path | None, trace: Path | None) -> Path:
-    file = prompts or trace
-    if file is None or (prompts is not None and trace is not None):
-        raise typer.BadParameter("give one of --prompts and --trace")
-    return file
-
-
-async def _send(
-    url: str, file: Path, by_use: bool, meter: Meter, model: str | None, in_flight: int, timeout_s: float
-) -> Requests:
-    from lmcache_async.maintenance.server import warm_server  # httpx is needed for this only
-
-    prompts = read_prompts(file, by_use=by_use)
-    return await warm_server(url, prompts, meter, model=model, in_flight=in_flight, timeout_s=timeout_s)
-
-
-async def _warm(
-    spec: StoreSpec,
-    config: EngineConfig,
-    source: str | None,
-    to: list[str],
-    prompts: list[Prompt],
-    options: WarmOptions,
-    meter: Meter,
-) -> Warmup:
-    slow, fast = _choose(reachable_tiers(config), source, to)
-    async with contextlib.AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(open_store(spec.of_tier(slow), change=False))
-        targets = [
-            await stack.enter_async_context(open_store(spec.of_tier(one), change=True)) for one in fast
-        ]
-        return await warm(opened, targets, prompts, options, meter)
+    shared.run(work, _lines, as_json=as_json, passed=lambda done: not done.refused)
 
 
 def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, list[str]]:
@@ -161,26 +148,18 @@ def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, l
     return slow, fast
 
 
-def _print(done: Warmup) -> None:
-    summary = done.as_dict()
-    say(
+def _lines(done: Warmup) -> Iterator[str]:
+    yield (
         f"{number(done.prompts, 'prompt')}, {number(done.tokens, 'token')};"
         f" {done.source} has prefixes of {number(done.found_tokens, 'token')}"
     )
-    say(
-        f"copied: {counted(summary['copied'])} ({human(done.counts.bytes)});"
-        f" there already: {counted(summary['there'])}"
-    )
-    shared.say_not_copied(done.counts)
+    yield f"copied: {counted(done.copied)} ({human(done.bytes)}); there already: {counted(done.there)}"
+    yield from shared.not_copied(done)
 
 
-def _print_requests(sent: Requests) -> None:
-    cached = (
-        "cached tokens: not reported"
-        if sent.cached_tokens is None
-        else f"cached tokens: {sent.cached_tokens}"
-    )
+def _sent_lines(sent: Requests) -> Iterator[str]:
+    cached = "not reported" if sent.cached_tokens is None else sent.cached_tokens
     prompts, tokens = number(sent.prompts, "prompt"), number(sent.tokens, "token")
-    say(f"{sent.url} ({sent.model}): {prompts}, {tokens}; {cached}")
+    yield f"{sent.url} ({sent.model}): {prompts}, {tokens}; cached tokens: {cached}"
     if sent.refused:
-        say(f"{number(sent.refused, 'request')} failed, the first with {sent.first_refusal}")
+        yield f"{number(sent.refused, 'request')} failed, the first with {sent.first_refusal}"

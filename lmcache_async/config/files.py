@@ -14,7 +14,7 @@ from lmcache_async.errors import ConfigError
 MAX_SECRET_BYTES = 64 << 10
 MAX_YAML_BYTES = 1 << 18
 _MAX_DEPTH = 50  # of nested lists and mappings
-_MAX_NODES = 20_000  # after aliases are expanded
+_MAX_NODES = 20_000
 
 
 def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
@@ -70,25 +70,26 @@ class YAMLTextError(Exception):
         self.line = line
 
 
-def read_yaml(text: str) -> tuple[object, yaml.Node | None]:
+def read_yaml(text: str) -> tuple[object, YAMLLines]:
     """Parse YAML with plain data types, limited in size, depth and expanded aliases.
 
     Returns:
-        The content and its node; None and None if the text is empty.
+        The content, None if the text is empty; and the lines of its keys.
 
     Raises:
         YAMLTextError: The text is not YAML, or exceeds a limit.
     """
     if len(text) > MAX_YAML_BYTES:
         raise YAMLTextError(f"the text has {len(text)} characters, more than {MAX_YAML_BYTES}")
+    lines = YAMLLines()
     try:
         loader = _BoundedLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
-                return None, None
-            _count(node, {}, [])
-            return loader.construct_document(node), node
+                return None, lines
+            lines.visit(node, ())
+            return loader.construct_document(node), lines
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -99,47 +100,61 @@ def read_yaml(text: str) -> tuple[object, yaml.Node | None]:
         raise YAMLTextError(f"a value cannot be read: {error!s:.200}") from None
 
 
+class YAMLLines:
+    """Lines of the keys of a document, from 1.
+
+    Attributes:
+        lines: Line of each key and list item, by its path.
+        repeated: Keys that are set twice, with the later and the first line. YAML keeps the last value.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str | int, ...], int] = {}
+        self.repeated: list[tuple[tuple[str | int, ...], int, int]] = []
+        self._above: list[yaml.Node] = []
+        self._nodes = 0
+
+    def visit(self, node: yaml.Node, path: tuple[str | int, ...], key_line: int = 1) -> None:
+        """Add the keys of a node with its aliases expanded.
+
+        Raises:
+            YAMLTextError: The node exceeds a limit.
+        """
+        self._nodes += 1
+        if self._nodes > _MAX_NODES:
+            raise YAMLTextError(f"it expands to more than {_MAX_NODES} values", key_line)
+        if node in self._above:
+            raise YAMLTextError("an alias contains itself", key_line)
+        if len(self._above) > _MAX_DEPTH:  # aliases can add depth
+            raise YAMLTextError("it is nested too deep", key_line)
+        self._above.append(node)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner, line = (*path, str(key.value)), key.start_mark.line + 1
+                if inner in self.lines and inner[-1] != "<<":
+                    self.repeated.append((inner, line, self.lines[inner]))
+                self.lines[inner] = line
+                self.visit(value, inner, key_line if path else line)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.lines[*path, index] = item.start_mark.line + 1
+                self.visit(item, (*path, index), key_line)
+        self._above.pop()
+
+
 class _BoundedLoader(yaml.SafeLoader):
     """A safe loader with limits on depth and number of nodes."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._nodes = 0
+    _depth = _nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
         self._nodes += 1
+        self._depth += 1
         if self._nodes > _MAX_NODES:
             raise YAMLTextError(f"it has more than {_MAX_NODES} values", line)
-        if self._depth >= _MAX_DEPTH:
+        if self._depth > _MAX_DEPTH:
             raise YAMLTextError("it is nested too deep", line)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-
-def _count(node: yaml.Node, known: dict[int, int], above: list[int]) -> int:
-    """Number of nodes after aliases are expanded."""
-    line = node.start_mark.line + 1
-    if id(node) in above:
-        raise YAMLTextError("an alias contains itself", line)
-    if len(above) > 2 * _MAX_DEPTH:  # aliases can add depth
-        raise YAMLTextError("it is nested too deep", line)
-    total = known.get(id(node))
-    if total is None:
-        above.append(id(node))
-        total = 1 + sum(_count(part, known, above) for part in _parts(node))
-        above.pop()
-        known[id(node)] = total
-    if total > _MAX_NODES:
-        raise YAMLTextError(f"it expands to more than {_MAX_NODES} values", line)
-    return total
-
-
-def _parts(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node

@@ -7,17 +7,18 @@ value matches the behaviour here. Settings that LMCache does not have are errors
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
-from lmcache_async.config.validation import KeyPath, Origin, hint, nearest, show
+from lmcache_async.config.validation import Origin, hint, nearest, show
 from lmcache_async.config.values import (
+    MAX_SECONDS,
+    number_parser,
     parse_count,
     parse_flag,
     parse_mapping,
-    parse_number,
     parse_seconds,
     unless_none,
 )
@@ -31,35 +32,26 @@ EXTRA_PREFIX = "lmcache."
 _OFF = frozenset({"", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}"})
 
 
-@dataclass(frozen=True, slots=True)
-class Supported:
-    """A setting of LMCache with an equivalent here.
-
-    Attributes:
-        key: Our key.
-        convert: Converts the value; None for settings that make up the tiers, see `_tiers`.
-    """
+class Supported(NamedTuple):
+    """Our key for a setting of LMCache, and its conversion; None for settings that make up the tiers."""
 
     key: str
     convert: Callable[[object], Any] | None
 
 
+_parse_gibibytes = number_parser("a number of GiB above 0", lambda gibibytes: gibibytes * 1024**3 >= 1)
+_parse_milliseconds = number_parser(
+    "a number of milliseconds above 0", lambda number: 0 < number <= MAX_SECONDS
+)
+
+
 def _gibibytes(value: object) -> int:
     """Parse a number of LMCache's GB, which are GiB."""
-    try:
-        gibibytes = parse_number(value)
-    except ValueError:
-        gibibytes = 0.0
-    if int(gibibytes * 1024**3) < 1:
-        raise ValueError("expected a number of GiB above 0")
-    return int(gibibytes * 1024**3)
+    return int(_parse_gibibytes(value) * 1024**3)
 
 
 def _milliseconds(value: object) -> float:
-    try:
-        return parse_seconds(value) / 1000
-    except ValueError:
-        raise ValueError("expected a number of milliseconds above 0") from None
+    return _parse_milliseconds(value) / 1000
 
 
 SUPPORTED = {
@@ -77,7 +69,6 @@ SUPPORTED = {
     "max_local_disk_size": Supported("tiers", None),
     "remote_url": Supported("tiers", None),
 }
-"""Settings of LMCache with an equivalent here."""
 
 ALIASES = {
     "enable_xpyd": "enable_pd",
@@ -210,12 +201,18 @@ WHY_NOT_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDD
 def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
     """Whether a file is LMCache's: it has more keys that are LMCache's only than keys that are ours only."""
     ours = sum(key in EngineConfig.model_fields and key not in SUPPORTED for key in content)
-    theirs = sum(key not in EngineConfig.model_fields and _is_known(_modern(key)) for key in content)
+    theirs = sum(
+        key not in EngineConfig.model_fields
+        and (
+            _modern(key) in {*SUPPORTED, "extra_config"} or _why_not(_modern(key), variable=False) is not None
+        )
+        for key in content
+    )
     return theirs > ours
 
 
 def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> list[Setting]:
-    return [Setting((_modern(key),), value, _renamed(origin, key), rank) for key, value in content.items()]
+    return [Setting((_modern(key),), value, origin.place((key,)), rank) for key, value in content.items()]
 
 
 def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
@@ -227,9 +224,7 @@ def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(PREFIX) or key == CONFIG_FILE.lower():
             continue
         if value and not is_service_link(name, value):
-            found.append(
-                Setting((_modern(key),), value, Origin(name, variable_prefix=VARIABLE_PREFIX), Rank.LMCACHE)
-            )
+            found.append(Setting((_modern(key),), value, name, Rank.LMCACHE))
     return found
 
 
@@ -238,12 +233,8 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in ((str(key), value) for key, value in extra.items()):
-        if key.startswith(EXTRA_PREFIX):
-            theirs[key.removeprefix(EXTRA_PREFIX)] = value
-        elif key in CONNECTOR_KEYS:
-            theirs[key] = value
-        else:
-            ours[key] = value
+        is_theirs = key.startswith(EXTRA_PREFIX) or key in CONNECTOR_KEYS
+        (theirs if is_theirs else ours)[key.removeprefix(EXTRA_PREFIX)] = value
     return ours, theirs
 
 
@@ -260,37 +251,39 @@ def translate(
     chosen = {item.key: item for item in sorted(found, key=lambda item: item.rank)}
     settings: list[Setting] = []
     notes: list[str] = []
-    for item in chosen.values():
+    for convert in (
+        *(partial(_translated, item, chosen, notes) for item in chosen.values()),
+        partial(_tiers, chosen, tier_names, notes),
+    ):
         try:
-            settings += _translated(item, chosen, notes)
+            settings += convert()
         except ConfigError as error:
-            problems.append(str(error))
-    try:
-        settings += _tiers(chosen, tier_names, notes)
-    except ConfigError as error:
-        if str(error) not in problems:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
     return settings, notes
 
 
 def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) -> list[Setting]:
     """Convert one setting. Settings of tiers are converted together, by `_tiers`."""
-    supported = SUPPORTED.get(item.key)
-    if supported is not None:
-        if supported.convert is None:
+    key, is_set = item.key, unless_none(item.value) is not None
+    if key in SUPPORTED:
+        ours, convert = SUPPORTED[key]
+        if convert is None or not is_set:
             return []
-        if unless_none(item.value) is not None and not _is_staging_only(item, chosen, notes):
-            value = item.parsed(supported.convert)
-            path = tuple(supported.key.split("."))
-            line = item.origin.lines.get((item.key,))
-            lines: dict[KeyPath, int] = {} if line is None else {path: line}
-            origin = Origin(item.origin.name, lines, item.origin.variable_prefix)
-            return [Setting(path, value, origin, item.rank)]
-    elif item.key == "extra_config":
-        options = item.parsed(parse_mapping) if unless_none(item.value) is not None else {}
-        notes += [f"{item.where}: extra_config.{key}: an option of LMCache's backends" for key in options]
-    else:
-        notes += _notes_of(item)
+        if key == "max_local_cpu_size" and _asks_nothing(item) and not _has_cpu(chosen):
+            notes.append(f"{item.place}: {key}: the other tiers pass through the arena, see arena.max_bytes")
+            return []
+        return [Setting(tuple(ours.split(".")), item.parsed(convert), item.place, item.rank)]
+    if key == "extra_config":
+        options = item.parsed(parse_mapping) if is_set else {}
+        notes += [f"{item.place}: extra_config.{name}: an option of LMCache's backends" for name in options]
+        return []
+    why = _why_not(key, variable=item.place.startswith(VARIABLE_PREFIX))
+    if why is None:
+        choice = nearest(key, [*SUPPORTED, *WHY_NOT, *ALIASES])
+        raise ConfigError(f"{item.place}: LMCache has no setting {key}{hint(choice, item.place)}")
+    if not _asks_nothing(item):
+        notes.append(f"{item.place}: {key}: {why}")
     return []
 
 
@@ -299,24 +292,26 @@ def _tiers(
 ) -> list[Setting]:
     """Convert LMCache's cpu, disk and remote to one setting of `tiers`; none if none of them is set."""
     used = [chosen[key] for key in ("local_cpu", "local_disk", "remote_url") if key in chosen]
-    size = chosen.get("max_local_disk_size")
+    size, disk, remote = (chosen.get(key) for key in ("max_local_disk_size", "local_disk", "remote_url"))
     tiers: list[Any] = ["cpu"] if _has_cpu(chosen) else []
-    disk = chosen.get("local_disk")
-    path = disk.parsed(_disk_path) if disk else None
-    if disk and path is not None:
-        tiers.append({"name": "disk", "path": path, "max_bytes": _disk_size(disk, size)})
-        used += [size] if size else []
+    if disk and (path := disk.parsed(_disk_path)):
+        if size is None or _asks_nothing(size):
+            raise ConfigError(
+                f"{disk.place}: local_disk is {show(disk.value)}: expected max_local_disk_size beside it,"
+                " a number of GiB above 0 (without it LMCache never uses the disk)"
+            )
+        tiers.append({"name": "disk", "path": path, "max_bytes": size.parsed(_gibibytes)})
+        used.append(size)
     elif size and not _asks_nothing(size):
-        notes.append(f"{size.where}: max_local_disk_size: there is no local_disk")
-    remote = chosen.get("remote_url")
-    if remote and (url := unless_none(remote.value)) is not None:
+        notes.append(f"{size.place}: max_local_disk_size: there is no local_disk")
+    if remote and unless_none(remote.value) is not None:
         scheme = remote.parsed(_url_scheme)
         names = list(dict.fromkeys((scheme, REMOTE_TIERS.get(scheme, scheme))))
         if name := next((name for name in names if name in tier_names()), None):
-            tiers.append({"name": name, "url": url})
+            tiers.append({"name": name, "url": remote.value})
         else:
             notes.append(
-                f"{remote.where}: remote_url: {scheme}:// needs a tier plug-in named {' or '.join(names)};"
+                f"{remote.place}: remote_url: {scheme}:// needs a tier plug-in named {' or '.join(names)};"
                 " none is installed and this version brings none"
             )
     if not used:
@@ -324,11 +319,11 @@ def _tiers(
     last = max(used, key=lambda item: item.rank)
     if not tiers:
         raise ConfigError(
-            f"{last.where}: {last.key} is {show(last.value)}: no tier is left:"
+            f"{last.place}: {last.key} is {show(last.value)}: no tier is left:"
             " expected local_cpu on, a local_disk, or a remote_url whose tier is installed"
         )
-    where = " and ".join(dict.fromkeys(item.origin.name for item in used))
-    return [Setting(("tiers",), tiers, Origin(where), last.rank)]
+    sources = dict.fromkeys(item.place.partition(", line ")[0] for item in used)
+    return [Setting(("tiers",), tiers, " and ".join(sources), last.rank)]
 
 
 def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
@@ -336,36 +331,12 @@ def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
     return local_cpu is None or unless_none(local_cpu.value) is None or bool(local_cpu.parsed(parse_flag))
 
 
-def _is_staging_only(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) -> bool:
-    """Whether it is `max_local_cpu_size: 0` with `local_cpu: false`; the other tiers still need an arena."""
-    if item.key != "max_local_cpu_size" or _has_cpu(chosen) or not _asks_nothing(item):
-        return False
-    notes.append(
-        f"{item.where}: max_local_cpu_size: the other tiers pass through the arena, see arena.max_bytes"
-    )
-    return True
-
-
 def _disk_path(value: object) -> str | None:
-    value = unless_none(value)
-    if (
-        value is None
-        or value is False
-        or (isinstance(value, str) and value.strip().lower() in {"false", "off", "no"})
-    ):
+    if value is False or str(value).strip().lower() in {"", "none", "null", "false", "off", "no"}:
         return None
     if not isinstance(value, str) or "," in value:
         raise ValueError("expected one path, plain or as file://; name several disk tiers under tiers")
     return value.strip()
-
-
-def _disk_size(disk: Setting, size: Setting | None) -> int:
-    if size is None or _asks_nothing(size):
-        raise ConfigError(
-            f"{disk.where}: local_disk is {show(disk.value)}: expected max_local_disk_size beside it,"
-            " a number of GiB above 0 (without it LMCache never uses the disk)"
-        )
-    return int(size.parsed(_gibibytes))
 
 
 def _url_scheme(value: object) -> str:
@@ -375,39 +346,19 @@ def _url_scheme(value: object) -> str:
     return match[1].lower()
 
 
-def _notes_of(item: Setting) -> list[str]:
-    why = _why_not(item.key, variable=bool(item.origin.variable_prefix))
-    if why is None:
-        choice = nearest(item.key, [*SUPPORTED, *WHY_NOT, *ALIASES])
-        raise ConfigError(
-            f"{item.where}: LMCache has no setting {item.key}{hint(choice and item.origin.spell(choice))}"
-        )
-    return [] if _asks_nothing(item) else [f"{item.where}: {item.key}: {why}"]
-
-
 def _why_not(key: str, *, variable: bool) -> str | None:
     family = next((why for prefix, why in WHY_NOT_PREFIXES.items() if key.startswith(prefix)), None)
     return WHY_NOT.get(key) or family or (WHY_NOT_VARIABLES.get(key) if variable else None)
 
 
-def _is_known(key: str) -> bool:
-    return key in SUPPORTED or key == "extra_config" or _why_not(key, variable=False) is not None
-
-
 def _asks_nothing(item: Setting) -> bool:
+    """Whether the value of a setting matches the behaviour here."""
     text = str(item.value).strip().lower()
     return text == DEFAULTS[item.key] if item.key in DEFAULTS else text in _OFF
 
 
 def _modern(key: str) -> str:
     return ALIASES.get(key, key)
-
-
-def _renamed(origin: Origin, key: str) -> Origin:
-    """The origin with the line of an older name under the name of today."""
-    if key == _modern(key) or (key,) not in origin.lines:
-        return origin
-    return Origin(origin.name, {(_modern(key),): origin.lines[key,]})
 
 
 def _unquoted(text: str) -> str:

@@ -18,7 +18,7 @@ from lmcache_async.config.lmcache import (
     split_extra,
     translate,
 )
-from lmcache_async.config.model import EngineConfig, TierSpec
+from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import (
     CONFIG_FILE,
     PREFIX,
@@ -30,21 +30,46 @@ from lmcache_async.config.sources import (
     refuse_secrets,
     variable_settings,
 )
-from lmcache_async.config.validation import KeyPath, Origin, explain, known_keys, validate_all
-from lmcache_async.config.values import parse_list
+from lmcache_async.config.validation import LEFT_OUT, KeyPath, Origin, explain, known_keys, validate_all
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
 EXTRA = "kv_connector_extra_config"
 LMCACHE_FILE = VARIABLE_PREFIX + CONFIG_FILE
 _DEFAULTS = Origin("defaults")
-# In place of a wrong algorithm: one that is valid with a hash key.
-_STAND_INS: Mapping[KeyPath, object] = {("hash_algorithm",): "sha256"}
 _NOTHING = EngineConfig().model_copy(update={"tiers": ()})
+_ADVICE = {key: f"it is LMCache's, here it is {supported.key}" for key, supported in SUPPORTED.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration with the origins of its values.
+
+    Attributes:
+        config: The configuration; if there are problems, with the valid values only.
+        origin: Place of each key that is set. The other keys have their defaults.
+        notes: A line for each setting of LMCache that has no effect.
+        problems: A line for each mistake.
+    """
+
+    config: EngineConfig
+    origin: Origin = _DEFAULTS
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def announced(self) -> EngineConfig:
+        """Log a warning about settings without effect, and return the configuration."""
+        if self.notes:
+            logger.warning("these settings of LMCache have no effect:\n  %s", "\n  ".join(self.notes))
+        return self.config
+
+    def source_of(self, path: KeyPath) -> str | None:
+        """Return the place where the value was set; None for a default."""
+        return self.origin.own_place(path)
 
 
 def load_config(
@@ -65,36 +90,6 @@ def load_config(
         ConfigError: Keys or values are wrong; one line for each mistake.
     """
     return read_config(path, env, extra).announced()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration with the origins of its values.
-
-    Attributes:
-        config: The configuration; if there are problems, with the valid values only.
-        origins: Origin of each key that is set. The other keys have their defaults.
-        notes: A line for each setting of LMCache that has no effect.
-        problems: A line for each mistake.
-    """
-
-    config: EngineConfig
-    origins: Mapping[KeyPath, Origin]
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-    def announced(self) -> EngineConfig:
-        """Log a warning about settings without effect, and return the configuration."""
-        if self.notes:
-            logger.warning("these settings of LMCache have no effect:\n  %s", "\n  ".join(self.notes))
-        return self.config
-
-    def source_of(self, path: KeyPath) -> str | None:
-        """Return the place where the value was set; None for a default."""
-        for length in range(len(path), 0, -1):
-            if origin := self.origins.get(path[:length]):
-                return origin.at(path)
-        return None
 
 
 def read_config(
@@ -120,55 +115,42 @@ def survey_config(
     """
     env = os.environ if env is None else env
     ours, theirs = split_extra(extra or {})
-    settings: list[Setting] = []
     problems: list[str] = []
     try:
         file, named_by = _config_file(path, env, ours.pop("config_file", None))
         content, origin = ({}, _DEFAULTS) if file is None else read_file(file, problems, named_by)
     except ConfigError as error:
-        return LoadedConfig(_NOTHING, {}, problems=(str(error),))
+        return LoadedConfig(_NOTHING, problems=(str(error),))
     is_lmcache = named_by == LMCACHE_FILE
-    found = found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA) + found_in_variables(env)
+    found = [*found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA), *found_in_variables(env)]
+    settings: list[Setting] = []
     if is_lmcache or looks_like_lmcache(content):
         found += found_in_mapping(content, origin, Rank.FILE)
     else:
-        settings += mapping_settings(content, origin, Rank.FILE, problems)
-    translated, notes = translate(found, _tier_names, problems)
-    notes += _replaced_tiers(settings, translated)
-    settings += translated + variable_settings(env, problems)
-    settings += mapping_settings(ours, Origin(EXTRA), Rank.EXTRA, problems)
-    config, origins = _build(refuse_secrets(settings, problems), problems)
-    if lmcache_file := env.get(LMCACHE_FILE, "").strip():
-        notes += [] if is_lmcache else [f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is"]
-    return LoadedConfig(config, origins, tuple(notes), tuple(problems))
-
-
-def _build(settings: Iterable[Setting], problems: list[str]) -> tuple[EngineConfig, Mapping[KeyPath, Origin]]:
-    """Build the configuration of the valid settings, and add a message for each mistake to `problems`."""
-    content, origins = merge(settings)
-    config, errors = validate_all(EngineConfig, content, _STAND_INS)
-    advice = {key: f"it is LMCache's, here it is {supported.key}" for key, supported in SUPPORTED.items()}
-    problems += explain(errors, known_keys(EngineConfig), origins, _DEFAULTS, advice)
-    origin = origins.get(("tiers",), _DEFAULTS)
-    if not errors and config is not None:
-        tiers: list[TierSpec | None] = list(config.tiers)
-    else:
-        tiers = _usable_tiers(content.get("tiers"))
+        settings += mapping_settings(content, origin.place, Rank.FILE, problems)
+    translated, notes = translate(found, lambda: entry_points(group="lmcache_async.tiers").names, problems)
+    notes += [
+        f"{own.place}: tiers: {their.place} takes precedence over the file"
+        for own in settings
+        for their in translated
+        if own.path == their.path == ("tiers",)
+    ]
+    if (lmcache_file := env.get(LMCACHE_FILE, "").strip()) and not is_lmcache:
+        notes.append(f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is")
+    settings += translated
+    settings += variable_settings(env, problems)
+    settings += mapping_settings(ours, Origin(EXTRA).place, Rank.EXTRA, problems)
+    content, origin = merge(refuse_secrets(settings, problems), origin)
+    config, errors = validate_all(EngineConfig, content)
+    problems += explain(errors, known_keys(EngineConfig), origin, _ADVICE)
+    config = config or _NOTHING
     placed = [
         tier.placed(origin.within(("tiers", index), f"tiers[{index}] ({tier.id})"))
-        for index, tier in enumerate(tiers)
-        if tier is not None
+        for index, tier in enumerate(config.tiers)
+        if tier.name != LEFT_OUT
     ]
-    return (config or _NOTHING).model_copy(update={"tiers": tuple(placed)}), origins
-
-
-def _usable_tiers(value: object) -> list[TierSpec | None]:
-    """The tiers of a list with mistakes, each with its valid values; None for an invalid one."""
-    try:
-        items = parse_list(value)
-    except ValueError:
-        return []
-    return [validate_all(TierSpec, item)[0] for item in items]
+    config = config.model_copy(update={"tiers": tuple(placed)})
+    return LoadedConfig(config, origin, tuple(notes), tuple(problems))
 
 
 def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, str]:
@@ -179,22 +161,5 @@ def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) 
         if not isinstance(from_extra, str | os.PathLike) or not os.fspath(from_extra):
             raise ConfigError(f"{EXTRA}: config_file is {from_extra!r}: expected the path of a YAML file")
         return Path(os.fspath(from_extra)), f"{EXTRA}: config_file"
-    for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE):
-        if file := env.get(name, "").strip():
-            return Path(file), name
-    return None, ""
-
-
-def _replaced_tiers(own: Iterable[Setting], translated: Iterable[Setting]) -> list[str]:
-    """A note if settings of LMCache replace the tiers of our file."""
-    tiers = ("tiers",)
-    theirs = next((setting for setting in translated if setting.path == tiers), None)
-    return [
-        f"{setting.origin.at(tiers)}: tiers: {theirs.origin.name} takes precedence over the file"
-        for setting in own
-        if setting.path == tiers and theirs is not None
-    ]
-
-
-def _tier_names() -> Collection[str]:
-    return entry_points(group="lmcache_async.tiers").names
+    named = ((env.get(name, "").strip(), name) for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE))
+    return next(((Path(file), name) for file, name in named if file), (None, ""))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, SecretStr
 
 from lmcache_async.config.files import read_secret_file
-from lmcache_async.config.validation import disagree
+from lmcache_async.config.validation import KeyPath, disagree
 from lmcache_async.config.values import OptionalFile, unless_none
 from lmcache_async.errors import ConfigError
 
 SECRET_BYTES = 32
-SECRET_PATHS = {("hash_key",): "hash_key_file", ("encryption", "keys"): "encryption.key_file"}
+SECRET_PATHS: Mapping[KeyPath, str] = {
+    ("hash_key",): "hash_key_file",
+    ("encryption", "keys"): "encryption.key_file",
+}
 """Keys whose value is a secret, and the key that names a file instead."""
 
 _FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
@@ -34,38 +38,6 @@ SecretText = Annotated[
     Annotated[SecretStr, BeforeValidator(_parse_text)] | None, BeforeValidator(unless_none)
 ]
 SecretFile = OptionalFile
-
-
-class EncryptionConfig(BaseModel):
-    """Encryption of records in tiers outside of the process's memory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key_file: SecretFile = Field(
-        default=None,
-        description="File of the keys, one per line, 32 bytes each in hex or base64. The first encrypts, all decrypt.",
-    )
-    keys: SecretText = Field(
-        default=None,
-        description="The keys themselves, separated by spaces or commas; only as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS.",
-    )
-
-    @property
-    def enabled(self) -> bool:
-        return self.key_file is not None or self.keys is not None
-
-    def read_keys(self) -> tuple[bytes, ...]:
-        """Return the keys, the one for encryption first; none if encryption is disabled.
-
-        Raises:
-            ConfigError: The file cannot be read, is readable by others, or contains anything but keys.
-        """
-        return read_secrets(self.keys, self.key_file, "encryption.keys", "encryption.key_file")
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        check_one_source(self.keys, self.key_file, "keys", "key_file")
-        return self
 
 
 def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, file_name: str) -> None:

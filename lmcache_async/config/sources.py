@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
@@ -27,13 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from pydantic.fields import FieldInfo
-
 PREFIX = "LMCACHE_ASYNC_"
 CONFIG_FILE = "CONFIG_FILE"
 TOKEN = "TOKEN"
 """Token of the status page for `lmcache-async top`; not a setting of an engine."""
-_MAX_LINE_DEPTH = 6  # of keys such as tiers[0].layers[0].options.get.drop
+SECTIONS = {
+    name: info.annotation
+    for name, info in EngineConfig.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+}
 _SERVICE_LINKS = re.compile(
     r"(?:_|^)(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_\w+)?)$"
 )
@@ -54,16 +55,12 @@ class Setting:
 
     path: KeyPath
     value: Any
-    origin: Origin
+    place: str
     rank: Rank
 
     @property
     def key(self) -> str:
         return spell_path(self.path)
-
-    @property
-    def where(self) -> str:
-        return self.origin.at(self.path)
 
     def parsed(self, parse: Callable[[object], Any]) -> Any:
         """Parse the value.
@@ -74,85 +71,99 @@ class Setting:
         try:
             return parse(self.value)
         except ValueError as error:
-            raise ConfigError(f"{self.where}: {self.key} is {show(self.value, self.key)}: {error}") from None
+            raise ConfigError(f"{self.place}: {self.key} is {show(self.value, self.key)}: {error}") from None
 
 
 def mapping_settings(
-    content: Mapping[Any, Any], origin: Origin, rank: Rank, problems: list[str]
-) -> list[Setting]:
-    """Return the settings of a nested mapping, in which dotted keys are keys of sections.
+    content: Mapping[Any, Any], place_of: Callable[[KeyPath], str], rank: Rank, problems: list[str]
+) -> Iterator[Setting]:
+    """Yield the settings of a nested mapping, in which dotted keys are keys of sections.
 
     Args:
-        content: The mapping.
-        origin: Its origin.
-        rank: Its precedence.
+        content: The mapping. Unknown keys are settings too.
+        place_of: Returns the place of a key.
+        rank: Precedence of the source.
         problems: Receives a message for each key that is set twice or cannot be used.
     """
-    settings: dict[KeyPath, Setting] = {}
-    for path, value in _leaves(EngineConfig, (), content, lambda _: origin, problems):
-        if path in settings:
-            problems.append(f"{origin.at(path)}: {spell_path(path)} is given twice")
-        settings[path] = Setting(path, value, origin, rank)
-    return list(settings.values())
+    seen: set[KeyPath] = set()
+    for raw_key, value in content.items():
+        head, _, rest = str(raw_key).partition(".")
+        path: KeyPath = (head, rest) if rest else (head,)
+        if head not in EngineConfig.model_fields:
+            pairs: list[tuple[KeyPath, Any]] = [((str(raw_key),), value)]
+        elif head in SECTIONS and not rest:
+            try:
+                inner = {} if value is None else parse_mapping(value)  # None: an empty section of a file
+            except ValueError as error:
+                problems.append(f"{place_of(path)}: {head} is {show(value, head)}: {error}")
+                continue
+            pairs = [((head, key), one) for key, one in inner.items()]
+        elif head not in SECTIONS and rest:
+            problems.append(f"{place_of(path)}: {head} is not a section, so it has no key {rest}")
+            continue
+        else:
+            pairs = [(path, value)]
+        for key, one in pairs:
+            place = place_of((str(raw_key),) if rest else key)
+            if key in seen:
+                problems.append(f"{place}: {spell_path(key)} is given twice")
+            seen.add(key)
+            yield Setting(key, one, place, rank)
 
 
 def variable_settings(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
     """Return the settings of the `LMCACHE_ASYNC_*` variables. Empty variables are ignored."""
-    names = {
-        name.lower(): name
+    variables: dict[KeyPath, str] = {
+        tuple(key.lower().split("__")): name
         for name, value in sorted(env.items())
         if name.startswith(PREFIX)
-        and name not in {PREFIX + CONFIG_FILE, PREFIX + TOKEN}
+        and (key := name.removeprefix(PREFIX)) not in {CONFIG_FILE, TOKEN}
         and value.strip()
-        and not is_service_link(name.removeprefix(PREFIX), value)
+        and not is_service_link(key, value)
     }
-
-    def origin_of(path: KeyPath) -> Origin:
-        """The variable of the key, or of the section around it."""
-        parts = [str(part).replace(".", "__").lower() for part in path]
-        for length in range(len(parts), 0, -1):
-            if name := names.get(PREFIX.lower() + "__".join(parts[:length])):
-                return Origin(name, variable_prefix=PREFIX)
-        return Origin("environment", variable_prefix=PREFIX)
-
-    content = _Variables({name: env[names[name]] for name in names})()
+    if not variables:
+        return []  # pydantic-settings would take milliseconds to find nothing
+    known = {path: name for path, name in variables.items() if _is_variable_of_key(path)}
+    source = EnvSettingsSource(_VariableNames)
+    source.env_vars = {name.lower(): env[name] for name in known.values()}
+    others = {spell_path(path): env[name] for path, name in variables.items() if path not in known}
+    dotted: dict[KeyPath, str] = {(spell_path(path),): name for path, name in variables.items()}
+    place_of = Origin("environment", variables | dotted).place
     return [
-        Setting(path, value, origin_of(path), Rank.VARIABLE)
-        for path, value in _leaves(EngineConfig, (), content, origin_of, problems)
+        setting
+        for content in (others, source())
+        for setting in mapping_settings(content, place_of, Rank.VARIABLE, problems)
     ]
 
 
-def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> list[Setting]:
-    """Return the settings without secrets that are not in a variable, where others may read them."""
-    kept: list[Setting] = []
+def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator[Setting]:
+    """Yield the settings without secrets that are not in a variable, where others may read them."""
     for setting in settings:
-        file = SECRET_PATHS.get(tuple(map(str, setting.path)))
-        given = unless_none(setting.value) is not None
-        if file is None or not given or setting.rank is Rank.VARIABLE:
-            kept.append(setting)
+        file = SECRET_PATHS.get(setting.path)
+        if file is None or unless_none(setting.value) is None or setting.rank is Rank.VARIABLE:
+            yield setting
         else:
             problems.append(
-                f"{setting.where}: {setting.key} is a secret and not allowed there: name its file with {file}, or set"
+                f"{setting.place}: {setting.key} is a secret and not allowed there: name its file with {file}, or set"
                 f" {PREFIX}{setting.key.upper().replace('.', '__')}"
             )
-    return kept
 
 
-def merge(settings: Iterable[Setting]) -> tuple[dict[str, Any], dict[KeyPath, Origin]]:
+def merge(settings: Iterable[Setting], file: Origin) -> tuple[dict[str, Any], Origin]:
     """Merge settings by precedence; of equal precedence the later one wins.
 
     Returns:
-        The nested content, and the origin of each key.
+        The nested content, and the place of each key, with the lines of `file` for what is in it.
     """
     content: dict[str, Any] = {}
-    origins: dict[KeyPath, Origin] = {}
+    places: dict[KeyPath, str] = {}
     for setting in sorted(settings, key=lambda setting: setting.rank):
-        section = content
-        for part in setting.path[:-1]:
-            section = section.setdefault(str(part), {})
+        section = content.setdefault(str(setting.path[0]), {}) if len(setting.path) > 1 else content
         section[str(setting.path[-1])] = setting.value
-        origins[setting.path] = setting.origin
-    return content, origins
+        places[setting.path] = setting.place
+    inner = {path: place for path, place in file.places.items() if len(path) > 1 and path[0] not in SECTIONS}
+    from_file = {path: place for path, place in inner.items() if places.get(path[:1]) == file.place(path[:1])}
+    return content, Origin("defaults", places | from_file)
 
 
 def is_service_link(name: str, value: str) -> bool:
@@ -174,117 +185,29 @@ def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict
     by = f"{named_by}: " if named_by else ""
     try:
         text = read_bounded(path, MAX_YAML_BYTES)[0].decode("utf-8")
+        content, lines = read_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{by}the config file {path} cannot be read: {why}") from None
-    try:
-        content, node = read_yaml(text)
     except YAMLTextError as error:
         where = f"{path}, line {error.line}" if error.line else str(path)
         raise ConfigError(f"{where}: {error}") from None
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {show(content)}")
-    lines: dict[KeyPath, int] = {}
-    if node is not None:
-        _number_lines(path, node, (), lines, problems)
-    return {str(key): value for key, value in content.items()}, Origin(str(path), lines)
+    for key, line, first in lines.repeated:
+        problems.append(f"{path}, line {line}: {spell_path(key)} is given twice, first on line {first}")
+    places = {key: f"{path}, line {line}" for key, line in lines.lines.items()}
+    return {str(key): value for key, value in (content or {}).items()}, Origin(str(path), places)
 
 
 class _VariableNames(EngineConfig, BaseSettings):
-    """The keys of the configuration with the names of their variables."""
+    """The keys of the configuration with the names of their variables, whose texts are decoded by validation."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", defer_build=True)
-
-
-class _Variables(EnvSettingsSource):
-    """Nested content of variables.
-
-    Unlike in the base class, texts of lists are not decoded here, and variables of unknown keys are kept,
-    so that validation reports them.
-
-    Args:
-        variables: Variables by their names in lower case.
-    """
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        super().__init__(_VariableNames)
-        self.env_vars = variables
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if _section_of(field) is not None:
-            try:
-                return parse_mapping(value)
-            except ValueError:
-                pass  # reported by `_leaves`
-        return value
-
-    def __call__(self) -> dict[str, Any]:
-        content = super().__call__()
-        for name, value in self.env_vars.items():
-            key, *rest = name.removeprefix(PREFIX.lower()).split("__")
-            field = EngineConfig.model_fields.get(key)
-            if field is None or (rest and _section_of(field) is None):
-                content[".".join((key, *rest))] = value
-        return content
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, defer_build=True
+    )
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _leaves(
-    model: type[BaseModel],
-    above: KeyPath,
-    content: Mapping[Any, Any],
-    origin_of: Callable[[KeyPath], Origin],
-    problems: list[str],
-) -> Iterator[tuple[KeyPath, Any]]:
-    """The path and the value of each key. Unknown keys are among them."""
-    for raw_key, value in content.items():
-        key, _, rest = str(raw_key).partition(".")
-        path = (*above, key)
-        field = model.model_fields.get(key)
-        section = _section_of(field) if field is not None else None
-        if field is None:
-            yield (*above, str(raw_key)), value
-        elif section is None and rest:
-            problems.append(
-                f"{origin_of(path).at(path)}: {spell_path(path)} is not a section, so it has no key {rest}"
-            )
-        elif section is None:
-            yield path, value
-        elif rest:
-            yield from _leaves(section, path, {rest: value}, origin_of, problems)
-        elif value is not None:  # an empty section of a file
-            try:
-                inner = parse_mapping(value)
-            except ValueError as error:
-                name = spell_path(path)
-                problems.append(f"{origin_of(path).at(path)}: {name} is {show(value, name)}: {error}")
-            else:
-                yield from _leaves(section, path, inner, origin_of, problems)
-
-
-def _number_lines(
-    file: Path, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[str]
-) -> None:
-    """Record the line of each key, and report keys that are set twice, of which YAML keeps the last."""
-    if len(path) > _MAX_LINE_DEPTH:
-        return
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            inner = (*path, str(key_node.value))
-            line = key_node.start_mark.line + 1
-            if inner in lines and inner[-1] != "<<":
-                problems.append(
-                    f"{file}, line {line}: {spell_path(inner)} is given twice, first on line {lines[inner]}"
-                )
-            lines[inner] = line
-            _number_lines(file, value_node, inner, lines, problems)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[*path, index] = item.start_mark.line + 1
-            _number_lines(file, item, (*path, index), lines, problems)
+def _is_variable_of_key(path: KeyPath) -> bool:
+    """Whether pydantic-settings reads the variable. It ignores unknown ones, and a section's own beside its keys'."""
+    return path[0] in EngineConfig.model_fields and (path[0] in SECTIONS) == (len(path) > 1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -16,6 +17,8 @@ from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pydantic import ValidationInfo
 
 LEFT_OUT = "_left_out_"
 """Name of the placeholder for an invalid tier or layer while the others of its list are validated."""
@@ -28,9 +31,9 @@ _SECRET = re.compile(
     r"|^encryption(\.keys)?$",
     re.IGNORECASE,
 )
-_MAX_PASSES = 100  # each pass finds another kind of mistake
 _NAMES_A_SECRET = re.compile(r"_(file|variable)$")
-
+_VARIABLE = re.compile(r"LMCACHE_(ASYNC_)?(?=[A-Z0-9_]+$)")
+_MAX_PASSES = 100  # each pass finds another kind of mistake
 
 EXPECTED = {
     "bool_parsing": "true or false",
@@ -61,49 +64,37 @@ EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a value.
+    """Places of the keys of a configuration or of a part of it.
 
     Attributes:
-        name: Path of the file, name of the variable or `kv_connector_extra_config`.
-        lines: Line of each key in a file.
-        variable_prefix: Prefix of the variable, so that hints are spelled as variables; "" for other sources.
-        part: The part of the configuration to which paths are relative, such as `tiers[1] (disk)`; "" for all.
+        name: Place of keys without their own: a file, a variable, an option or `kv_connector_extra_config`.
+        places: Place of each key that is set, with the line in a file. It is the place of keys below it too.
+        part: The part of the configuration to which keys are relative, such as `tiers[1] (disk)`; "" for all.
     """
 
     name: str
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    variable_prefix: str = ""
+    places: Mapping[KeyPath, str] = field(default_factory=dict)
     part: str = ""
 
     def at(self, path: KeyPath) -> str:
-        """Return the place of a key: source, line of the innermost part with a line, and `part`."""
+        """Return the place of a key and `part`."""
         return f"{self.place(path)}: {self.part}" if self.part else self.place(path)
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key without `part`."""
-        line = self._nearest_line(path)
-        return self.name if line is None else f"{self.name}, line {line}"
+        return self.own_place(path) or self.name
 
-    def line(self, path: KeyPath) -> int | None:
-        """Return the line of this key; None if the source has no such line."""
-        return self.lines.get(path) or self.lines.get((".".join(str(key) for key in path),))
-
-    def _nearest_line(self, path: KeyPath) -> int | None:
-        return next((line for length in range(len(path), -1, -1) if (line := self.line(path[:length]))), None)
+    def own_place(self, path: KeyPath) -> str | None:
+        """Return the place of the key or of the innermost part around it; None if neither is set."""
+        places = (self.places.get(path[:length]) for length in range(len(path), -1, -1))
+        return next(filter(None, places), None)
 
     def within(self, path: KeyPath, part: str) -> Origin:
         """Return the origin with paths relative to `path`. Keys under `options` are also keys of `path` itself."""
-        lines = {key[len(path) :]: line for key, line in self.lines.items() if key[: len(path)] == path}
-        if (line := self._nearest_line(path)) is not None:
-            lines.setdefault((), line)
-        for key, line in list(lines.items()):
-            if key[:1] == ("options",) and len(key) > 1:
-                lines.setdefault(key[1:], line)
+        inner = {key[len(path) :]: place for key, place in self.places.items() if key[: len(path)] == path}
+        options = {key[1:]: place for key, place in inner.items() if key[:1] == ("options",)}
         part = f"{self.part}, {part}" if self.part else part
-        return Origin(self.name, lines, self.variable_prefix, part)
-
-    def spell(self, key: str) -> str:
-        return self.variable_prefix + key.upper().replace(".", "__") if self.variable_prefix else key
+        return Origin(self.place(path), options | {(): self.place(path)} | inner, part)
 
 
 def spell_path(path: KeyPath) -> str:
@@ -119,17 +110,12 @@ def known_keys(model: type[BaseModel]) -> list[str]:
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(name)
-        for kind in (
-            info.annotation,
-            *getattr(info.annotation, "__args__", ()),
-        ):  # including optional sections
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and not _is_mapping(info.annotation):
+        origin = get_origin(info.annotation)
+        is_container = isinstance(origin, type) and issubclass(origin, abc.Container)
+        for kind in () if is_container else (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
                 keys += [f"{name}.{key}" for key in known_keys(kind)]
     return keys
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return isinstance(get_origin(annotation), type) and issubclass(get_origin(annotation), abc.Container)
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
@@ -144,7 +130,11 @@ def nearest(text: str, choices: Iterable[str]) -> str | None:
     return same_leaf[0] if len(same_leaf) == 1 else None
 
 
-def hint(choice: str | None) -> str:
+def hint(choice: str | None, place: str = "") -> str:
+    """Return the end of a message that names the nearest right name, as a variable if `place` is one."""
+    prefix = _VARIABLE.match(place)
+    if choice and prefix:
+        choice = prefix[0] + choice.upper().replace(".", "__")
     return f"; did you mean {choice}?" if choice else ""
 
 
@@ -197,9 +187,15 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 
 
-def validate_all(
-    model: type[ModelT], content: Any, stand_ins: Mapping[KeyPath, Any] | None = None
-) -> tuple[ModelT | None, list[ErrorDetails]]:
+def report(contradictions: Iterable[PydanticCustomError], info: ValidationInfo) -> None:
+    """Raise the first contradiction of a model that is not part of another; `validate_all` receives all of them."""
+    for one in contradictions:
+        if info.context is None:
+            raise one
+        info.context.append(one)
+
+
+def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list[ErrorDetails]]:
     """Validate the content and find every mistake.
 
     pydantic runs validators of several values only if each value is valid. Therefore invalid values are removed
@@ -209,36 +205,38 @@ def validate_all(
     Args:
         model: The model.
         content: The content; not modified.
-        stand_ins: Values for required keys, used if the content has no valid one.
 
     Returns:
         The model made of the valid values, and the mistakes in the order in which they were found. The model is
         None if it cannot be made without the invalid or missing values.
     """
-    stand_ins = stand_ins or {}
     errors: list[ErrorDetails] = []
     left_out: set[KeyPath] = set()
     for _ in range(_MAX_PASSES):
+        contradictions: list[PydanticCustomError] = []
+        valid = None
         try:
-            return model.model_validate(content), errors
+            valid = model.model_validate(content, context=contradictions)
+            found = [_details(one) for one in contradictions]
         except ValidationError as error:
             found = error.errors(include_url=False)
         errors += [one for one in found if not any(_near(path, left_out) for path in _paths(one))]
-        places = {_place(one, content, left_out, stand_ins) for one in found}
-        if () in places:
-            break
+        if valid is not None:
+            return valid, errors
+        places = {_place(one, content, left_out) for one in found}
         left_out |= places | {path for one in found if (path := _meant(one, model))}
         for place in places:
             if not any(place[:length] in places for length in range(len(place))):
-                content = _without(content, place, stand_ins)
+                content = _without(content, place)
+            if content is _NOTHING:
+                return None, errors
     return None, errors
 
 
 def explain(
     errors: Iterable[ErrorDetails],
     keys: Sequence[str],
-    origins: Mapping[KeyPath, Origin],
-    default: Origin,
+    origin: Origin,
     advice: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return a message for each of pydantic's errors.
@@ -246,11 +244,10 @@ def explain(
     Args:
         errors: The errors.
         keys: All known keys, in dotted form.
-        origins: Origin of each key.
-        default: Origin of the other keys.
+        origin: Place of each key.
         advice: Advice for unknown keys, by their first part; by default the nearest known key.
     """
-    return [_explain_one(one, keys, origins, default, advice or {}) for one in errors]
+    return [_explain_one(one, keys, origin, advice or {}) for one in errors]
 
 
 def validate_options(
@@ -274,7 +271,7 @@ def validate_options(
     found, errors = validate_all(config_type, dict(options))
     if found is None or errors:
         origin = where if isinstance(where, Origin) else Origin(where)
-        raise ConfigError("\n".join(explain(errors, [*known_keys(config_type), *beside], {}, origin)))
+        raise ConfigError("\n".join(explain(errors, [*known_keys(config_type), *beside], origin)))
     return found
 
 
@@ -286,54 +283,31 @@ def placed_lines(lines: Iterable[str], source_of: Callable[[KeyPath], str | None
         yield f"{source}: {line}" if source else line
 
 
-def unknown_key(origin: Origin, path: KeyPath, choices: Iterable[str]) -> str:
-    """Return the message for a key that is not one of `choices` (in dotted form)."""
-    key = spell_path(path)
-    choice = nearest(key, choices)
-    return f"{origin.at(path)}: there is no key {key}{hint(choice and origin.spell(choice))}"
-
-
 def _explain_one(
-    details: ErrorDetails,
-    keys: Sequence[str],
-    origins: Mapping[KeyPath, Origin],
-    default: Origin,
-    advice: Mapping[str, str],
+    details: ErrorDetails, keys: Sequence[str], origin: Origin, advice: Mapping[str, str]
 ) -> str:
-    path, context = tuple(details["loc"]), details.get("ctx", {})
-    if details["type"] == "disagree":
-        paths = _paths(details)
-        given = (path for path in paths if default.line(path) or _origin(path, origins))
-        path = next(given, paths[0])
-        return f"{(_origin(path, origins) or default).at(path)}: {spell_path(path)}: {context['message']}"
-    origin = _origin(path, origins) or default
-    if details["type"] in {"extra_forbidden", "invalid_key"}:
-        if (found := advice.get(str(path[0]).partition(".")[0])) is not None:
-            return f"{origin.at(path)}: there is no key {spell_path(path)}; {found}"
-        return unknown_key(origin, path, keys)
-    key = spell_path(path)
-    if details["type"] == "missing":
-        return f"{origin.at(path)}: {key} is missing"
-    expected = _expected(details["type"], details["msg"], context)
-    choices = (
-        re.findall(r"'([^']*)'", context.get("expected", "")) if details["type"] == "literal_error" else ()
-    )
+    kind, context, paths = details["type"], details.get("ctx", {}), _paths(details)
+    path = next(filter(origin.places.__contains__, paths), paths[0])
+    place, key = origin.at(path), spell_path(path)
+    if kind == "disagree":
+        return f"{place}: {key}: {context['message']}"
+    if kind in {"extra_forbidden", "invalid_key"}:
+        known = advice.get(str(path[0]).partition(".")[0])
+        what_to_do = f"; {known}" if known else hint(nearest(key, keys), place)
+        return f"{place}: there is no key {key}{what_to_do}"
+    if kind == "missing":
+        return f"{place}: {key} is missing"
     value = details["input"]
-    return f"{origin.at(path)}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
+    choices = re.findall(r"'([^']*)'", context["expected"]) if kind == "literal_error" else ()
+    if kind in EXPECTED:
+        expected = "expected " + EXPECTED[kind].format(**context)
+    else:  # our own parsers say what they expect
+        expected = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    return f"{place}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
 
 
-def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """The expected value, in the words of our own parsers."""
-    if (form := EXPECTED.get(kind)) is not None:
-        return f"expected {form.format(**context)}"
-    return message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
-
-
-def _origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    for length in range(len(path), 0, -1):
-        if origin := origins.get(path[:length]):
-            return origin
-    return None
+def _details(error: PydanticCustomError) -> ErrorDetails:
+    return {"type": error.type, "loc": (), "msg": error.message(), "input": None, "ctx": error.context or {}}
 
 
 def _paths(details: ErrorDetails) -> list[KeyPath]:
@@ -360,49 +334,41 @@ def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
     return any(path[: len(other)] == other or other[: len(path)] == path for other in left_out)
 
 
-def _place(
-    details: ErrorDetails, content: Any, left_out: set[KeyPath], stand_ins: Mapping[KeyPath, Any]
-) -> KeyPath:
+def _place(details: ErrorDetails, content: Any, left_out: set[KeyPath]) -> KeyPath:
     """The key to remove because of an error: one that takes part, or the section around it if that had no effect."""
     paths = _paths(details)
-    there = [path for path in paths if path in stand_ins or _reachable(content, path) == path]
-    for path in there:
-        if path not in left_out:
-            return path
-    place = there[0] if there else max((_reachable(content, path) for path in paths), key=len)
+    there = [path for path in paths if _has(content, path)]
+    place = next((path for path in there if path not in left_out), (there or paths)[0])
     while place and place in left_out:
         place = place[:-1]
     return place
 
 
-def _reachable(content: Any, path: KeyPath) -> KeyPath:
-    """The longest beginning of the path that exists in the content."""
-    for length, part in enumerate(path):
-        holder = _holder(content, part)
-        if holder is None:
-            has_id = _is_id(path[: length + 1]) and isinstance(content, str | abc.Mapping)
-            return path[: length + has_id]
-        content = holder[part]
-    return path
+_NOTHING = object()
 
 
-def _is_id(path: KeyPath) -> bool:
-    """Whether the path is the id of a list element; elements have ids also if none is set."""
-    return len(path) > 1 and path[-1] == "id" and isinstance(path[-2], int)
+def _has(content: Any, path: KeyPath) -> bool:
+    for part in path:
+        content = _opened(content, part)
+        try:
+            content = content[part]
+        except (LookupError, TypeError):
+            return False
+    return True
 
 
-def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], above: KeyPath = ()) -> Any:
-    """A copy of the content without the value at the path, or with a valid one there."""
-    part, rest = path[0], path[1:]
-    if _is_id((*above, *path)) and not rest:
-        item = {"name": content} if isinstance(content, str) else dict(content)
-        return item | {"id": f"{item.get('id', item.get('name'))}-{above[-1]}"}
-    holder = _holder(content, part)
-    changed: Any = list(holder) if isinstance(holder, list | tuple) else dict(holder or content)
-    if rest:
-        changed[part] = _without(changed[part], rest, stand_ins, (*above, part))
-    elif (*above, part) in stand_ins:
-        changed[part] = stand_ins[*above, part]
+def _without(content: Any, path: KeyPath) -> Any:
+    """A copy of the content without the value at the path, or what is around it if there is no such value."""
+    if not path:
+        return _NOTHING
+    part = path[0]
+    content = _opened(content, part)
+    if not _has(content, path[:1]):
+        return _NOTHING
+    changed: Any = dict(content) if isinstance(content, abc.Mapping) else list(content)
+    inner = _without(changed[part], path[1:])
+    if inner is not _NOTHING:
+        changed[part] = inner
     elif isinstance(part, int):  # keep the indices of the others
         changed[part] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{part}"}
     else:
@@ -410,17 +376,10 @@ def _without(content: Any, path: KeyPath, stand_ins: Mapping[KeyPath, Any], abov
     return changed
 
 
-def _holder(content: Any, part: str | int) -> Any:
-    """The mapping or list (or parsed JSON text) that has the key or index; None if it has none."""
+def _opened(content: Any, part: str | int) -> Any:
+    """The content, parsed if it is the text of a list or mapping."""
     if isinstance(content, str):
-        try:
-            content = parse_list(content) if isinstance(part, int) else parse_mapping(content)
-        except ValueError:
-            return None
-    if isinstance(content, abc.Mapping):
-        return content if part in content else None
-    return (
-        content
-        if isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
-        else None
-    )
+        with contextlib.suppress(ValueError):
+            return parse_list(content) if isinstance(part, int) else parse_mapping(content)
+        return None
+    return content

@@ -103,31 +103,30 @@ def parse_number(value: object) -> float:
     raise ValueError("expected a number")
 
 
-def parse_rate(value: object) -> float:
-    """Parse a rate per second, above 0."""
-    return _parse_range(
-        value, f"a number above 0 and at most {MAX_RATE:.0f}", lambda rate: 0 < rate <= MAX_RATE
-    )
+def number_parser(
+    expected: str, accepts: Callable[[float], bool], most: float = math.inf
+) -> Callable[[object], float]:
+    """Return a parser of the numbers that `accepts` accepts, up to `most`."""
+
+    def parse(value: object) -> float:
+        try:
+            number = parse_number(value)
+        except ValueError:
+            number = math.nan
+        if not accepts(number):
+            raise ValueError(f"expected {expected}")
+        if number > most:
+            raise ValueError(f"expected a number of seconds of at most {most:.0f}")
+        return number
+
+    return parse
 
 
-def parse_seconds(value: object) -> float:
-    """Parse a time in seconds, above 0."""
-    return _bounded_seconds(_parse_range(value, "a number of seconds above 0", lambda seconds: seconds > 0))
-
-
-def parse_wait(value: object) -> float:
-    """Parse a time in seconds, 0 or more; 0 means no wait."""
-    return _bounded_seconds(
-        _parse_range(value, "a number of seconds, 0 or more", lambda seconds: seconds >= 0)
-    )
-
-
-def parse_fraction(value: object) -> float:
-    return _parse_range(value, "a fraction above 0 and at most 1", lambda fraction: 0 < fraction <= 1)
-
-
-def parse_probability(value: object) -> float:
-    return _parse_range(value, "a probability from 0 to 1", lambda probability: 0 <= probability <= 1)
+parse_rate = number_parser(f"a number above 0 and at most {MAX_RATE:.0f}", lambda rate: 0 < rate <= MAX_RATE)
+parse_seconds = number_parser("a number of seconds above 0", lambda seconds: seconds > 0, MAX_SECONDS)
+parse_wait = number_parser("a number of seconds, 0 or more", lambda seconds: seconds >= 0, MAX_SECONDS)
+parse_fraction = number_parser("a fraction above 0 and at most 1", lambda fraction: 0 < fraction <= 1)
+parse_probability = number_parser("a probability from 0 to 1", lambda probability: 0 <= probability <= 1)
 
 
 def parse_list(value: object) -> list[Any]:
@@ -234,11 +233,9 @@ def parse_endpoint(text: str, port: int | None = None) -> Endpoint:
 
 
 def parse_listen(value: object) -> Endpoint:
-    """Parse the `host:port` to listen on.
-
-    Raises:
-        ValueError: The value has another form.
-    """
+    """Parse the `host:port` to listen on."""
+    if isinstance(value, Endpoint):
+        return value
     if not isinstance(value, str):
         raise ValueError("expected host:port, such as 127.0.0.1:7420")  # noqa: TRY004 - pydantic reads ValueError
     return parse_endpoint(value)
@@ -284,22 +281,6 @@ def _parse_whole(value: object, least: int) -> int:
     return value
 
 
-def _parse_range(value: object, expected: str, accepts: Callable[[float], bool]) -> float:
-    try:
-        number = parse_number(value)
-    except ValueError:
-        number = math.nan
-    if not accepts(number):
-        raise ValueError(f"expected {expected}")
-    return number
-
-
-def _bounded_seconds(seconds: float) -> float:
-    if seconds > MAX_SECONDS:
-        raise ValueError(f"expected a number of seconds of at most {MAX_SECONDS:.0f}")
-    return seconds
-
-
 def _read_flow(text: str, opening: str) -> object:
     """Parse JSON or the flow style of YAML; None if the text is neither."""
     if not text.lstrip().startswith(opening):
@@ -325,37 +306,39 @@ SizeInput = (
         Field(pattern=r"^\s*([0-9]+|([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*([kKmMgGtT]([iI][bB]?|[bB])|[bB]))\s*$"),
     ]
 )
-SeedInput = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Annotated[str, Field(pattern=r"^\s*[0-9]{1,18}\s*$")]
-RateInput = Annotated[float, Field(gt=0, le=MAX_RATE)] | NumberText
-SecondsInput = Annotated[float, Field(gt=0, le=MAX_SECONDS)] | NumberText
-WaitInput = Annotated[float, Field(ge=0, le=MAX_SECONDS)] | NumberText
-FractionInput = Annotated[float, Field(gt=0, le=1)] | NumberText
-ProbabilityInput = Annotated[float, Field(ge=0, le=1)] | NumberText
 NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-NameList = Annotated[list[NameText], Field(min_length=1)]
-NamesText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_ ,.-]+$")]
+_SeedInput = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Annotated[str, Field(pattern=r"^\s*[0-9]{1,18}\s*$")]
+_NamesInput = (
+    Annotated[list[NameText], Field(min_length=1)] | Annotated[str, Field(pattern=r"^[A-Za-z0-9_ ,.-]+$")]
+)
 
 
-Flag = Annotated[bool, BeforeValidator(parse_flag, json_schema_input_type=bool | FlagText)]
-Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=CountInput)]
-Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=SizeInput)]
-OptionalSize = Annotated[
-    Size | None, BeforeValidator(unless_none, json_schema_input_type=SizeInput | NoneText | None)
-]
-Seed = Annotated[int, BeforeValidator(parse_seed, json_schema_input_type=SeedInput)]
-OptionalSeed = Annotated[
-    Seed | None, BeforeValidator(unless_none, json_schema_input_type=SeedInput | NoneText | None)
-]
+def _by(parse: Callable[[object], Any], form: Any) -> BeforeValidator:
+    """Parse a value; `form` is its type in JSON schemas."""
+    return BeforeValidator(parse, json_schema_input_type=form)
+
+
+def _number(parse: Callable[[object], float], bounds: Any) -> BeforeValidator:
+    return _by(parse, Annotated[float, bounds] | NumberText)
+
+
+Flag = Annotated[bool, _by(parse_flag, bool | FlagText)]
+Count = Annotated[int, _by(parse_count, CountInput)]
+Size = Annotated[int, _by(parse_size, SizeInput)]
+OptionalSize = Annotated[Size | None, _by(unless_none, SizeInput | NoneText | None)]
+Seed = Annotated[int, _by(parse_seed, _SeedInput)]
+OptionalSeed = Annotated[Seed | None, _by(unless_none, _SeedInput | NoneText | None)]
 OptionalRate = Annotated[
     Annotated[float, BeforeValidator(parse_rate)] | None,
-    BeforeValidator(unless_none, json_schema_input_type=RateInput | NoneText | None),
+    _by(unless_none, Annotated[float, Field(gt=0, le=MAX_RATE)] | NumberText | NoneText | None),
 ]
-Seconds = Annotated[float, BeforeValidator(parse_seconds, json_schema_input_type=SecondsInput)]
-Wait = Annotated[float, BeforeValidator(parse_wait, json_schema_input_type=WaitInput)]
-Fraction = Annotated[float, BeforeValidator(parse_fraction, json_schema_input_type=FractionInput)]
-Probability = Annotated[float, BeforeValidator(parse_probability, json_schema_input_type=ProbabilityInput)]
-Name = Annotated[str, BeforeValidator(parse_name, json_schema_input_type=NameText)]
-Names = Annotated[tuple[str, ...], BeforeValidator(parse_names, json_schema_input_type=NameList | NamesText)]
+
+Seconds = Annotated[float, _number(parse_seconds, Field(gt=0, le=MAX_SECONDS))]
+Wait = Annotated[float, _number(parse_wait, Field(ge=0, le=MAX_SECONDS))]
+Fraction = Annotated[float, _number(parse_fraction, Field(gt=0, le=1))]
+Probability = Annotated[float, _number(parse_probability, Field(ge=0, le=1))]
+Name = Annotated[str, _by(parse_name, NameText)]
+Names = Annotated[tuple[str, ...], _by(parse_names, _NamesInput)]
 SocketPath = Annotated[Path, AfterValidator(check_socket)]
 OptionalFile = Annotated[Annotated[Path, BeforeValidator(parse_file)] | None, BeforeValidator(unless_none)]
 """Path of a file, with `~`; none by default."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
@@ -26,12 +26,8 @@ from lmcache_async.config.values import (
 )
 from lmcache_async.daemon.address import parse_user
 from lmcache_async.daemon.allocator import SEGMENT_BYTES
-from lmcache_async.daemon.pool import Quota
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import REMOVED_TIERS
-
-if TYPE_CHECKING:
-    from pydantic import ValidationInfo
 
 MIN_BYTES = 1 << 20
 _HOW_TO_GIVE_A_SIZE = "give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"
@@ -51,7 +47,7 @@ class TenantOptions(BaseModel):
     """Quota of a tenant.
 
     Attributes:
-        max_bytes: Maximum bytes of its records; the whole pool by default.
+        max_bytes: Maximum bytes of its records and reservations; the whole pool by default.
         reserved_bytes: Bytes that other tenants do not evict.
     """
 
@@ -60,13 +56,8 @@ class TenantOptions(BaseModel):
     max_bytes: OptionalSize = None
     reserved_bytes: Share = 0
 
-    @property
-    def quota(self) -> Quota:
-        return Quota(max_bytes=self.max_bytes, reserved_bytes=self.reserved_bytes)
-
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
-        del info
+    def _check(self) -> Self:
         if self.max_bytes is not None and self.reserved_bytes > self.max_bytes:
             raise disagree("it exceeds max_bytes", "reserved_bytes", "max_bytes")
         return self
@@ -146,8 +137,14 @@ def survey_daemon_config(
     except ConfigError as error:
         return None, [str(error)], Origin(str(file))
     options = {key: value for key, value in given.items() if value is not None}
-    config, errors = validate_all(DaemonConfig, content | options, {("max_bytes",): MAX_BYTES})
-    origins: dict[KeyPath, Origin] = {(key,): Origin(f"--{key.replace('_', '-')}") for key in options}
+    content |= options
+    places: dict[KeyPath, str] = {(key,): f"--{key.replace('_', '-')}" for key in options}
+    origin = Origin(origin.name, {**origin.places, **places})
+    config, errors = validate_all(DaemonConfig, content)
+    if config is None:  # max_bytes is missing or invalid; the rest is checked with another one
+        config, others = validate_all(DaemonConfig, content | {"max_bytes": MAX_BYTES})
+        known = {(one["loc"], one["msg"]) for one in errors}
+        errors += [one for one in others if (one["loc"], one["msg"]) not in known]
     keys = [*known_keys(DaemonConfig), *_tenants_keys(content)]
     for one in errors:
         if one["type"] == "missing" and one["loc"] == ("max_bytes",):
@@ -156,7 +153,7 @@ def survey_daemon_config(
         elif one["loc"] == ("peer",):
             problems.append(f"{origin.at(one['loc'])}: peer: {REMOVED_TIERS['peer']}")
         else:
-            problems += explain([one], keys, origins, origin)
+            problems += explain([one], keys, origin)
     return config, problems, origin
 
 

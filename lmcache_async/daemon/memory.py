@@ -40,11 +40,10 @@ class SharedMemory:
                 prefault=prefault,
                 fd=self.fd,
             )
-        except OSError as error:
+        except BaseException as error:
             os.close(self.fd)
-            raise ConfigError(f"max_bytes: cannot allocate {nbytes} bytes of shared memory") from error
-        except BaseException:
-            os.close(self.fd)
+            if isinstance(error, OSError):
+                raise ConfigError(f"max_bytes: cannot allocate {nbytes} bytes of shared memory") from error
             raise
 
     @property

@@ -9,10 +9,10 @@ and no frame; the descriptor of the memory is sent with `Welcome`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
@@ -30,6 +30,7 @@ _FIGURES = struct.Struct("<QQQQ")
 _WISH = struct.Struct(f"<{KEY_BYTES}sQ")  # key, bytes
 _GRANT = struct.Struct("<QQQ")  # lease or 0, offset or refusal, bytes
 _COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")  # lease, key
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 _NUMBER = struct.Struct("<Q")
 
 HELLO_BYTES = _HELLO.size
@@ -129,7 +130,10 @@ def unpack_hello(message: bytes) -> Hello:
     magic, protocol, max_lease_bytes, tenant = _HELLO.unpack(message)
     if magic != MAGIC:
         raise ProtocolError("the client's first message is not a greeting of this protocol")
-    return Hello(protocol, _text(tenant.rstrip(b"\0")), max_lease_bytes)
+    try:
+        return Hello(protocol, tenant.rstrip(b"\0").decode(), max_lease_bytes)
+    except UnicodeDecodeError:
+        raise ProtocolError("the tenant's name is not valid UTF-8") from None
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
@@ -195,8 +199,7 @@ def pack_keys(keys: Sequence[ChunkKey]) -> bytes:
 
 
 def unpack_keys(body: bytes) -> list[ChunkKey]:
-    _check_items(body, KEY_BYTES)
-    return [ChunkKey(body[at : at + KEY_BYTES]) for at in range(0, len(body), KEY_BYTES)]
+    return [ChunkKey(key) for (key,) in _items(_KEY, body)]
 
 
 def pack_wishes(wishes: Iterable[tuple[ChunkKey, int]]) -> bytes:
@@ -205,8 +208,7 @@ def pack_wishes(wishes: Iterable[tuple[ChunkKey, int]]) -> bytes:
 
 
 def unpack_wishes(body: bytes) -> list[tuple[ChunkKey, int]]:
-    _check_items(body, _WISH.size)
-    return [(ChunkKey(key), nbytes) for key, nbytes in _WISH.iter_unpack(body)]
+    return [(ChunkKey(key), nbytes) for key, nbytes in _items(_WISH, body)]
 
 
 def pack_grants(grants: Iterable[Grant]) -> bytes:
@@ -234,8 +236,7 @@ def pack_commits(commits: Iterable[tuple[int, ChunkKey]]) -> bytes:
 
 
 def unpack_commits(body: bytes) -> list[tuple[int, ChunkKey]]:
-    _check_items(body, _COMMIT.size)
-    return [(lease, ChunkKey(key)) for lease, key in _COMMIT.iter_unpack(body)]
+    return [(lease, ChunkKey(key)) for lease, key in _items(_COMMIT, body)]
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
@@ -243,8 +244,7 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 
 def unpack_numbers(body: bytes) -> list[int]:
-    _check_items(body, _NUMBER.size)
-    return [number for (number,) in _NUMBER.iter_unpack(body)]
+    return [number for (number,) in _items(_NUMBER, body)]
 
 
 def unpack_flags(body: bytes, count: int) -> list[int]:
@@ -253,11 +253,12 @@ def unpack_flags(body: bytes, count: int) -> list[int]:
     return list(body)
 
 
-def _check_items(body: bytes, size: int) -> None:
-    if len(body) % size or len(body) > MAX_ITEMS * size:
+def _items(form: struct.Struct, body: bytes) -> Iterator[tuple[Any, ...]]:
+    if len(body) % form.size or len(body) > MAX_ITEMS * form.size:
         raise ProtocolError(
-            f"a body of {len(body)} bytes does not consist of at most {MAX_ITEMS} items of {size} bytes"
+            f"a body of {len(body)} bytes does not consist of at most {MAX_ITEMS} items of {form.size} bytes"
         )
+    return form.iter_unpack(body)
 
 
 def _check_count(body: bytes, size: int, count: int) -> None:
@@ -270,10 +271,3 @@ def _refusal(number: int) -> Refusal:
         return Refusal(number)
     except ValueError:
         raise ProtocolError(f"the refusal code {number} is unknown") from None
-
-
-def _text(name: bytes) -> str:
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        raise ProtocolError("the tenant's name is not valid UTF-8") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_async.daemon.allocator import SEGMENT_BYTES, Block, Segment, SegmentAllocator, pages
+from lmcache_async.daemon.config import TenantOptions
 from lmcache_async.tiers.eviction import LRUPolicy
 
 if TYPE_CHECKING:
@@ -16,19 +17,6 @@ MAX_TENANTS = 1024
 """If there are this many tenants, those without memory are removed before another one is added."""
 VICTIM_SCAN_PAUSE = 64
 """Number of choices without a scan of all segments, after a scan found no segment to empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quota:
-    """Limits of a tenant.
-
-    Attributes:
-        max_bytes: Maximum bytes that it may hold, including reservations; None for the whole pool.
-        reserved_bytes: Other tenants do not evict this tenant below this number of bytes.
-    """
-
-    max_bytes: int | None = None
-    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +128,16 @@ class Pool:
         self,
         memory: memoryview,
         *,
-        quotas: Mapping[str, Quota] | None = None,
-        other_quota: Quota | None = None,
+        quotas: Mapping[str, TenantOptions] | None = None,
+        other_quota: TenantOptions | None = None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._memory = memory
         self._allocator = SegmentAllocator(memory.nbytes, segment_bytes)
         self._quotas = dict(quotas or {})
-        self._other_quota = other_quota or Quota()
+        self._other_quota = other_quota or TenantOptions()
         self._tenants: dict[str, Tenant] = {}
-        self._victims = VictimSelector(self._allocator, self._tenants)
+        self._pause = 0  # choices left without a scan of all segments
         self._clock = 0
 
     def contains(self, tenant: str, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -297,11 +285,8 @@ class Pool:
                 for idle in [known for known in self._tenants.values() if not known.held_bytes]:
                     del self._tenants[idle.name]
             quota = self._quotas.get(name, self._other_quota)
-            most = (
-                self._allocator.nbytes
-                if quota.max_bytes is None
-                else min(quota.max_bytes, self._allocator.nbytes)
-            )
+            nbytes = self._allocator.nbytes
+            most = nbytes if quota.max_bytes is None else min(quota.max_bytes, nbytes)
             tenant = self._tenants[name] = Tenant(name, most, quota.reserved_bytes)
         return tenant
 
@@ -326,12 +311,12 @@ class Pool:
         if wanted > owner.max_bytes:
             return None
         while owner.held_bytes + wanted > owner.max_bytes:
-            victim = self._victims.among_own(owner)
-            if victim is None:
+            oldest = owner.policy.oldest(_among(owner, _is_unused))
+            if oldest is None:
                 return None
-            self._evict(victim)
+            self._evict(owner.records[oldest])
         while (block := self._allocator.take(owner.name, nbytes)) is None:
-            victims = self._victims.choose(owner, nbytes, key)
+            victims = self._choose(owner, nbytes, key)
             if not victims:
                 return None
             for victim in victims:
@@ -356,27 +341,13 @@ class Pool:
         self._tenants[block.tenant].held_bytes -= block.held_bytes
         self._allocator.give(block)
 
+    def _choose(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> list[Block]:
+        """Return the records to evict for `nbytes`: one of that size, or those of whole segments.
 
-class VictimSelector:
-    """Choice of the records to evict among those without a lease.
-
-    The least recently used record is chosen first, a suffix before its prefix. Reserved bytes of other
-    tenants and the chunks that the new chunk continues are never chosen. If records of other sizes are older,
-    a whole segment of theirs is chosen, provided that half of its records are older.
-    """
-
-    def __init__(self, allocator: SegmentAllocator, tenants: Mapping[str, Tenant]) -> None:
-        self._allocator = allocator
-        self._tenants = tenants
-        self._pause = 0
-
-    def among_own(self, owner: Tenant) -> Block | None:
-        """Return a record of the tenant itself, of any size."""
-        key = owner.policy.oldest(_among(owner, _is_unused))
-        return None if key is None else owner.records[key]
-
-    def choose(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> list[Block]:
-        """Return the records to evict for `nbytes`: one of that size, or those of whole segments."""
+        The least recently used record without a lease is chosen first, a suffix before its prefix. Reserved
+        bytes of other tenants and the chunks that the new chunk continues are never chosen. If records of other
+        sizes are older, a whole segment of theirs is chosen, provided that half of its records are older.
+        """
         has_size = self._allocator.has_size_for(nbytes)
         oldest = self._oldest(owner, lambda block: self._allocator.fits(block, nbytes)) if has_size else None
         one = [] if oldest is None else [oldest]

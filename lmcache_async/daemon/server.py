@@ -92,8 +92,8 @@ class Daemon:
             stack.callback(self._memory.close)
             self.pool = Pool(
                 self._memory.view,
-                quotas={name: options.quota for name, options in config.tenants.items()},
-                other_quota=config.other_tenants.quota,
+                quotas=config.tenants,
+                other_quota=config.other_tenants,
                 segment_bytes=config.segment_bytes,
             )
             if config.http.listen is not None:
@@ -134,23 +134,24 @@ class Daemon:
             undo.callback(connection.close)
             try:
                 async with asyncio.timeout(self._config.greeting_timeout_s):
-                    process = self._check_peer(connection)
+                    process, user = peer_of(connection)
+                    if user not in {os.geteuid(), *self._config.allow_uids}:
+                        raise PermissionError(
+                            f"process {process} belongs to user {user}, which is not in allow_uids"
+                        )
                     hello = unpack_hello(await _receive(connection, HELLO_BYTES))
                     welcome = self._answer(hello)
-                    _welcome(connection, welcome, self._memory.fd)
-                    if welcome.refusal is Refusal.NONE:
+                    served = welcome.refusal is Refusal.NONE
+                    # The empty socket buffer takes the whole message.
+                    descriptors = [self._memory.fd] if served else []
+                    socket.send_fds(connection, [pack_welcome(welcome)], descriptors)
+                    if served:
                         undo.pop_all()
                         await self._begin(hello.tenant, welcome.max_lease_bytes, connection, process)
             except TimeoutError:
                 logger.report("late", "a connection was refused: no greeting arrived in time")
             except (OSError, EOFError, ProtocolError) as error:
                 logger.report(type(error).__name__, "a connection was refused: %s", error)
-
-    def _check_peer(self, connection: socket.socket) -> int:
-        process, user = peer_of(connection)
-        if user not in {os.geteuid(), *self._config.allow_uids}:
-            raise PermissionError(f"process {process} belongs to user {user}, who is not in allow_uids")
-        return process
 
     def _answer(self, hello: Hello) -> Welcome:
         refusal = Refusal.NONE
@@ -261,9 +262,3 @@ async def _receive(connection: socket.socket, nbytes: int) -> bytes:
             raise EOFError("the client closed the connection before its greeting")
         received += piece
     return received
-
-
-def _welcome(connection: socket.socket, welcome: Welcome, fd: int) -> None:
-    """Send the welcome and the memory's descriptor. The empty socket buffer takes the whole message."""
-    descriptors = [fd] if welcome.refusal is Refusal.NONE else []
-    socket.send_fds(connection, [pack_welcome(welcome)], descriptors)

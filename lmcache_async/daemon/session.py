@@ -40,7 +40,7 @@ class Session(asyncio.Protocol):
         self, pool: Pool, tenant: str, max_lease_bytes: int, ended: Callable[[Session], None]
     ) -> None:
         self.tenant = tenant
-        self.max_lease_bytes = max_lease_bytes
+        self._max_lease_bytes = max_lease_bytes
         self._pool = pool
         self._ended = ended
         self._frames = Frames()
@@ -61,11 +61,6 @@ class Session(asyncio.Protocol):
             Op.KEYS: self._keys,
             Op.CLEAR: self._clear,
         }
-
-    @property
-    def lease_bytes(self) -> int:
-        """Bytes of the client's leases and reservations."""
-        return self._lease_bytes
 
     def watch(self, process: int) -> None:
         """End the session with that process. Its children may inherit the connection, but not the memory."""
@@ -176,7 +171,7 @@ class Session(asyncio.Protocol):
         for key, nbytes in messages.unpack_wishes(body):
             if self._pool.contains(self.tenant, [key])[0]:
                 grants.append(Grant(0, refusal=Refusal.PRESENT))
-            elif self._lease_bytes + nbytes > self.max_lease_bytes:
+            elif self._lease_bytes + nbytes > self._max_lease_bytes:
                 grants.append(Grant(0, refusal=Refusal.TOO_MUCH))
             else:
                 slot = self._pool.reserve(self.tenant, nbytes, key=key)
@@ -184,7 +179,7 @@ class Session(asyncio.Protocol):
         return messages.pack_grants(grants)
 
     def _grant(self, slot: Slot) -> Grant:
-        if self._lease_bytes + slot.nbytes > self.max_lease_bytes:
+        if self._lease_bytes + slot.nbytes > self._max_lease_bytes:
             self._pool.release(slot)
             return Grant(0, refusal=Refusal.TOO_MUCH)
         lease = self._next_lease
@@ -230,25 +225,20 @@ class Session(asyncio.Protocol):
 
     def _keys(self, body: bytes) -> bytes:
         """Return a part of the list of keys, from the requested position on. Position 0 creates the list."""
-        [start] = _one_number(body)
+        numbers = messages.unpack_numbers(body)
+        if len(numbers) != 1:
+            raise ProtocolError(f"expected one number, got {len(numbers)}")
+        start = numbers[0]
         if start == 0:
             self._listing = self._pool.keys(self.tenant)
         if self._listing is None:
             raise ProtocolError(f"a listing was continued at position {start}, but none was started")
-        piece = self._listing[start : start + messages.MAX_ITEMS]
-        return messages.pack_keys(piece)
+        return messages.pack_keys(self._listing[start : start + messages.MAX_ITEMS])
 
     def _clear(self, body: bytes) -> bytes:
         if body:
             raise ProtocolError(f"a clear request must be empty, but has {len(body)} bytes")
         return messages.pack_numbers([self._pool.clear(self.tenant)])
-
-
-def _one_number(body: bytes) -> list[int]:
-    numbers = messages.unpack_numbers(body)
-    if len(numbers) != 1:
-        raise ProtocolError(f"expected one number, got {len(numbers)}")
-    return numbers
 
 
 def _is_record(slot: Slot) -> bool:

@@ -6,6 +6,7 @@ import heapq
 import os
 import socket
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, package_version
@@ -83,18 +84,7 @@ class DaemonSource:
                 "segments": pool.segments,
                 "clients": self._clients(),
             },
-            "tenants": [
-                {
-                    "id": name,
-                    "chunks": tenant.chunks,
-                    "bytes": tenant.bytes,
-                    "max_bytes": tenant.max_bytes,
-                    "evictions": tenant.evictions,
-                    "readers": tenant.readers,
-                    "writers": tenant.writers,
-                }
-                for name, tenant in sorted(pool.tenants.items())
-            ],
+            "tenants": [{"id": name, **asdict(tenant)} for name, tenant in sorted(pool.tenants.items())],
         }
 
     def metrics(self) -> bytes:
@@ -108,11 +98,6 @@ def pool_samples(pool: PoolStatistics) -> Samples:
     out.add("pool_unused_bytes", pool.unused_bytes)
     out.add("pool_segments", pool.segments)
     for name, tenant in pool.tenants.items():
-        out.add("pool_tenant_chunks", tenant.chunks, name)
-        out.add("pool_tenant_record_bytes", tenant.record_bytes, name)
-        out.add("pool_tenant_bytes", tenant.bytes, name)
-        out.add("pool_tenant_max_bytes", tenant.max_bytes, name)
-        out.add("pool_tenant_readers", tenant.readers, name)
-        out.add("pool_tenant_writers", tenant.writers, name)
-        out.add("pool_tenant_evictions_total", tenant.evictions, name)
+        for field, value in asdict(tenant).items():
+            out.add(f"pool_tenant_{'evictions_total' if field == 'evictions' else field}", value, name)
     return out

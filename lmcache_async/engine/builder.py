@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,11 @@ from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
-from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.report import BatchStored, Drops
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.pipeline.stage import build_stage
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.tiers.adapter import Watcher
+from lmcache_async.tiers.handle import Watcher
 from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 
@@ -52,31 +51,52 @@ class Runners:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """A KV cache group: layers of the model that share a block table.
+
+    Attributes:
+        layout: Layout of the paged cache of these layers.
+        namespace: Everything besides tokens that their KV depends on. No two groups of an engine have the same.
+    """
+
+    layout: KVLayout
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class GroupParts:
+    """The parts of an engine that exist once per KV cache group."""
+
+    copier: Copier
+    runners: Runners
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of an engine.
 
     Attributes:
+        groups: Copier and chains of each KV cache group.
         max_pinned: Slabs of the arena that lookups may pin.
     """
 
     arena: Arena
-    copier: Copier
     stack: TierStack
     workers: WorkerPool
-    runners: Runners
+    groups: tuple[GroupParts, ...]
     max_pinned: int
 
     def free(self) -> None:
         """Release threads and memory."""
         self.workers.shutdown()  # its running calls wait for nothing and end by themselves
-        self.copier.close()
+        for group in self.groups:
+            group.copier.close()
         self.arena.close()
 
 
 def build(
     config: EngineConfig,
-    layout: KVLayout,
-    namespace: Namespace,
+    groups: Sequence[EngineGroup],
     logger: LimitedLogger,
     registry: Registry,
     watcher: Watcher | None = None,
@@ -87,8 +107,7 @@ def build(
 
     Args:
         config: Configuration of the engine.
-        layout: Layout of the paged KV cache.
-        namespace: Namespace of the keys.
+        groups: The KV cache groups, at least one.
         logger: Logger of the engine and its tiers.
         registry: Installed plug-ins.
         watcher: Receives the chunk events of all tiers.
@@ -98,28 +117,22 @@ def build(
         ConfigError: A name or an option is wrong.
         ChainError: The stages of a chain do not fit together.
     """
-    if config.chunk_size % layout.tokens_per_row:
-        raise ConfigError(
-            f"chunk_size is {config.chunk_size}; expected a multiple of the {layout.tokens_per_row} tokens of a"
-            f" block, such as {-(-config.chunk_size // layout.tokens_per_row) * layout.tokens_per_row}"
-        )
-    check_hash_key(config, namespace)
+    for group in groups:
+        _check_group(config, group)
     cipher = open_cipher(config)
-    record_format = RecordFormat(
-        namespace=namespace.text,
-        layout=layout.text,
-        dtype=layout.dtype,
-        chunk_size=config.chunk_size,
-        reserved_bytes=ENVELOPE_BYTES if cipher else 0,
+    formats = [_record_format(config, group, encrypted=cipher is not None) for group in groups]
+    record_bytes = max(
+        record_format.record_bytes(
+            group.layout.payload_bytes(config.chunk_size // group.layout.tokens_per_row)
+        )
+        for record_format, group in zip(formats, groups, strict=True)
     )
-    record_bytes = record_format.record_bytes(
-        layout.payload_bytes(config.chunk_size // layout.tokens_per_row)
-    )
+    layout = groups[0].layout  # all groups are on one device
     metrics = EngineMetrics()
     tiers = stacked_tiers(
         registry,
         config,
-        namespace,
+        groups[0].namespace,
         logger,
         watcher,
         metrics=metrics,
@@ -142,36 +155,83 @@ def build(
             prefault=config.arena.prefault,
         )
         undo.callback(arena.close)
-        copier = open_copier(
-            layout,
-            threads=config.copy_threads,
-            staging_bytes=config.gpu.staging_bytes,
-            store_priority=PRIORITIES[config.gpu.store_priority],
-            load_priority=PRIORITIES[config.gpu.load_priority],
-        )
-        undo.callback(copier.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
-        # Resources that the constructor of a stage can request by parameter name.
-        resources: dict[str, Any] = {
-            "arena": arena,
-            "cipher": cipher,
-            "config": config,
-            "copier": copier,
-            "layout": layout,
-            "logger": logger,
-            "namespace": namespace,
-            "record_format": record_format,
-            "stack": stack,
-            "workers": workers,
-        }
         max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
-        runners = Runners(
-            _store_runner(config, registry, resources),
-            *_retrieve_runners(config, registry, resources, max_pinned),
-        )
+        budgets = _budgets(config, arena, max_pinned)
+        built = []
+        for record_format, group in zip(formats, groups, strict=True):
+            copier = open_copier(
+                group.layout,
+                threads=config.copy_threads,
+                staging_bytes=config.gpu.staging_bytes,
+                store_priority=PRIORITIES[config.gpu.store_priority],
+                load_priority=PRIORITIES[config.gpu.load_priority],
+            )
+            undo.callback(copier.close)
+            # Resources that the constructor of a stage can request by parameter name.
+            resources: dict[str, Any] = {
+                "arena": arena,
+                "cipher": cipher,
+                "config": config,
+                "copier": copier,
+                "layout": group.layout,
+                "logger": logger,
+                "namespace": group.namespace,
+                "record_format": record_format,
+                "stack": stack,
+                "workers": workers,
+            }
+            runners = Runners(
+                _store_runner(config, registry, resources, budgets.store),
+                *_retrieve_runners(config, registry, resources, budgets.retrieve),
+            )
+            built.append(GroupParts(copier, runners))
         undo.pop_all()
-    return Parts(arena, copier, stack, workers, runners, max_pinned)
+    return Parts(arena, stack, workers, tuple(built), max_pinned)
+
+
+def _check_group(config: EngineConfig, group: EngineGroup) -> None:
+    unit = group.layout.tokens_per_row
+    if config.chunk_size % unit:
+        raise ConfigError(
+            f"chunk_size is {config.chunk_size}; expected a multiple of the {unit} tokens of a"
+            f" block, such as {-(-config.chunk_size // unit) * unit}"
+        )
+    check_hash_key(config, group.namespace)
+
+
+def _record_format(config: EngineConfig, group: EngineGroup, *, encrypted: bool) -> RecordFormat:
+    return RecordFormat(
+        namespace=group.namespace.text,
+        layout=group.layout.text,
+        dtype=group.layout.dtype,
+        chunk_size=config.chunk_size,
+        reserved_bytes=ENVELOPE_BYTES if encrypted else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """Bytes in flight of the stores and of the retrieves of all groups."""
+
+    store: ByteBudget
+    retrieve: ByteBudget
+
+
+def _budgets(config: EngineConfig, arena: Arena, max_pinned: int) -> _Budgets:
+    """The budgets of the chains.
+
+    Half of the arena is reserved for the queues of slower tiers. Retrieved batches in flight hold their leases while
+    they wait for earlier batches. All of them together fit in the arena next to all pinned slabs, so that a later
+    batch never holds memory that an earlier one needs.
+    """
+    half = arena.num_slabs * arena.slab_bytes // 2
+    slabs = max(1, arena.num_slabs - max_pinned)
+    return _Budgets(
+        ByteBudget(max(arena.slab_bytes, min(config.store.max_in_flight_bytes, half))),
+        ByteBudget(max(arena.slab_bytes, min(config.retrieve.max_in_flight_bytes, slabs * arena.slab_bytes))),
+    )
 
 
 def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
@@ -257,32 +317,33 @@ def _chain(
 
 
 def _store_runner(
-    config: EngineConfig, registry: Registry, resources: Mapping[str, Any]
+    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], budget: ByteBudget
 ) -> Runner[BatchStored]:
     """The store chain.
 
-    Half of the arena is reserved for the queues of slower tiers. A batch has at most a quarter of the arena, so
-    that one batch is copied while another one is written, and fits in the queue of a slower tier.
+    A batch has at most a quarter of the arena, so that one batch is copied while another one is written, and fits in
+    the queue of a slower tier.
     """
     arena: Arena = resources["arena"]
     stack: TierStack = resources["stack"]
     chain = _chain(config, registry, store_stages(config), resources)
     chain.check_ends(StoreRequest, BatchStored)
-    half = arena.num_slabs * arena.slab_bytes // 2
-    max_bytes = max(arena.slab_bytes, min(config.store.max_in_flight_bytes, half))
-    batch_bytes = min(config.store.batch_bytes, half // 2, config.max_pending_write_bytes)
+    quarter = arena.num_slabs * arena.slab_bytes // 2 // 2
+    batch_bytes = min(config.store.batch_bytes, quarter, config.max_pending_write_bytes)
     return Runner(
         chain,
         batch_chunks=max(1, batch_bytes // arena.slab_bytes),
         chunk_bytes=arena.slab_bytes,
-        budget=ByteBudget(max_bytes),
+        budget=budget,
         failed=_store_failed,
         admit=partial(_admit_store, arena, stack),
     )
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:
-    return BatchStored(present=getattr(batch, "present", 0), dropped=Counter({cause: len(batch.chunks)}))
+    drops = Drops()
+    drops.add(batch.chunks, cause)
+    return BatchStored(present=getattr(batch, "present", 0), dropped=drops)
 
 
 async def _admit_store(
@@ -302,20 +363,13 @@ async def _admit_store(
 
 
 def _retrieve_runners(
-    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], max_pinned: int
+    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], budget: ByteBudget
 ) -> tuple[Runner[RetrieveReport], Runner[Any]]:
-    """The retrieve chain, and the same without its last stage.
-
-    Batches in flight hold their leases while they wait for earlier batches. All of them together fit in the
-    arena next to all pinned slabs, so that a later batch never holds memory that an earlier one needs.
-    """
+    """The retrieve chain, and the same without its last stage."""
     arena: Arena = resources["arena"]
     chain = _chain(config, registry, retrieve_stages(config), resources)
     chain.check_ends(RetrieveRequest, RetrieveReport)
-    slabs = max(1, arena.num_slabs - max_pinned)
-    max_bytes = max(arena.slab_bytes, min(config.retrieve.max_in_flight_bytes, slabs * arena.slab_bytes))
-    batch_chunks = max(1, min(config.retrieve.batch_bytes, max_bytes) // arena.slab_bytes)
-    budget = ByteBudget(max_bytes)
+    batch_chunks = max(1, min(config.retrieve.batch_bytes, budget.max_bytes) // arena.slab_bytes)
     retrieve = Runner(
         chain,
         batch_chunks=batch_chunks,

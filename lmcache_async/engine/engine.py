@@ -18,7 +18,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.arguments import Mask, leading_false, row_ids
-from lmcache_async.engine.builder import Parts, build, default_logger, instrument_of
+from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instrument_of
 from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.lookup import FirstPresent, LoadCosts, LookupResult, Lookups, Pins
 from lmcache_async.engine.metrics import EngineStatistics
@@ -29,10 +29,10 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.instrument import Instrument, Several
 from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
-from lmcache_async.pipeline.report import BatchStored
+from lmcache_async.pipeline.report import BatchStored, Drops
 from lmcache_async.registry import Registry
-from lmcache_async.tiers.adapter import Watcher
 from lmcache_async.tiers.base import ScrubReport
+from lmcache_async.tiers.handle import Watcher
 from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
@@ -50,6 +50,9 @@ class CacheEngine:
     `lookup`, `store`, `retrieve` and `prefetch` take token ids and rows of the paged cache. The methods
     named `..._keys` and `..._chunks` take chunks that the caller has hashed.
 
+    An engine serves one or more KV cache groups of a model: sets of layers with a block table of their own. They share
+    memory, tiers and limits. Calls with token ids use the first group, calls with chunks name theirs in the request.
+
     Attributes:
         metrics: Counts of stores, retrieves and tiers. `metrics.read()` returns the values of all series.
         status_url: URL of the status page; None if it is not configured.
@@ -61,19 +64,17 @@ class CacheEngine:
         self,
         config: EngineConfig,
         parts: Parts,
-        namespace: Namespace,
-        layout: KVLayout,
+        groups: Sequence[EngineGroup],
         instrument: Instrument,
     ) -> None:
         self.config = config
-        self.namespace = namespace
-        self.layout = layout
+        self.namespace = groups[0].namespace
+        self.layout = groups[0].layout
         self.metrics = parts.stack.metrics
         self.metrics.sources.append(lambda out: self.statistics().add_to(out))
         if config.http.listen is not None:
             self.metrics.recent = RecentRequests()
         self._parts = parts
-        self._runners = parts.runners
         self._instrument = Several(self.metrics, instrument)
         self._closed = False
         self._calls: set[_Call] = set()
@@ -97,6 +98,7 @@ class CacheEngine:
         registry: Registry | None = None,
         watcher: Watcher | None = None,
         replica: int = 0,
+        more_groups: Sequence[EngineGroup] = (),
     ) -> AsyncIterator[CacheEngine]:
         """Open an engine for the device memory that `layout` describes, and close it after the block.
 
@@ -113,6 +115,7 @@ class CacheEngine:
             watcher: Receives the chunk events of all tiers.
             replica: Number of this data-parallel replica. Replicas have the same keys; each has its own
                 directories and its own port of the status page.
+            more_groups: Further KV cache groups of the model; `layout` and `namespace` are those of the first one.
 
         Raises:
             ConfigError: A name or an option is wrong, or a tier or the status page cannot be opened.
@@ -121,11 +124,12 @@ class CacheEngine:
         logger = logger or default_logger()
         registry = registry or Registry()
         try:
-            parts = build(config, layout, namespace, logger, registry, watcher, replica=replica)
+            groups = (EngineGroup(layout, namespace), *more_groups)
+            parts = build(config, groups, logger, registry, watcher, replica=replica)
         except START_ERRORS as error:
             raise refusal(error, config, registry) from error
         try:
-            engine = cls(config, parts, namespace, layout, instrument_of(config, logger, instrument))
+            engine = cls(config, parts, groups, instrument_of(config, logger, instrument))
             await parts.stack.open(parts.arena)
         except BaseException:
             parts.free()
@@ -139,7 +143,7 @@ class CacheEngine:
 
     @property
     def copier(self) -> Copier:
-        return self._parts.copier
+        return self._parts.groups[0].copier
 
     async def lookup(
         self,
@@ -264,7 +268,9 @@ class CacheEngine:
                 start = time.perf_counter()
                 left = _countdown(self.config.store.timeout_s)
                 try:
-                    batches = await self._runners.store.run(request, timeout_s=left(), on_copied=copied)
+                    batches = await self._parts.groups[request.group].runners.store.run(
+                        request, timeout_s=left(), on_copied=copied
+                    )
                 except (BudgetExceededError, TierError) as error:
                     batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
                 waiting = [end for batch in batches if (end := batch.outcomes.pending()) is not None]
@@ -281,7 +287,9 @@ class CacheEngine:
         with self._call():
             start = time.perf_counter()
             try:
-                batches = await self._runners.retrieve.run(request, timeout_s=self.config.retrieve.timeout_s)
+                batches = await self._parts.groups[request.group].runners.retrieve.run(
+                    request, timeout_s=self.config.retrieve.timeout_s
+                )
             except (BudgetExceededError, TierError) as error:
                 batches = [RetrieveReport(cause=type(error).__name__)]
             asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
@@ -295,7 +303,7 @@ class CacheEngine:
         """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""
         with self._call():
             try:
-                batches: list[Batch] = await self._runners.prefetch.run(
+                batches: list[Batch] = await self._parts.groups[request.group].runners.prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
                 )
             except (BudgetExceededError, TierError):
@@ -532,22 +540,26 @@ def _countdown(timeout_s: float) -> Callable[[], float]:
 def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -> StoreReport:
     """Merge the results of a store's batches; `start` and `copied` are times of `time.perf_counter`."""
     stored = tokens = 0
-    dropped: Counter[str] = Counter()
+    dropped = Drops()
     for batch in batches:
-        dropped.update(batch.dropped)
+        dropped.add_all(batch.dropped)
         causes = batch.outcomes.causes
-        stored += causes.count("")
+        written = causes.count("")
+        stored += written
         tokens += sum(
             [len(chunk.tokens) for chunk, cause in zip(batch.chunks, causes, strict=True) if cause == ""]
         )
-        dropped.update(cause or "deadline" for cause in causes if cause != "")
+        if written < len(causes):
+            for chunk, cause in zip(batch.chunks, causes, strict=True):
+                if cause != "":
+                    dropped.add([chunk], cause or "deadline")
     return StoreReport(
         stored=stored,
         shared=sum(
             map(_in_a_shared_tier, filter(None, chain.from_iterable(batch.shared for batch in batches)))
         ),
         present=sum(batch.present for batch in batches),
-        dropped=dropped,
+        dropped=Counter(dropped),
         tokens=tokens,
         bytes=sum(batch.bytes for batch in batches),
         seconds=time.perf_counter() - start,

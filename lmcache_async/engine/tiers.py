@@ -8,9 +8,8 @@ from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
 from lmcache_async.registry import LAYERS, TIERS, Registry
-from lmcache_async.tiers.adapter import Watcher
 from lmcache_async.tiers.base import Tier
-from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.handle import TierHandle, Watcher
 from lmcache_async.tiers.middleware.base import Layer, LayerContext, Shared
 from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter

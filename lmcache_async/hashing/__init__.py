@@ -9,7 +9,13 @@ from lmcache_async.hashing.digest import (
     hash_key_id,
 )
 from lmcache_async.hashing.fingerprint import FingerprintMode, processor_fingerprint, weights_fingerprint
-from lmcache_async.hashing.namespace import Namespace, RequestNamespace, canonical_text, engine_root
+from lmcache_async.hashing.namespace import (
+    Namespace,
+    RequestNamespace,
+    boundary_root,
+    canonical_text,
+    engine_root,
+)
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "RequestNamespace",
     "TokenIds",
     "as_tokens",
+    "boundary_root",
     "canonical_text",
     "digest_function",
     "engine_root",

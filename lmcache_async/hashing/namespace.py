@@ -22,6 +22,7 @@ Pairs = tuple[tuple[str, str], ...]
 # The message of a chunk ends in a token or in a number of tokens, never in one of these marks: see chain.py.
 _ENGINE_MARK = 0xFFFFFFFF
 _REQUEST_MARK = 0xFFFFFFFE
+_BOUNDARY_MARK = 0xFFFFFFFD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,17 @@ class RequestNamespace:
 def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
     """Return `Namespace.root` for the text of a namespace, as stored in records."""
     return _root(bytes(KEY_BYTES), text, _ENGINE_MARK, algorithm, hash_key)
+
+
+def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: bytes = b"") -> bytes:
+    """Return the root, 16 bytes, of the keys of what a KV cache group needs to continue a request at a boundary.
+
+    Args:
+        engine_root: Root of the group's namespace.
+        key: Key of the chunk, full or partial, that ends at the boundary. It covers all tokens before.
+    """
+    message = b"".join((engine_root, key, struct.pack("<II", len(key), _BOUNDARY_MARK)))
+    return digest_function(algorithm, hash_key)(message)
 
 
 def canonical_text(value: object) -> str:

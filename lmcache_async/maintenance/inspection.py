@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_async.errors import TierError
 from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.namespaces import Selection, fields_of, namespace_id, title_of
-from lmcache_async.maintenance.record import RecordInfo, read_headers
+from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of, namespace_id, title_of
+from lmcache_async.maintenance.record import ERROR, GONE, RecordInfo, read_headers
 from lmcache_async.tiers.offline import OfflineStore
 
 MAX_REQUEST_NAMESPACES = 10_000
@@ -77,76 +75,65 @@ class Group:
         }
 
 
-@dataclass(slots=True)
+@dataclass
 class Inspection:
     """Contents of a store.
 
     Attributes:
-        store: Name of the store.
-        holder: The process that has the store open; "" if none is known.
-        groups: Records by the text of their namespace.
+        target: Name of the store.
+        held_by_process: The process that has the store open, if one is known.
+        records: Number of records.
+        bytes: Their bytes.
+        tokens: Their tokens, as far as their headers are readable.
         unreadable: Records with an unreadable header, by cause.
         unreadable_bytes: Bytes of their files.
         errors: Records that could not be read. They may be undamaged.
         gone: Records that were deleted meanwhile.
+        namespaces: Groups of records as dictionaries, the largest first.
     """
 
-    store: str
-    holder: str = ""
-    groups: dict[str, Group] = field(default_factory=dict)
+    target: str
+    held_by_process: str | None
+    records: int = 0
+    bytes: int = 0
+    tokens: int = 0
     unreadable: Counter[str] = field(default_factory=Counter)
     unreadable_bytes: int = 0
     errors: int = 0
     gone: int = 0
-
-    @property
-    def records(self) -> int:
-        return sum(group.records for group in self.groups.values()) + self.unreadable.total()
-
-    @property
-    def bytes(self) -> int:
-        return sum(group.bytes for group in self.groups.values()) + self.unreadable_bytes
-
-    def add(self, info: RecordInfo) -> None:
-        if info.cause:
-            self.unreadable[info.cause] += 1
-            self.unreadable_bytes += info.stored.nbytes
-        else:
-            text = info.namespace
-            self.groups.setdefault(text, Group(text)).add(info)
-
-    def as_dict(self) -> dict[str, Any]:
-        groups = sorted(self.groups.values(), key=lambda group: (-group.bytes, group.text))
-        return {
-            "target": self.store,
-            "held_by_process": self.holder or None,
-            "records": self.records,
-            "bytes": self.bytes,
-            "tokens": sum(group.tokens for group in groups),
-            "unreadable": dict(sorted(self.unreadable.items())),
-            "errors": self.errors,
-            "gone": self.gone,
-            "namespaces": [group.as_dict() for group in groups],
-        }
+    namespaces: list[dict[str, Any]] = field(default_factory=list)
 
 
-async def inspect(store: OfflineStore, selection: Selection, meter: Meter) -> Inspection:
+async def inspect(store: OfflineStore, meter: Meter, *, selection: Selection = EVERYTHING) -> Inspection:
     """Read the header of every record.
 
     Raises:
         ConfigError: The store cannot list its records.
         TierUnavailableError: The store does not answer.
     """
-    found = Inspection(store.name, store.holder)
-    async with contextlib.aclosing(read_headers(store, await store.list(), meter)) as headers:
-        async for info in headers:
-            if info is None:
-                found.gone += 1
-            elif isinstance(info, TierError):
-                found.errors += 1
-            elif selection.takes(info.namespace):
-                found.add(info)
-    return found
+    report = Inspection(store.name, store.holder or None)
+    groups: dict[str, Group] = {}
+
+    def add(info: RecordInfo) -> None:
+        if info.cause == GONE:
+            report.gone += 1
+        elif info.cause == ERROR:
+            report.errors += 1
+        elif not selection.takes(info.namespace):
+            return
+        elif info.cause:
+            report.unreadable[info.cause] += 1
+            report.unreadable_bytes += info.stored.nbytes
+        else:
+            groups.setdefault(info.namespace, Group(info.namespace)).add(info)
+
+    await read_headers(store, await store.list(), add, meter)
+    in_order = sorted(groups.values(), key=lambda group: (-group.bytes, group.text))
+    report.records = sum(group.records for group in in_order) + report.unreadable.total()
+    report.bytes = sum(group.bytes for group in in_order) + report.unreadable_bytes
+    report.tokens = sum(group.tokens for group in in_order)
+    report.namespaces = [group.as_dict() for group in in_order]
+    return report
 
 
 def describe(info: RecordInfo, now_ns: int) -> dict[str, Any]:

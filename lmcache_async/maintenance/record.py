@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, map_in_order
-from lmcache_async.maintenance.namespaces import Selection, encrypted_text, fields_of
+from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, encrypted_text, fields_of
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import RecordCipher, check_encrypted, envelope_key_id, is_encrypted
 from lmcache_async.memory.header import RecordHeader, peek_sizes, read_header
@@ -18,21 +17,24 @@ from lmcache_async.memory.proof import prove
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey
 
-_BATCH = 64  # headers read one after the other by one task
+GONE, ERROR, PASSED_OVER = "gone", "error", "passed_over"
+"""Outcomes of a record without a verdict: deleted meanwhile, not readable, of a namespace that is not selected."""
+MAX_LISTED = 100
+"""Records that a report lists with their cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """Description of a record after its header was read, or after its verification.
+    """Outcome of reading a header, or of the verification of a record.
 
     Attributes:
         stored: The record's entry in the listing.
         record_bytes: Length of the record; 0 if the header is unreadable.
         header: The header; None if it is unreadable, or encrypted and not decrypted.
         key_id: Identifier of the encryption key; "" if the record is not encrypted.
-        cause: Why the header is unreadable or the record damaged, as in `ChunkCorruptError`; "" if neither.
+        cause: Why the header is unreadable or the record damaged, as in `ChunkCorruptError`; or `GONE`, `ERROR` or
+            `PASSED_OVER`; "" if none of them.
         message: The cause as a sentence.
-        selected: Whether its namespace is selected. If not, it was not verified.
     """
 
     stored: StoredRecord
@@ -41,7 +43,10 @@ class RecordInfo:
     key_id: str = ""
     cause: str = ""
     message: str = ""
-    selected: bool = True
+
+    @property
+    def damaged(self) -> bool:
+        return self.cause not in {"", GONE, ERROR, PASSED_OVER}
 
     @property
     def namespace(self) -> str:
@@ -50,78 +55,62 @@ class RecordInfo:
             return self.header.namespace
         return encrypted_text(self.key_id) if self.key_id else ""
 
-
-def read_info(stored: StoredRecord, head: memoryview) -> RecordInfo:
-    """Parse the beginning of a record, which contains the whole header."""
-    try:
-        _, record_bytes = peek_sizes(head)
-        if is_encrypted(head):
-            return RecordInfo(stored, record_bytes, key_id=envelope_key_id(head))
-        header = read_header(head)
-    except ChunkCorruptError as error:
-        return RecordInfo(stored, cause=error.cause, message=str(error))
-    if header.key != stored.key:
-        return RecordInfo(stored, cause="key", message=f"its header has the key {header.key.hex()}")
-    return RecordInfo(stored, record_bytes, header)
+    def list_in(self, listed: list[dict[str, str]]) -> None:
+        """Append key, cause and message, unless `MAX_LISTED` records are listed."""
+        if len(listed) < MAX_LISTED:
+            listed.append({"key": self.stored.key.hex(), "cause": self.cause, "message": self.message})
 
 
-async def info_of(store: OfflineStore, stored: StoredRecord) -> RecordInfo | None:
-    """Read the header of a record; None if the record was deleted.
-
-    Raises:
-        TierError: It cannot be read.
-    """
-    return await store.examine(stored, lambda pieces: read_info(stored, next(pieces)), header_only=True)
-
-
-async def read_headers(
-    store: OfflineStore, records: Sequence[StoredRecord], meter: Meter
-) -> AsyncGenerator[RecordInfo | TierError | None, None]:
-    """Yield the header of each record, in order.
-
-    Instead of the header, yield the error if it cannot be read, and None if the record was deleted.
+async def header_of(
+    store: OfflineStore, stored: StoredRecord, selection: Selection = EVERYTHING
+) -> RecordInfo:
+    """Read the header of a record.
 
     Raises:
         TierUnavailableError: The store does not answer.
     """
 
-    async def read(batch: Sequence[StoredRecord]) -> list[RecordInfo | TierError | None]:
-        return [await _info_or_error(store, one) for one in batch]
+    def read(pieces: Iterator[memoryview]) -> RecordInfo:
+        return _parsed(stored, next(pieces, memoryview(b"")), selection)
 
-    meter.begin("headers", records=len(records))
-    batches = (records[start : start + _BATCH] for start in range(0, len(records), _BATCH))
-    async with contextlib.aclosing(map_in_order(batches, read, in_flight=store.in_flight)) as results:
-        async for batch in results:
-            meter.advance(len(batch), 0)
-            for info in batch:
-                yield info
+    return await _examined(store, stored, read, header_only=True)
 
 
-async def _info_or_error(store: OfflineStore, stored: StoredRecord) -> RecordInfo | TierError | None:
-    try:
-        return await info_of(store, stored)
-    except TierUnavailableError:
-        raise
-    except TierError as error:
-        return error
+async def read_headers(
+    store: OfflineStore, records: Sequence[StoredRecord], visit: Callable[[RecordInfo], None], meter: Meter
+) -> None:
+    """Call `visit` with the header of each record, in no order.
+
+    Raises:
+        TierUnavailableError: The store does not answer.
+    """
+
+    async def work(stored: StoredRecord) -> int:
+        visit(await header_of(store, stored))
+        return 0
+
+    await for_each("headers", records, work, meter, in_flight=store.in_flight)
 
 
 async def verify_record(
-    store: OfflineStore, stored: StoredRecord, selection: Selection, cipher: RecordCipher | None = None
-) -> RecordInfo | None:
-    """Read and verify a record; None if it was deleted.
+    store: OfflineStore,
+    stored: StoredRecord,
+    selection: Selection = EVERYTHING,
+    cipher: RecordCipher | None = None,
+) -> RecordInfo:
+    """Read and verify a record.
 
     Raises:
-        TierError: It cannot be read.
+        TierUnavailableError: The store does not answer.
     """
-    return await store.examine(stored, partial(check, stored, selection=selection, cipher=cipher))
+    return await _examined(store, stored, partial(check, stored, selection=selection, cipher=cipher))
 
 
 def check(
     stored: StoredRecord,
     pieces: Iterator[memoryview],
     *,
-    selection: Selection,
+    selection: Selection = EVERYTHING,
     cipher: RecordCipher | None = None,
 ) -> RecordInfo:
     """Verify the checksums, lengths and key of a record.
@@ -133,9 +122,7 @@ def check(
         cipher: Decrypts encrypted records; without it only their outer checksum is verified.
     """
     first = next(pieces, memoryview(b""))
-    info = read_info(stored, first)
-    if not selection.takes(info.namespace):
-        return replace(info, selected=False)
+    info = _parsed(stored, first, selection)
     if info.cause:
         return info
     header = info.header
@@ -152,6 +139,37 @@ def check(
     except ChunkCorruptError as error:
         return replace(info, cause=error.cause, message=str(error))
     return replace(info, header=header)
+
+
+async def _examined(
+    store: OfflineStore,
+    stored: StoredRecord,
+    visit: Callable[[Iterator[memoryview]], RecordInfo],
+    *,
+    header_only: bool = False,
+) -> RecordInfo:
+    try:
+        info = await store.examine(stored, visit, header_only=header_only)
+    except TierUnavailableError:
+        raise
+    except TierError as error:
+        return RecordInfo(stored, cause=ERROR, message=str(error))
+    return info or RecordInfo(stored, cause=GONE)
+
+
+def _parsed(stored: StoredRecord, head: memoryview, selection: Selection) -> RecordInfo:
+    """Parse the beginning of a record, which contains the whole header."""
+    try:
+        _, record_bytes = peek_sizes(head)
+        if is_encrypted(head):
+            info = RecordInfo(stored, record_bytes, key_id=envelope_key_id(head))
+        else:
+            info = RecordInfo(stored, record_bytes, read_header(head))
+    except ChunkCorruptError as error:
+        info = RecordInfo(stored, cause=error.cause, message=str(error))
+    if info.header is not None and info.header.key != stored.key:
+        info = RecordInfo(stored, cause="key", message=f"its header has the key {info.header.key.hex()}")
+    return info if selection.takes(info.namespace) else replace(info, cause=PASSED_OVER)
 
 
 def _decrypt(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from lmcache_async.errors import ConfigError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, map_in_order
+from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.http import open_client, parse_address, request
 from lmcache_async.maintenance.prompts import Prompt
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the server's key, the same as vLLM's own."""
-MAX_ANSWER_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
+@dataclass
 class Requests:
     """Result of the requests.
 
@@ -38,15 +35,24 @@ class Requests:
     """
 
     url: str
-    model: str = ""
+    model: str
     prompts: int = 0
     tokens: int = 0
     cached_tokens: int | None = None
     refused: int = 0
     first_refusal: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def add(self, status: int, answer: Any) -> None:
+        if status != httpx.codes.OK:
+            self.refused += 1
+            self.first_refusal = self.first_refusal or f"{status}: {json.dumps(answer)[:500]}"
+            return
+        usage = answer.get("usage") or {} if isinstance(answer, dict) else {}
+        self.prompts += 1
+        self.tokens += int(usage.get("prompt_tokens") or 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if cached is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + int(cached)
 
 
 async def warm_server(
@@ -68,89 +74,53 @@ async def warm_server(
         ConfigError: The URL is not an HTTP address.
         TierUnavailableError: The server cannot be reached, or does not answer in time.
     """
-    report = Requests(url)
-    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}
-    # Each request has a deadline of its own. Proxies of the environment are not used.
-    async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
-        server = _Server(client, _base_url(url), timeout_s)
-        report.model = model or await server.first_model()
-        meter.begin("prompts", records=len(prompts))
+    base = _base_url(url)
+    async with open_client(os.environ.get(API_KEY, "")) as client:
+        report = Requests(url, model or await _first_model(client, base, timeout_s))
 
-        async def work(prompt: Prompt) -> tuple[int, Any]:
+        async def work(prompt: Prompt) -> int:
             text_or_ids = prompt.text if prompt.tokens is None else prompt.tokens.tolist()
             body = {"model": report.model, "prompt": text_or_ids, "max_tokens": 1, "temperature": 0}
-            return await server.request("POST", "/v1/completions", body)
+            report.add(*await _ask(client, "POST", f"{base}/v1/completions", timeout_s, body))
+            return 0
 
-        async with contextlib.aclosing(map_in_order(prompts, work, in_flight=in_flight)) as results:
-            async for status, answer in results:
-                _count(report, status, answer)
-                meter.advance(1, 0)
+        await for_each("prompts", prompts, work, meter, in_flight=in_flight)
     return report
-
-
-def _count(report: Requests, status: int, answer: Any) -> None:
-    if status != httpx.codes.OK:
-        report.refused += 1
-        report.first_refusal = report.first_refusal or f"{status}: {json.dumps(answer)[:500]}"
-        return
-    usage = answer.get("usage") or {} if isinstance(answer, dict) else {}
-    report.prompts += 1
-    report.tokens += int(usage.get("prompt_tokens") or 0)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if cached is not None:
-        report.cached_tokens = (report.cached_tokens or 0) + int(cached)
 
 
 def _base_url(text: str) -> str:
     """Return the server's address without `/v1`."""
-    url = (text if "//" in text else f"http://{text}").rstrip("/")
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and " " not in parts.netloc
-        valid = valid and not parts.query and not parts.fragment and parts.port != 0
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL):
-        valid = False
-    if not valid:
-        raise ConfigError(
-            f"--url {text}: expected the address of a vLLM server, such as http://localhost:8000"
-        )
-    return url.removesuffix("/v1")
+        parts = parse_address(text.rstrip("/"))
+        if not parts.query and not parts.fragment:
+            return parts.geturl().removesuffix("/v1")
+    except ValueError:
+        pass
+    raise ConfigError(f"--url {text}: expected the address of a vLLM server, such as http://localhost:8000")
 
 
-class _Server:
-    def __init__(self, client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
-        self._client = client
-        self._url = url
-        self._timeout_s = timeout_s
+async def _first_model(client: httpx.AsyncClient, base: str, timeout_s: float) -> str:
+    url = f"{base}/v1/models"
+    status, answer = await _ask(client, "GET", url, timeout_s)
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise TierUnavailableError(
+            f"{url} answered {status} and names no model: name one with --model, or check that this is a vLLM server"
+        ) from None
 
-    async def first_model(self) -> str:
-        status, answer = await self.request("GET", "/v1/models", None)
-        try:
-            return str(answer["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise TierUnavailableError(
-                f"{self._url}/v1/models answered {status} and names no model: name one with --model, or check that"
-                " this is a vLLM server"
-            ) from None
 
-    async def request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Return the status and the decoded answer; its first bytes as text if it is not JSON."""
-        data = bytearray()
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream(method, self._url + path, json=body) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    data += part
-                    if len(data) > MAX_ANSWER_BYTES:
-                        break
-        except TimeoutError:
-            raise TierUnavailableError(f"{self._url}: no answer in {self._timeout_s} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise TierUnavailableError(f"{self._url}: {type(error).__name__}: {error}") from error
-        try:
-            return response.status_code, json.loads(data)
-        except ValueError:
-            return response.status_code, data[:500].decode("utf-8", "replace")
+async def _ask(
+    client: httpx.AsyncClient, method: str, url: str, timeout_s: float, body: Any = None
+) -> tuple[int, Any]:
+    """Return the status and the decoded answer; its first characters if it is not JSON."""
+    try:
+        status, data = await request(client, method, url, timeout_s=timeout_s, body=body)
+    except TimeoutError:
+        raise TierUnavailableError(f"{url}: no answer in {timeout_s} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TierUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
+    try:
+        return status, json.loads(data)
+    except ValueError:
+        return status, data[:500].decode("utf-8", "replace")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import json
 import logging
@@ -14,6 +13,7 @@ from typing import Self, TypeVar
 
 from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
 from lmcache_async.config.validation import Origin
+from lmcache_async.engine.check import make_tier
 from lmcache_async.errors import (
     BudgetExceededError,
     ConfigError,
@@ -40,7 +40,7 @@ _ALLOCATE_S = 600.0  # each call that holds memory has a deadline of its own
 _LOOKUP_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StoreSpec:
     """Command-line arguments that select a store.
 
@@ -60,10 +60,6 @@ class StoreSpec:
     in_flight: int = 4
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def of_tier(self, tier: str) -> StoreSpec:
-        """Return the spec for a tier of the config."""
-        return dataclasses.replace(self, path=None, tier=tier)
-
     def read_config(self) -> EngineConfig | None:
         return None if self.config is None else load_config(self.config)
 
@@ -78,23 +74,32 @@ def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
     Raises:
         ConfigError: The spec is incomplete or wrong, or the tier is memory of an engine's process.
     """
-    registry = Registry()
     config = spec.read_config()
-    third_party = config.plugins.third_party if config is not None else True
+    third_party = config is None or config.plugins.third_party
     options = OfflineOptions(change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes)
     if spec.path is not None:
         if spec.tier is not None:
             raise ConfigError(
                 f"--tier {spec.tier}: a directory is named too ({spec.path}); one of them is meant"
             )
-        return _directory_store(registry, spec.path, spec.rank, options, third_party=third_party)
+        return _directory_store(spec.path, spec.rank, options, third_party=third_party)
     if spec.tier is None:
         raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
-    named = _named_tier(spec.tier, spec.config, config)
-    tier_class = registry.load_class(TIERS, named.name, Tier, where=named.where, third_party=third_party)
-    validated = _of_rank(validate_options(tier_class.config_type, named.options, named.origin), spec.rank)
-    store = tier_class.offline(validated, options)
-    return _tier_store(tier_class(validated), named, options) if store is None else store
+    named = named_tier(spec.tier, spec.config, config)
+    tier_class = Registry().load_class(TIERS, named.name, Tier, where=named.where, third_party=third_party)
+    tier_config = _of_rank(validate_options(tier_class.config_type, named.options, named.origin), spec.rank)
+    if (store := tier_class.offline(tier_config, options)) is not None:
+        return store
+    tier = tier_class(tier_config)
+    if tier.capabilities.in_arena:
+        raise ConfigError(
+            f"tier {named.id!r} is memory of the engine's own process: other processes cannot read it"
+        )
+    logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
+    handle = TierHandle(
+        tier, name=named.id, logger=logger, timeout_s=named.timeout_s, open_timeout_s=named.open_timeout_s
+    )
+    return TierStore(handle, options, timeout_s=named.timeout_s)
 
 
 def open_keys(config: EngineConfig | None) -> tuple[RecordCipher | None, bytes]:
@@ -111,25 +116,46 @@ def reachable_tiers(config: EngineConfig) -> list[str]:
     Raises:
         ConfigError: A tier or one of its options is wrong.
     """
-    registry = Registry()
-    reachable = []
-    for spec in config.tiers:
-        tier_class = registry.load_class(
-            TIERS, spec.name, Tier, where=spec.where, third_party=config.plugins.third_party
-        )
-        options = validate_options(tier_class.config_type, spec.options, spec.origin)
-        if not tier_class(options).capabilities.in_arena:
-            reachable.append(spec.id)
-    return reachable
+    registry, third_party = Registry(), config.plugins.third_party
+    return [
+        spec.id
+        for spec in config.tiers
+        if not make_tier(spec, registry, third_party=third_party).capabilities.in_arena
+    ]
+
+
+def named_tier(text: str, path: Path | None, config: EngineConfig | None) -> TierSpec:
+    """Return the tier of an argument: a tier as JSON, or the id of a tier of the config that was read from `path`.
+
+    Raises:
+        ConfigError: There is no such tier.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return TierSpec.model_validate(json.loads(text)).placed(Origin("--tier"))
+        except ValueError as error:  # includes pydantic's error
+            raise ConfigError(
+                f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
+            ) from None
+    if config is None:
+        raise ConfigError(f"--tier {text} is the id of a tier in a config: name its file with --config")
+    for tier in config.tiers:
+        if tier.id == text:
+            return tier
+    ids = ", ".join(tier.id for tier in config.tiers)
+    raise ConfigError(
+        f"{path} has no tier {text}; it has {ids}; a directory is written with a slash, such as ./{text}"
+    )
 
 
 def _directory_store(
-    registry: Registry, path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
+    path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
 ) -> OfflineStore:
     """Return the store of a directory.
 
     The first tier that keeps records in directories is used. Bundled tiers are tried first.
     """
+    registry = Registry()
     plugins = registry.available(TIERS, third_party=third_party).values()
     for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
         try:
@@ -150,37 +176,6 @@ def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
     return config if rank is None else config.for_process(rank=rank)
 
 
-def _named_tier(text: str, path: Path | None, config: EngineConfig | None) -> TierSpec:
-    if text.lstrip().startswith("{"):
-        try:
-            return TierSpec.model_validate(json.loads(text)).placed(Origin("--tier"))
-        except ValueError as error:  # includes pydantic's error
-            raise ConfigError(
-                f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
-            ) from None
-    if config is None:
-        raise ConfigError(f"--tier {text} is the id of a tier in a config: name its file with --config")
-    for tier in config.tiers:
-        if tier.id == text:
-            return tier
-    ids = ", ".join(tier.id for tier in config.tiers)
-    raise ConfigError(
-        f"{path} has no tier {text}; it has {ids}; a directory is written with a slash, such as ./{text}"
-    )
-
-
-def _tier_store(tier: Tier, spec: TierSpec, options: OfflineOptions) -> OfflineStore:
-    if tier.capabilities.in_arena:
-        raise ConfigError(
-            f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
-        )
-    logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
-    handle = TierHandle(
-        tier, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
-    )
-    return TierStore(handle, options, name=spec.id, timeout_s=spec.timeout_s)
-
-
 class TierStore(OfflineStore):
     """The records of a tier that is opened in this process.
 
@@ -189,14 +184,11 @@ class TierStore(OfflineStore):
     Args:
         tier: Not opened yet. Its calls have a deadline and raise TierError.
         options: Options of the store.
-        name: The tier's id.
         timeout_s: Seconds between two keys of a listing; other calls have the tier's deadline.
     """
 
-    def __init__(
-        self, tier: TierHandle, options: OfflineOptions, *, name: str, timeout_s: float = 30.0
-    ) -> None:
-        self.name = f"tier {name!r}"
+    def __init__(self, tier: TierHandle, options: OfflineOptions, *, timeout_s: float = 30.0) -> None:
+        self.name = f"tier {tier.name!r}"
         self.in_flight = options.in_flight
         self._tier = tier
         self._timeout_s = timeout_s

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lmcache_async.errors import ConfigError, TierError
+from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher, engine_root, hash_key_id
-from lmcache_async.maintenance.concurrency import Meter, map_in_order
-from lmcache_async.maintenance.copy import VERIFY_THREADS, Copier, CopyCounts
+from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.copy import Copier, CopyCounts
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of
 from lmcache_async.maintenance.prompts import Encode, Prompt
 from lmcache_async.maintenance.record import RecordInfo, check, read_headers, verify_record
 from lmcache_async.memory.encryption import RecordCipher
-from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import Chunk, ChunkKey, Tokens
 
@@ -27,61 +25,25 @@ SAMPLES = 64
 """Number of records read as a whole to find namespaces, if their headers cannot be read alone."""
 
 
-@dataclass(slots=True)
-class Warmup:
+@dataclass(kw_only=True)
+class Warmup(CopyCounts):
     """Result of `warm`.
 
     Attributes:
-        source: Name of the source.
-        namespaces: Namespaces in which prompts were looked up.
+        namespaces: Number of namespaces in which prompts were looked up.
         prompts: Distinct prompts.
         tokens: Their tokens.
         found_tokens: Of these, tokens of prefixes that the source has, in the namespace with the longest one.
+        copied: Records written, by the name of their destination.
         there: Records that a destination had already, by its name.
-        counts: Counts of the records that the destination lacked, by outcome.
     """
 
-    source: str
     namespaces: int = 0
     prompts: int = 0
     tokens: int = 0
     found_tokens: int = 0
+    copied: Counter[str] = field(default_factory=Counter)
     there: Counter[str] = field(default_factory=Counter)
-    counts: CopyCounts = field(default_factory=CopyCounts)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "namespaces": self.namespaces,
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "found_tokens": self.found_tokens,
-            "copied": dict(self.counts.copied),
-            "there": dict(self.there),
-            **self.counts.as_dict(),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmOptions:
-    """Options of a warmup.
-
-    Attributes:
-        selection: Namespaces in which prompts are looked up.
-        by_use: Copy chunks in the order of how many prompts contain them, prefixes first; else prompt by
-            prompt.
-        max_bytes: Maximum bytes to copy.
-        encode: Tokenizer; None accepts prompts of token ids only.
-        hash_key: Secret of a keyed hash; b"" if there is none.
-        cipher: Decrypts encrypted records; None if there is none.
-    """
-
-    selection: Selection = EVERYTHING
-    by_use: bool = False
-    max_bytes: int | None = None
-    encode: Encode | None = None
-    hash_key: bytes = b""
-    cipher: RecordCipher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +52,17 @@ class KeyChain:
 
     Attributes:
         namespace: Text of the namespace.
+        hasher: Returns a new hasher.
         unit: The number of tokens of a partial chunk is a multiple of this.
     """
 
     namespace: str
-    root: bytes
-    chunk_size: int
-    algorithm: str
-    hash_key: bytes
+    hasher: Callable[[], ChunkHasher]
     unit: int
 
     def prefix(self, tokens: Tokens, stored: Mapping[ChunkKey, StoredRecord]) -> list[Chunk]:
         """Return the chunks of the longest stored prefix, at most one partial chunk at its end."""
-        hasher = ChunkHasher(
-            self.root, chunk_size=self.chunk_size, algorithm=self.algorithm, hash_key=self.hash_key
-        )
+        hasher = self.hasher()
         prefix: list[Chunk] = []
         for chunk in hasher.extend(tokens):
             if chunk.key not in stored:
@@ -118,7 +76,6 @@ class _Wanted:
     """A chunk that the source has."""
 
     chunk: Chunk
-    stored: StoredRecord
     namespace: str
     uses: int = 0
 
@@ -127,57 +84,57 @@ async def warm(
     source: OfflineStore,
     destinations: Sequence[OfflineStore],
     prompts: Sequence[Prompt],
-    options: WarmOptions,
     meter: Meter,
+    *,
+    selection: Selection = EVERYTHING,
+    by_use: bool = False,
+    max_bytes: int | None = None,
+    encode: Encode | None = None,
+    hash_key: bytes = b"",
+    cipher: RecordCipher | None = None,
 ) -> Warmup:
     """Copy the prompts' prefixes to each destination that lacks them.
 
     If cancelled, the records copied so far stay, and the next call copies the rest.
+
+    Args:
+        source: Store that is read.
+        destinations: Stores that are written to.
+        prompts: The prompts.
+        meter: Receives the progress.
+        selection: Namespaces in which prompts are looked up.
+        by_use: Copy chunks in the order of how many prompts contain them, prefixes first; else prompt by
+            prompt.
+        max_bytes: Maximum bytes to copy.
+        encode: Tokenizer; None accepts prompts of token ids only.
+        hash_key: Secret of a keyed hash; b"" if there is none.
+        cipher: Decrypts encrypted records; None if there is none.
 
     Raises:
         ConfigError: A prompt is text and there is no tokenizer, or the keys of no selected namespace can be
             computed.
         TierUnavailableError: The source or a destination does not answer.
     """
-    report = Warmup(source.name)
     stored = {one.key: one for one in await source.list()}
-    namespaces = await _namespaces(source, tuple(stored.values()), options, meter)
-    chains = [chain for text in namespaces if (chain := key_chain(text, options.hash_key)) is not None]
+    namespaces = await _namespaces(source, tuple(stored.values()), cipher, meter)
+    chains = [
+        chain
+        for text in namespaces
+        if selection.takes(text) and (chain := key_chain(text, hash_key)) is not None
+    ]
     if not chains:
         raise ConfigError(
             f"{source.name} has no records of a selected namespace whose keys can be computed here:"
             " `lmcache-async inspect` shows its namespaces; keyed and encrypted ones need --config with their keys"
         )
-    report.namespaces = len(chains)
-    wanted = _wanted(chains, stored, prompts, options, report)
-    meter.begin("records", records=len(wanted))
-    with contextlib.ExitStack() as undo:
-        workers = WorkerPool(VERIFY_THREADS, thread_name_prefix="lmcache-verify")
-        undo.callback(workers.shutdown)
-        for destination in destinations:
-            await destination.prepare_writes()
-        copier = Copier(source, workers, report.counts, max_bytes=options.max_bytes)
-
-        async def work(one: _Wanted) -> int:
-            lacking = []
-            for destination in destinations:
-                if (await destination.has([one.stored.key]))[0]:
-                    report.there[destination.name] += 1
-                else:
-                    lacking.append(destination)
-            if not lacking:
-                return 0
-            return await copier.copy(
-                one.stored, lacking, functools.partial(_check, wanted=one, cipher=options.cipher)
-            )
-
-        try:
-            async with contextlib.aclosing(map_in_order(wanted, work, in_flight=source.in_flight)) as results:
-                async for nbytes in results:
-                    meter.advance(1, nbytes)
-        finally:
-            for destination in destinations:
-                await destination.sync()
+    report = Warmup(source=source.name, namespaces=len(chains))
+    wanted = _wanted(chains, stored, prompts, encode, report)
+    # A prefix is used at least as often as its continuations, and starts before them.
+    keys = sorted(wanted, key=lambda key: (-wanted[key].uses, wanted[key].chunk.start)) if by_use else wanted
+    verify = partial(_check, wanted=wanted, cipher=cipher)
+    copier = Copier(source=source, counts=report, verify=verify, max_bytes=max_bytes)
+    await copier.run([stored[key] for key in keys], destinations, meter)
+    report.copied, report.there = +copier.copied, +copier.there
     return report
 
 
@@ -195,11 +152,12 @@ def key_chain(namespace: str, hash_key: bytes) -> KeyChain | None:
         return None
     try:
         root = engine_root(namespace, algorithm, own)
-        ChunkHasher(root, chunk_size=chunk_size, algorithm=algorithm, hash_key=own)
+        hasher = partial(ChunkHasher, root, chunk_size=chunk_size, algorithm=algorithm, hash_key=own)
+        hasher()
         unit = max(1, int(str(dict(extra).get("block_size", 1))))
     except (ConfigError, ValueError):  # an unknown algorithm, too long a chunk, or not a number
         return None
-    return KeyChain(namespace, root, chunk_size, algorithm, own, min(unit, chunk_size))
+    return KeyChain(namespace, hasher, min(unit, chunk_size))
 
 
 def _is_pair(value: Any) -> bool:
@@ -207,57 +165,52 @@ def _is_pair(value: Any) -> bool:
 
 
 async def _namespaces(
-    store: OfflineStore, records: Sequence[StoredRecord], options: WarmOptions, meter: Meter
+    store: OfflineStore, records: Sequence[StoredRecord], cipher: RecordCipher | None, meter: Meter
 ) -> list[str]:
-    """Return the texts of the selected namespaces.
+    """Return the texts of the namespaces.
 
     All headers are read if the store can read them without the payload. Otherwise, and for encrypted headers,
     a sample of records is read as a whole.
     """
     found: dict[str, None] = {}
-    hidden = list(records)
+    hidden: list[StoredRecord] = []
+
+    def add(info: RecordInfo) -> None:
+        if info.header is not None and not info.cause:
+            found[info.header.namespace] = None
+        elif info.key_id and cipher is not None:
+            hidden.append(info.stored)
+
     if store.reads_headers:
-        hidden = []
-        async with contextlib.aclosing(read_headers(store, records, meter)) as headers:
-            async for info in headers:
-                if info is None or isinstance(info, TierError):
-                    continue
-                if info.header is not None:
-                    found[info.header.namespace] = None
-                elif info.key_id and options.cipher is not None:
-                    hidden.append(info.stored)
+        await read_headers(store, records, add, meter)
+    else:
+        hidden += records
     for one in hidden[:: max(1, len(hidden) // SAMPLES)][:SAMPLES]:
-        verified = await verify_record(store, one, EVERYTHING, options.cipher)
-        if verified is not None and not verified.cause and verified.header is not None:
-            found[verified.header.namespace] = None
-    return [text for text in found if options.selection.takes(text)]
+        add(await verify_record(store, one, cipher=cipher))
+    return list(found)
 
 
 def _wanted(
     chains: Sequence[KeyChain],
     stored: Mapping[ChunkKey, StoredRecord],
     prompts: Sequence[Prompt],
-    options: WarmOptions,
+    encode: Encode | None,
     report: Warmup,
-) -> list[_Wanted]:
-    """Return the chunks to copy, in order."""
+) -> dict[ChunkKey, _Wanted]:
+    """Return the chunks to copy, in the order of the prompts."""
     found: dict[ChunkKey, _Wanted] = {}
     for prompt in prompts:
-        tokens = _tokens(prompt, options.encode)
+        tokens = _tokens(prompt, encode)
         best = 0
         for chain in chains:
             prefix = chain.prefix(tokens, stored)
             best = max(best, sum(len(chunk.tokens) for chunk in prefix))
             for chunk in prefix:
-                one = found.setdefault(chunk.key, _Wanted(chunk, stored[chunk.key], chain.namespace))
-                one.uses += prompt.times
+                found.setdefault(chunk.key, _Wanted(chunk, chain.namespace)).uses += prompt.times
         report.prompts += 1
         report.tokens += len(tokens)
         report.found_tokens += best
-    if not options.by_use:
-        return list(found.values())
-    # A prefix is used at least as often as its continuations, and starts before them.
-    return sorted(found.values(), key=lambda one: (-one.uses, one.chunk.start))
+    return found
 
 
 def _tokens(prompt: Prompt, encode: Encode | None) -> Tokens:
@@ -269,12 +222,16 @@ def _tokens(prompt: Prompt, encode: Encode | None) -> Tokens:
 
 
 def _check(
-    stored: StoredRecord, pieces: Iterator[memoryview], *, wanted: _Wanted, cipher: RecordCipher | None
+    stored: StoredRecord,
+    pieces: Iterator[memoryview],
+    *,
+    wanted: Mapping[ChunkKey, _Wanted],
+    cipher: RecordCipher | None,
 ) -> RecordInfo:
     """Verify that the record is undamaged and, unless it stays encrypted, of exactly these tokens."""
-    found = check(stored, pieces, selection=EVERYTHING, cipher=cipher)
-    header = found.header
+    found = check(stored, pieces, cipher=cipher)
+    header, expected = found.header, wanted[stored.key]
     if found.cause or header is None:
         return found
-    same = header.namespace == wanted.namespace and np.array_equal(header.tokens, wanted.chunk.tokens)
+    same = header.namespace == expected.namespace and np.array_equal(header.tokens, expected.chunk.tokens)
     return found if same else replace(found, cause="tokens", message="it has other tokens")

@@ -145,7 +145,7 @@ class Buffer:
     of the slab; it never shows the bytes of another lease.
 
     A lease can be read-only, and it can have an owner that releases it. Leases that are passed to tiers are
-    one or both: see `lmcache_async.tiers.adapter`.
+    one or both: see `lmcache_async.tiers.handle`.
 
     Attributes:
         nbytes: Requested length in bytes, or that of `resize`; at most the length of the slab. Read-only.

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Coroutine
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -81,9 +83,12 @@ class StatusServer:
         self._logger = LimitedLogger(logging.getLogger(__name__))
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._accepted: set[socket.socket] = set()
-        self._open: set[_Connection] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def connections(self) -> int:
+        """Number of connections, including those in their TLS handshake."""
+        return len(self._connections)
 
     @property
     def url(self) -> str:
@@ -124,14 +129,12 @@ class StatusServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop listening and end all connections."""
-        for task in (*self._tasks, *(() if self._tls is None else self._connecting)):
+        tasks = (*self._tasks, *self._connections)
+        for task in tasks:
             task.cancel()
-        # Without a handshake a connection is made within one iteration of the loop.
-        await asyncio.gather(*self._tasks, *self._connecting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-        for connection in tuple(self._open):
-            connection.abort()
         await self._server.shutdown(_CLOSE_S)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
@@ -166,64 +169,59 @@ class StatusServer:
                 self._logger.report("accept", "no connection can be accepted: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if len(self._accepted) >= self._max_connections:
+            if len(self._connections) >= self._max_connections:
                 connection.close()
             else:
-                self._accepted.add(connection)
-                _start(self._connecting, self._connect(connection))
+                task = _start(self._connections, self._serve(connection))
+                # Not in the task, which may be cancelled before it begins.
+                task.add_done_callback(partial(_close, connection))
 
-    async def _connect(self, connection: socket.socket) -> None:
-        """Make the connection's transport. The protocol's `connection_lost` frees its place afterwards."""
+    async def _serve(self, connection: socket.socket) -> None:
+        """Serve one connection from its accept to its end, which is at its deadline at the latest."""
+        loop = asyncio.get_running_loop()
+        handler = _Handler(self._server, loop=loop, **_LIMITS)
+        connecting = asyncio.ensure_future(
+            loop.connect_accepted_socket(lambda: handler, connection, ssl=self._tls)
+        )
         try:
-            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Connection(self, connection),
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._timeout_s,
-            )
-        except BaseException as error:
-            self._accepted.discard(connection)
-            connection.close()
-            if isinstance(error, OSError):  # caused by the other end
-                return
-            raise
-        if transport.is_closing():  # lost in its handshake: the protocol may not know
-            self._accepted.discard(connection)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.shield(connecting)
+                await handler.ended
+        except OSError:  # the deadline, or caused by the other end
+            pass
+        finally:
+            if self._tls is not None:  # without a handshake it ends within one iteration of the loop
+                connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            if handler.transport is not None:
+                handler.transport.abort()
+                await handler.ended
 
 
-class _Connection(web.RequestHandler):
-    """Protocol of a connection, which ends at its deadline in any case."""
+class _Handler(web.RequestHandler):
+    """Protocol of a connection. `ended` is done when the connection is lost."""
 
-    __slots__ = ("_deadline", "_owner", "_socket")
+    __slots__ = ("ended",)
 
-    def __init__(self, owner: StatusServer, connection: socket.socket) -> None:
-        super().__init__(owner._server, loop=asyncio.get_running_loop(), **_LIMITS)
-        self._owner = owner
-        self._socket = connection
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        owner = self._owner
-        owner._open.add(self)
-        self._deadline = asyncio.get_running_loop().call_later(owner._timeout_s, self.abort)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ended = asyncio.get_running_loop().create_future()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._owner._open.discard(self)
-        self._owner._accepted.discard(self._socket)
+        if not self.ended.done():
+            self.ended.set_result(None)
         super().connection_lost(exc)
 
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
+
+def _close(connection: socket.socket, _: object) -> None:
+    connection.close()
 
 
-def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
+    return task
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
@@ -239,21 +237,12 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
         listeners = []
         for family, _, _, _, address in dict.fromkeys(found):
             try:
-                listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            except OSError:  # the kernel does not support the family
-                continue
-            undo.callback(listener.close)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # the same port of IPv4 has its own listener
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                listener.bind(address)
-                listener.listen(_BACKLOG)
+                listener = undo.enter_context(socket.create_server(address, family=family, backlog=_BACKLOG))
             except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                listener.close()
+                if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                    raise OSError(error.errno, os.strerror(error.errno or 0)) from error
                 continue
+            listener.setblocking(False)
             listeners.append(listener)
         if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, "it has no address of this machine")

@@ -33,6 +33,7 @@ class Request:
 
     Attributes:
         request_id: Request id for log lines.
+        group: Index of the KV cache group.
         chunks: Hashed chunks in prefix order.
         rows: For each chunk its rows in the paged KV cache, int64 in order: block ids if a row is a block,
             slots if a row is a token. In a retrieve, -1 is a row that is not written.
@@ -45,6 +46,7 @@ class Request:
     """
 
     request_id: str = ""
+    group: int = 0
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[BlockIds, ...] = ()
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)

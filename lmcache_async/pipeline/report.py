@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_async.errors import TierError
 from lmcache_async.types import Chunk
+
+
+class Drops(Counter[str]):
+    """Number of dropped chunks by cause, and the chunks.
+
+    Args:
+        counts: Counts to start with. The chunks of other `Drops` are included.
+
+    Attributes:
+        chunks: The dropped chunks, each with its cause.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        super().__init__(counts)
+        self.chunks: list[tuple[Chunk, str]] = [*counts.chunks] if isinstance(counts, Drops) else []
+
+    def add(self, chunks: Sequence[Chunk], cause: str) -> None:
+        if chunks:
+            self[cause] += len(chunks)
+            self.chunks.extend((chunk, cause) for chunk in chunks)
+
+    def add_all(self, other: Counter[str]) -> None:
+        """Add the counts and, if it has them, the chunks of `other`."""
+        self.update(other)
+        if isinstance(other, Drops):
+            self.chunks.extend(other.chunks)
 
 
 class WriteOutcomes:
@@ -61,5 +87,5 @@ class BatchStored:
     outcomes: WriteOutcomes = field(default_factory=lambda: WriteOutcomes(0))
     shared: tuple[Sequence[asyncio.Future[TierError | None]], ...] = ()
     present: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Drops)
     bytes: int = 0

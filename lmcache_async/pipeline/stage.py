@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -73,18 +74,18 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
         function = (stage if isinstance(stage, type) else type(stage)).__call__
     if not inspect.iscoroutinefunction(function):
         raise ChainError(f"stage {name!r} ({function!r}) is not an async function or an object with one")
-    hints = typing.get_type_hints(function)
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    if len(parameters) != 1 or parameters[0].name not in hints or "return" not in hints:
+    types = _annotated_types(function)
+    if types is None:
         raise ChainError(
             f"stage {name!r} must take one annotated batch and be annotated with what it returns; "
             f"it is {inspect.signature(function)}"
         )
+    takes, gives = types
     return StageInfo(
         name=name,
         stage=typing.cast("Stage[Any, Any]", stage),
-        takes=hints[parameters[0].name],
-        gives=hints["return"],
+        takes=takes,
+        gives=gives,
         per_request=bool(getattr(stage, "per_request", False)),
         ordered=bool(getattr(stage, "ordered", False)),
         reads_device=bool(getattr(stage, "reads_device", False)),
@@ -109,7 +110,7 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
     if not inspect.isclass(target):
         return typing.cast("Stage[Any, Any]", target)
     wanted: dict[str, Any] = {}
-    for parameter in inspect.signature(target).parameters.values():
+    for parameter in _parameters(typing.cast("Any", target)):  # mypy takes no class for Hashable
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in resources:
@@ -119,3 +120,18 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
                 f"stage {name!r} asks for {parameter.name!r}; an engine has {', '.join(sorted(resources))}"
             )
     return typing.cast("Stage[Any, Any]", target(**wanted))
+
+
+@functools.lru_cache(maxsize=256)  # all engines of a process have mostly the same stages
+def _annotated_types(function: Callable[..., Any]) -> tuple[Any, Any] | None:
+    """Return the types of its only argument and of its result; None if there are not exactly these, annotated."""
+    hints = typing.get_type_hints(function)
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    if len(parameters) != 1 or parameters[0] not in hints or "return" not in hints:
+        return None
+    return hints[parameters[0]], hints["return"]
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(target: type[Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(target).parameters.values())

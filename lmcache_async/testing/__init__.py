@@ -64,19 +64,8 @@ __all__ = [
     "token_streams",
 ]
 
-_MODULES = {
+_MODULES = {  # every other name is in `fakes`
     "conformance": ("LayerConformance", "SuffixEvictionConformance", "TierConformance"),
-    "fakes": (
-        "DictConfig",
-        "DictTier",
-        "FakeRegistry",
-        "Fault",
-        "FaultPlan",
-        "FaultyRegistry",
-        "FaultyTier",
-        "GatedTier",
-        "LatencyTier",
-    ),
     "machines": ("CacheMachine", "TierMachine"),
     "steps": ("cancelled_at_await", "cancelled_at_each_await"),
     "strategies": ("chunk_keys", "fault_plans", "kv_layouts", "payloads", "tier_stacks", "token_streams"),
@@ -91,10 +80,10 @@ def __getattr__(name: str) -> object:
         AttributeError: No such name.
         MissingDependencyError: The name needs a package that is not installed.
     """
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(_import(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((module for module, names in _MODULES.items() if name in names), "fakes")
+    return getattr(_import(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

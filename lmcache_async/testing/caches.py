@@ -128,29 +128,6 @@ class PagedCache:
     def snapshot(self) -> list[torch.Tensor]:
         return [storage.clone() for storage in self.storages]
 
-    def row(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """Return the content of `row` in `tensor`, by plain indexing."""
-        letters = self.form.logical
-        if self.form.granularity == "block":
-            ratio = self.form.kernel_blocks
-            return tensor[row * ratio : (row + 1) * ratio]
-        block, token = divmod(row, self.form.tokens)
-        at_token = tensor.select(letters.index("N"), token)
-        return at_token.select(letters.replace("N", "").index("B"), block)
-
-    def assign(self, rows: Sequence[int], source: PagedCache, source_rows: Sequence[int]) -> None:
-        """Copy rows by plain indexing, as the expected result of a gather and a scatter.
-
-        Args:
-            rows: Rows of this cache; -1 is skipped.
-            source: Cache to copy from.
-            source_rows: Row of `source` for each of `rows`.
-        """
-        for row, source_row in zip(rows, source_rows, strict=True):
-            for target, origin in zip(self.tensors, source.tensors, strict=True):
-                if row >= 0:
-                    self.row(target, row).copy_(source.row(origin, source_row))
-
 
 @st.composite
 def cache_forms(

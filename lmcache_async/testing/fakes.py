@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias, cast
 
 from lmcache_async.config.values import OptionalSize
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
@@ -135,7 +135,7 @@ class ForwardingTier(Tier):
         await self.inner.__aexit__(kind, error, trace)
 
 
-class HandleTier(Tier):
+class HandleTier(ForwardingTier):
     """The calls of a tier handle as a tier, for tests of layers and of the handle itself.
 
     Args:
@@ -146,12 +146,9 @@ class HandleTier(Tier):
     """
 
     def __init__(self, handle: TierHandle) -> None:
-        super().__init__(TierConfig())
+        Tier.__init__(self, TierConfig())
         self.handle = handle
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.handle.capabilities
+        self.inner = cast("Tier", handle)  # the methods that are not overridden have the names of a tier's
 
     def bind(self, arena: Arena) -> None:
         self.handle.bind(arena)
@@ -184,34 +181,6 @@ class HandleTier(Tier):
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         return await self.handle.put(items)
 
-    async def remove(self, key: ChunkKey) -> bool:
-        return await self.handle.remove(key)
-
-    async def reject(self, key: ChunkKey, cause: str) -> bool:
-        return await self.handle.reject(key, cause)
-
-    async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
-        return await self.handle.scrub(max_bytes_per_s=max_bytes_per_s)
-
-    async def keys(self) -> AsyncIterator[ChunkKey]:
-        async for key in self.handle.keys():
-            yield key
-
-    async def clear(self) -> int:
-        return await self.handle.clear()
-
-    def statistics(self) -> TierStatistics:
-        return self.handle.statistics()
-
-    async def __aenter__(self) -> Self:
-        await self.handle.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.handle.__aexit__(kind, error, trace)
-
 
 class FaultyTier(ForwardingTier):
     """A tier that injects planned faults into `contains`, `get` and `put`, in order of the calls.
@@ -227,6 +196,10 @@ class FaultyTier(ForwardingTier):
     Attributes:
         faults: Queue of the next calls: a fault, an exception to raise, or None.
     """
+
+    count_prefix = Tier.count_prefix
+    get_many = Tier.get_many
+    put_many = Tier.put_many
 
     def __init__(self, inner: Tier, plan: FaultPlan | None = None) -> None:
         super().__init__(inner)
@@ -252,9 +225,6 @@ class FaultyTier(ForwardingTier):
         if (await self._next("put", key)).kind != "drop":
             await self.inner.put(key, buffer)
 
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return await Tier.count_prefix(self, keys)
-
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         kinds = [(await self._next("contains", key)).kind for key in keys]
         there = await self.inner.contains_many(keys)
@@ -262,12 +232,6 @@ class FaultyTier(ForwardingTier):
             not present if kind == "lie" else present and kind != "drop"
             for kind, present in zip(kinds, there, strict=True)
         ]
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await Tier.get_many(self, keys, allocate)
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        return await Tier.put_many(self, items)
 
     async def _next(self, verb: str, key: ChunkKey) -> Fault:
         fault = self.faults[0] if self.faults else None
@@ -279,13 +243,9 @@ class FaultyTier(ForwardingTier):
             raise fault
         if fault is None:
             return _NONE
-        where = f"{verb} of {key.hex()}"
-        if fault.kind == "error":
-            raise TierUnavailableError(f"planned: the backend is away at {where}")
-        if fault.kind == "refuse":
-            raise TierError(f"planned: the backend refuses {where}")
-        if fault.kind == "bug":
-            raise RuntimeError(f"planned: a bug at {where}")
+        if fault.kind in _RAISED:
+            error, text = _RAISED[fault.kind]
+            raise error(f"planned: {text} {verb} of {key.hex()}")
         if fault.kind == "delay":
             await asyncio.sleep(fault.seconds)
         elif fault.kind == "hang":
@@ -295,6 +255,11 @@ class FaultyTier(ForwardingTier):
 
 _NONE = Fault("delay")
 _VERBS: dict[FaultKind, str] = {"lie": "contains", "flip": "get", "cut": "get"}
+_RAISED: dict[FaultKind, tuple[type[Exception], str]] = {
+    "error": (TierUnavailableError, "the backend is away at"),
+    "refuse": (TierError, "the backend refuses"),
+    "bug": (RuntimeError, "a bug at"),
+}
 
 
 def unavailable() -> TierError:
@@ -402,6 +367,9 @@ class GatedTier(ForwardingTier):
         parked: Set when a call is blocked.
     """
 
+    get_many = Tier.get_many
+    put_many = Tier.put_many
+
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
         self.parked = asyncio.Event()
@@ -422,12 +390,6 @@ class GatedTier(ForwardingTier):
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         await self._park()
         await self.inner.put(key, buffer)
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await Tier.get_many(self, keys, allocate)
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        return await Tier.put_many(self, items)
 
     async def _park(self) -> None:
         if not self._gate.is_set():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -96,8 +98,18 @@ class Rig:
     def open(
         self, *, registry: Registry | None = None, **settings: Any
     ) -> AbstractAsyncContextManager[CacheEngine]:
+        """Open an engine for this cache.
+
+        Args:
+            registry: Plug-ins of the engine; by default those installed, which are read once for each state
+                of `sys.path`.
+            settings: As for `config`.
+        """
         return CacheEngine.open(
-            self.config(**settings), layout=self.layout, namespace=self.namespace, registry=registry
+            self.config(**settings),
+            layout=self.layout,
+            namespace=self.namespace,
+            registry=registry or _installed(tuple(sys.path)),
         )
 
     def write(self, slots: Sequence[int], values: torch.Tensor) -> None:
@@ -137,3 +149,8 @@ class Rig:
         for pair in self.tensors:
             for part in pair:
                 part.fill_(-7.0)
+
+
+@functools.lru_cache(maxsize=8)
+def _installed(path: tuple[str, ...]) -> Registry:
+    return Registry(path)

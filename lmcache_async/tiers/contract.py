@@ -1,6 +1,6 @@
 """Checks of the results that a tier returns, and conversion of the exceptions that it raises.
 
-A tier is third-party code. `TierAdapter` in `adapter.py` applies these checks to every call.
+`verb` is the name of the tier's method, for messages. A tier is third-party code. `TierHandle` applies these checks to every call.
 """
 
 from __future__ import annotations
@@ -46,15 +46,7 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 def check_flag(verb: str, result: object) -> bool:
-    """Convert a boolean result: a bool, a NumPy bool, or the int 0 or 1.
-
-    Args:
-        verb: Name of the method, for messages.
-        result: Result of the tier.
-
-    Raises:
-        ContractError: The result is something else.
-    """
+    """Convert a boolean result of `verb`: a bool, a NumPy bool, or the int 0 or 1. Anything else is a ContractError."""
     if isinstance(result, bool):
         return result
     if isinstance(result, np.bool_) or (isinstance(result, int) and result in {0, 1}):
@@ -70,16 +62,7 @@ def check_flags(verb: str, results: object, count: int) -> list[bool]:
 
 
 def check_count(verb: str, result: object, most: int | None = None) -> int:
-    """Convert a count from 0 to `most`.
-
-    Args:
-        verb: Name of the method, for messages.
-        result: Result of the tier.
-        most: Largest valid count; None for no limit.
-
-    Raises:
-        ContractError: The result is not an integer in that range.
-    """
+    """Convert a count from 0 to `most`, without limit if that is None. Anything else is a ContractError."""
     if isinstance(result, bool) or not isinstance(result, int | np.integer):
         raise ContractError(f"{verb} gave {_type_text(result)}, not an int")
     found = int(result)
@@ -89,40 +72,12 @@ def check_count(verb: str, result: object, most: int | None = None) -> int:
 
 
 def check_list(verb: str, results: object, count: int) -> list[object]:
-    """Check that the result is a list with one element for each requested chunk.
-
-    Args:
-        verb: Name of the method, for messages.
-        results: Result of the tier.
-        count: Number of requested chunks.
-
-    Raises:
-        ContractError: The result is not a list, or has another length.
-    """
+    """Check that the result is a list with one element for each of `count` chunks. Else it is a ContractError."""
     if not isinstance(results, list | tuple | np.ndarray):
         raise ContractError(f"{verb} gave {_type_text(results)}, not a list")
     if len(results) != count:
         raise ContractError(f"{verb} gave {len(results)} answers for {count} chunks")
     return list(results)
-
-
-def check_buffer(verb: str, result: object) -> Buffer | None:
-    """Check that the result is a buffer that is not released, or None.
-
-    Args:
-        verb: Name of the method, for messages.
-        result: Result of the tier.
-
-    Raises:
-        ContractError: The result is something else.
-    """
-    if result is None:
-        return None
-    if not isinstance(result, Buffer):
-        raise ContractError(f"{verb} gave {_type_text(result)}, not a Buffer")
-    if result.released:
-        raise ContractError(f"{verb} gave a buffer that is released")
-    return result
 
 
 class ErrorConverter:
@@ -162,7 +117,12 @@ class ErrorConverter:
     def convert_chunk(self, verb: str, result: object) -> TierError:
         """Convert the error of one chunk in the result of a batch call. Anything else is a contract violation."""
         if not isinstance(result, TierError):
-            result = ContractError(f"{verb} gave {_type_text(result)} for a chunk")
+            text = f"{_type_text(result)} for a chunk"
+            if isinstance(result, Buffer):
+                text = "a buffer that is " + (
+                    "released" if result.released else "not of this call's allocate"
+                )
+            result = ContractError(f"{verb} gave {text}")
         error = self.convert(verb, result)
         assert isinstance(error, TierError)  # `result` is a TierError, for which `convert` returns one
         return error

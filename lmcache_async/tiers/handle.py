@@ -1,22 +1,35 @@
-"""A tier as the engine calls it: in batches, through its layers, with a deadline."""
+"""A tier as the engine calls it: in batches, through its layers, with a deadline and the checks of its contract."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import operator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
-from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ConfigError,
+    LMCacheAsyncError,
+    TierError,
+    TierUnavailableError,
+)
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.tiers.adapter import TierAdapter, Watcher
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
-from lmcache_async.tiers.contract import ErrorConverter, check_flags, check_list
+from lmcache_async.tiers.contract import (
+    ContractError,
+    ErrorConverter,
+    check_count,
+    check_flag,
+    check_flags,
+    check_list,
+)
 from lmcache_async.tiers.middleware.base import (
     Call,
     Layer,
@@ -28,15 +41,122 @@ from lmcache_async.tiers.middleware.base import (
 )
 from lmcache_async.tiers.middleware.deadline import DeadlineLayer
 from lmcache_async.tiers.results import ReadResult, release_results
-from lmcache_async.types import ChunkKey
+from lmcache_async.types import KEY_BYTES, ChunkKey
+
+T = TypeVar("T")
+
+BUFFERS_PER_KEY = 2
+"""Buffers of `allocate` that a call may hold per key: one to return and one to work with.
+
+Without a bound, a call that never stops allocating would evict the whole content of host memory.
+"""
+
+
+class Watcher(Protocol):
+    """Subscriber of chunk events. Called on the loop's thread; must be quick and must not raise."""
+
+    def kept(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        """The tier with this id has stored the chunks. It may have had them before."""
+
+    def gone(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        """The tier with this id does not have the chunks any more. It may not have had all of them."""
+
+
+class CallLeases:
+    """Leases of one call of a tier. They end with the call, whatever the tier does with them.
+
+    A tier may release a buffer that it received, any number of times or not at all. A buffer that it returns
+    is transferred to the caller; the tier can neither use nor release it any more.
+
+    Args:
+        call: The call.
+        foreign: Whether the tier returns leases of memory that is not from `allocate`.
+    """
+
+    __slots__ = ("_allocate", "_ended", "_foreign", "_further", "_leases", "_most")
+
+    def __init__(self, call: Call, *, foreign: bool) -> None:
+        self._allocate = call.allocate
+        self._most = BUFFERS_PER_KEY * len(call.keys)
+        self._foreign = foreign
+        self._leases: list[Buffer] = []
+        self._further: list[Buffer] = []
+        self._ended = False
+
+    async def allocate(self, nbytes: int) -> Buffer:
+        """Lease memory for a record. Called by the tier.
+
+        Raises:
+            BudgetExceededError: No memory is free in time, the call holds `BUFFERS_PER_KEY` buffers per key,
+                or it has ended.
+            TypeError: `nbytes` is not an integer.
+            ValueError: `nbytes` is negative.
+        """
+        wanted = operator.index(nbytes)
+        self._check_room()
+        assert self._allocate is not None
+        buffer = await self._allocate(wanted)
+        if self._ended:
+            buffer.release()
+            raise BudgetExceededError("the call of the tier ended while it waited for memory")
+        buffer.owner = self
+        self._leases.append(buffer)
+        return buffer
+
+    def lend(self, buffer: Buffer) -> Buffer:
+        """Return a read-only lease of the caller's buffer, for a `put`."""
+        lease = buffer.lend(self)
+        self._leases.append(lease)
+        return lease
+
+    def retained(self, lease: Buffer) -> None:
+        """Register a further lease that the tier took with `retain`.
+
+        Further leases of a read's memory end with the call. Further leases of a put's buffer belong to the
+        tier.
+        """
+        if not lease.readonly:
+            lease.owner = self
+            self._further.append(lease)
+
+    def may_return(self, buffer: Buffer) -> bool:
+        return buffer.owner is self or (self._foreign and buffer.owner is None)
+
+    def release_foreign(self, results: object) -> None:
+        """Release the tier's own leases in an invalid result."""
+        if self._foreign and isinstance(results, list | tuple):
+            for result in results:
+                if isinstance(result, Buffer) and result.owner is None and not result.released:
+                    result.release()
+
+    def close(self) -> None:
+        """End the call: release the remaining leases."""
+        self._ended = True
+        for leases in (self._leases, self._further):
+            for lease in leases:
+                if not lease.released:
+                    lease.release()
+            leases.clear()
+
+    def _check_room(self) -> None:
+        if self._ended:
+            raise BudgetExceededError("the call of the tier has ended; allocate is for a call's own answer")
+        if len(self._leases) < self._most:
+            return
+        self._leases = [lease for lease in self._leases if not lease.released]
+        if len(self._leases) >= self._most:
+            raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the most that it may")
 
 
 class TierHandle:
-    """Calls a tier in batches, through its layers. Opened with `async with`.
+    """Calls a tier in batches, through its layers, and enforces its contract. Opened with `async with`.
+
+    The handle is the only caller of the tier, which is third-party code: exceptions become TierErrors, results are
+    checked for type and length, and memory that a call received is released when the call ends.
 
     Lookups, reads, writes and removals pass through the layers, in the order in which they are listed, to the
-    `TierAdapter`. A call ends within `timeout_s`; see `DeadlineLayer` for what happens to a late call. Every call
-    can be cancelled; it then holds no lease. A tier in the arena answers at once and has no deadline.
+    tier. A call ends within `timeout_s`; see `DeadlineLayer` for what happens to a late call. Every call can be
+    cancelled; it then holds no lease. A tier in the arena answers at once and has no deadline.
 
     Args:
         tier: The tier.
@@ -47,7 +167,12 @@ class TierHandle:
         open_timeout_s: Longest time of opening in seconds.
         close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
             `timeout_s`, which is also the default.
-        watcher: Receives the tier's chunk events.
+        watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not visible here.
+
+    Attributes:
+        name: Tier id.
+        capabilities: Capabilities of the tier, read when it was created, bound and opened.
+        layers: The layers, outermost first, with the deadline.
 
     Raises:
         ConfigError: `capabilities` of the tier is not an instance of Capabilities.
@@ -66,29 +191,26 @@ class TierHandle:
         watcher: Watcher | None = None,
     ) -> None:
         self.name = name
-        self._adapter = TierAdapter(tier, name=name, logger=logger, watcher=watcher)
+        self._tier = tier
         self._errors = ErrorConverter(name, logger)
-        self._logger = logger
+        self._watcher = watcher
+        if watcher is not None:
+            tier.on_evicted = self._publish_removed
+        self._statistics = TierStatistics()
+        self.capabilities = Capabilities()
+        if not self._update_capabilities():
+            raise ConfigError(f"tier {name!r}: its `capabilities` must be an instance of Capabilities")
         self._timeout_s = timeout_s
         self._open_timeout_s = open_timeout_s
         self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
-        if self._adapter.capabilities.in_arena:
+        if self.capabilities.in_arena:
             self._timeout_s = math.inf
-            self._layers = tuple(layers)
+            self.layers = tuple(layers)
         else:
-            self._layers = _with_deadline(layers, LayerContext(name, "deadline", timeout_s, logger))
-        self._deadlines = [layer for layer in self._layers if isinstance(layer, DeadlineLayer)]
-        self._run = self._composed(self._layers)
+            self.layers = _with_deadline(layers, LayerContext(name, "deadline", timeout_s, logger))
+        self._deadlines = [layer for layer in self.layers if isinstance(layer, DeadlineLayer)]
+        self._run = self._composed(self.layers)
         self._run_clear = self._composed(self._deadlines)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._adapter.capabilities
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers, outermost first, with the deadline."""
-        return self._layers
 
     @property
     def late_calls(self) -> int:
@@ -96,36 +218,41 @@ class TierHandle:
         return sum(layer.late_calls for layer in self._deadlines)
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until the calls abandoned so far have ended.
-
-        Args:
-            timeout_s: Deadline in seconds.
-
-        Returns:
-            False if the deadline has passed.
-        """
+        """Wait until the calls abandoned so far have ended. Return False if `timeout_s` has passed before."""
         return all(await asyncio.gather(*(layer.drain(timeout_s=timeout_s) for layer in self._deadlines)))
 
     def bind(self, arena: Arena) -> None:
         """Prepare the tier and its layers for an arena. Called once before the tier is opened."""
-        self._adapter.bind(arena)
-        for layer in self._layers:
+        self._tier.bind(arena)
+        self._update_capabilities()
+        for layer in self.layers:
             layer.bind(arena)
 
     async def __aenter__(self) -> Self:
-        """Open the tier.
+        """Open the tier. Errors derived from Exception are passed on, so that the engine does not open.
 
         Raises:
             TierUnavailableError: It was not open within `open_timeout_s`.
+            TierError: Opening raised another exception, or a cancellation that no caller requested.
         """
+        task = running_task()
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                await self._adapter.open()
+                try:
+                    await self._tier.__aenter__()
+                except Exception:
+                    raise
+                except BaseException as error:
+                    if is_ending(error, task):
+                        raise
+                    failure = self._errors.convert("opening", error)
+                    raise failure from failure.__cause__
         except TimeoutError as error:
             raise TierUnavailableError(
                 f"tier {self.name!r}: was not open after {self._open_timeout_s} s;"
                 " see whether its backend answers, or give the tier a larger open_timeout_s"
             ) from error
+        self._update_capabilities()
         return self
 
     async def __aexit__(
@@ -137,14 +264,12 @@ class TierHandle:
                 try:
                     await self.drain(timeout_s=self._close_timeout_s)
                 finally:
-                    await self._adapter.close()
+                    await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None), _ignore)
         except TimeoutError:
-            self._logger.report(
-                f"{self.name}.close",
-                "tier %r: was not closed after %s s; it is left as it is",
-                self.name,
-                2 * self._close_timeout_s,
-            )
+            waited_s = 2 * self._close_timeout_s
+            self._errors.report("close", f"was not closed after {waited_s} s; it is left as it is")
+        except LMCacheAsyncError as failure:
+            self._errors.report("closing", f"closing failed: {describe(failure)}")
 
     def lookup(self, keys: Sequence[ChunkKey], *, exact: bool = False) -> Coroutine[Any, Any, list[bool]]:
         """Return for each key whether `get` would find the chunk now.
@@ -163,14 +288,7 @@ class TierHandle:
         return cast("Coroutine[Any, Any, list[bool]]", self._call(call, self._run))
 
     def get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> Coroutine[Any, Any, list[ReadResult]]:
-        """Read chunks.
-
-        Args:
-            keys: Keys of the chunks.
-            allocate: Leases memory for a record; see `Allocate`.
-
-        Returns:
-            For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
+        """Return for each key a buffer leased to the caller, None on a miss, or the error of that chunk.
 
         Raises:
             TierError: The call failed as a whole.
@@ -179,17 +297,20 @@ class TierHandle:
         call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=self._deadline())
         return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call, self._run))
 
-    def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> Coroutine[Any, Any, list[TierError | None]]:
+    async def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         """Store records. They are visible when the call returns.
 
-        Args:
-            items: Keys and records. The tier has leases of its own of the records until the call has ended.
+        The tier has leases of its own of the records until the call has ended.
 
         Returns:
             For each item None if it was stored, else the error. A failure of the tier is not raised.
         """
         call = Call(Verb.PUT_MANY, items=items, deadline=self._deadline())
-        return cast("Coroutine[Any, Any, list[TierError | None]]", self._call(call, self._run))
+        try:
+            return cast("list[TierError | None]", await self._call(call, self._run))
+        except TierError as failure:
+            failure.__traceback__ = None  # its frames hold the records
+            return [failure] * len(items)
 
     async def remove(self, key: ChunkKey) -> bool:
         """Delete the chunk. Return whether it was stored; False if the tier does not support removal.
@@ -201,11 +322,7 @@ class TierHandle:
         return bool(removed)
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        """Make a record that failed verification unreadable. Return whether it was stored.
-
-        Args:
-            key: Key of the record.
-            cause: Cause of the failure; see `ChunkCorruptError`.
+        """Make a record that failed verification for `cause` unreadable. Return whether it was stored.
 
         Raises:
             TierError: The tier failed.
@@ -226,62 +343,77 @@ class TierHandle:
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
         """Read and verify every record, and reject corrupt ones. Has no deadline; no layer applies.
 
-        Args:
-            max_bytes_per_s: Maximum read rate in bytes per second; None for no limit.
-
         Raises:
             TierError: The tier failed.
         """
-        return await self._adapter.scrub(max_bytes_per_s=max_bytes_per_s)
 
-    def keys(self) -> AsyncIterator[ChunkKey]:
+        def check(result: object) -> ScrubReport:
+            if isinstance(result, ScrubReport):
+                return result
+            raise ContractError(f"scrub gave an object of type {type(result).__name__}, not a ScrubReport")
+
+        return await self._guarded("scrub", lambda: self._tier.scrub(max_bytes_per_s=max_bytes_per_s), check)
+
+    async def keys(self) -> AsyncIterator[ChunkKey]:
         """Iterate over all stored keys, in no order. Has no deadline; no layer applies.
 
         Raises:
             TierError: The tier failed.
         """
-        return self._adapter.keys()
+
+        def check(key: object) -> ChunkKey | None:
+            if key is None or (isinstance(key, bytes) and len(key) == KEY_BYTES):
+                return None if key is None else ChunkKey(key)
+            raise ContractError(f"keys gave {key!r:.100}, not {KEY_BYTES} bytes")
+
+        found: list[AsyncIterator[ChunkKey]] = []
+        try:
+            while True:
+                key = await self._guarded("keys", lambda: self._next_key(found), check)
+                if key is None:
+                    return
+                yield key
+        finally:
+            if found and isinstance(found[0], AsyncGenerator):
+                await self._guarded("keys", found[0].aclose, _ignore)
 
     def statistics(self) -> TierStatistics:
-        return self._adapter.statistics()
+        """Return the statistics of the tier; the last valid ones if it does not return any now."""
+        found = self._value("statistics", lambda: self._tier.statistics(), TierStatistics)
+        self._statistics = found or self._statistics
+        return self._statistics
 
     def layer_statistics(self) -> Mapping[str, LayerStatistics]:
         """Return the statistics of the layers by layer id."""
-        found = {layer.context.layer: layer.statistics() for layer in self._layers}
+        found = {layer.context.layer: layer.statistics() for layer in self.layers}
         return {name: statistics for name, statistics in found.items() if statistics is not None}
 
-    async def _call(self, call: Call, run: Next) -> Results:
-        """Carry out a call with its layers, which may be third-party code like the tier."""
+    async def _call(self, call: Call, run: Next, *, check_each: bool = False) -> Results:
+        """Carry out a call with layers, which may be third-party code like the tier.
+
+        Args:
+            call: The call.
+            run: The outermost layer.
+            check_each: Check every result, not only their number. Done around layers that may be third-party code.
+        """
         count = 1 if call.verb is Verb.CLEAR else call.chunks
         results: Results = ()
         try:
             results = await run(call)
+            if check_each:
+                return self._check_layer(call, results)
             if type(results) is not list or len(results) != count:
-                results = cast("Results", check_list(call.verb, results, count))
+                return cast("Results", check_list(call.verb, results, count))
         except BaseException as error:
             release_results(results)
-            if _is_of_caller(error):
+            # The caller's cancellation, or the closing of this coroutine. Layers may raise anything.
+            if isinstance(error, GeneratorExit) or is_ending(error, running_task()):
                 raise
             failure = self._errors.convert(call.verb, error)
-            if call.verb is Verb.PUT_MANY and isinstance(failure, TierError):
-                return [failure] * count
             raise failure from failure.__cause__
         return results
 
-    async def _call_checked(self, run: Next, call: Call) -> Results:
-        """Carry out a call with a layer that may be third-party code, and check its results like those of a tier."""
-        results: object = ()
-        try:
-            results = await run(call)
-            return self._check(call, results)
-        except BaseException as error:
-            release_results(results)
-            if _is_of_caller(error):
-                raise
-            failure = self._errors.convert(call.verb, error)
-            raise failure from failure.__cause__
-
-    def _check(self, call: Call, results: object) -> Results:
+    def _check_layer(self, call: Call, results: object) -> Results:
         """Check the results of a layer. An invalid element of a read or a write becomes the error of that chunk."""
         if call.verb not in (Verb.GET_MANY, Verb.PUT_MANY):
             return check_flags(call.verb, results, call.chunks)
@@ -295,15 +427,169 @@ class TierHandle:
 
     def _composed(self, layers: Sequence[Layer]) -> Next:
         """Return the call of the tier through layers. A call has one frame for each bundled layer."""
-        run: Next = self._adapter
+        run: Next = self._call_tier
         for layer in reversed(layers):
             run = partial(layer.around, next=run)
             if not layer.bounded:
-                run = partial(self._call_checked, run)
+                run = partial(self._call, run=run, check_each=True)
         return run
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
+
+    def _call_tier(self, call: Call) -> Coroutine[Any, Any, Results]:
+        """Carry out a call with the tier itself.
+
+        If the tier suppresses a cancellation, CancelledError is raised all the same.
+
+        Raises:
+            TierError: The tier failed or violated its contract.
+            BudgetExceededError: There was no memory for the result of a read.
+        """
+        foreign = self.capabilities.in_arena or self.capabilities.own_memory
+        leases = CallLeases(call, foreign=foreign)
+        start, check = partial(self._start, call, leases), partial(self._check, call, leases)
+        return self._guarded(call.verb, start, check, leases)
+
+    def _start(self, call: Call, leases: CallLeases) -> object:
+        """Call the method of the tier."""
+        tier, keys = self._tier, list(call.keys)
+        match call.verb:
+            case Verb.CONTAINS_MANY:
+                return tier.contains_many(keys)
+            case Verb.COUNT_PREFIX:
+                return tier.count_prefix(keys)
+            case Verb.GET_MANY:
+                return tier.get_many(keys, leases.allocate)
+            case Verb.PUT_MANY:
+                return tier.put_many([(key, leases.lend(buffer)) for key, buffer in call.items])
+            case Verb.REMOVE:
+                return tier.remove(keys[0])
+            case Verb.REJECT:
+                return tier.reject(keys[0], call.cause)
+            case Verb.CLEAR:
+                return self._clear()
+
+    def _check(self, call: Call, leases: CallLeases, result: object) -> Results:
+        """Check the result of the tier. An invalid element of a read or a write becomes the error of that chunk."""
+        verb, count = call.verb, call.chunks
+        match verb:
+            case Verb.CONTAINS_MANY:
+                return check_flags(verb, result, count)
+            case Verb.COUNT_PREFIX:
+                stored = check_count(verb, result, count)
+                return [True] * stored + [False] * (count - stored)
+            case Verb.GET_MANY:
+                return self._check_reads(result, count, leases)
+            case Verb.PUT_MANY:
+                return self._check_writes(result, call.items)
+            case Verb.REMOVE | Verb.REJECT:
+                removed = check_flag(verb, result)
+                self._publish_removed(call.keys)
+                return [removed]
+            case Verb.CLEAR:
+                return [check_count(verb, result)]
+
+    async def _guarded(
+        self,
+        verb: str,
+        run: Callable[[], object],
+        check: Callable[[object], T],
+        leases: CallLeases | None = None,
+    ) -> T:
+        """Await `run()` and check its result.
+
+        Args:
+            verb: Name of the method, for messages.
+            run: Calls the method.
+            check: Returns the result in the expected type; raises ContractError if it is invalid.
+            leases: Leases of the call.
+        """
+        task = running_task()
+        cancels = 0 if task is None else task.cancelling()
+        result: object = None
+        try:
+            result = await run()  # type: ignore[misc]  # a tier may return any object; `await` raises TypeError then
+            if task is not None and task.cancelling() > cancels:
+                if leases is not None:
+                    leases.release_foreign(result)
+                raise asyncio.CancelledError  # noqa: TRY301  # handled below like one that the tier raises
+            return check(result)
+        except BaseException as error:
+            result = None  # or the traceback would keep a view of a buffer alive
+            if is_ending(error, task):
+                raise
+            if task is not None and task.cancelling() > cancels:
+                raise asyncio.CancelledError from None
+            failure = self._errors.convert(verb, error)
+            raise failure from failure.__cause__
+        finally:
+            if leases is not None:
+                leases.close()
+
+    def _check_reads(self, results: object, count: int, leases: CallLeases) -> list[ReadResult]:
+        """Check the result of `get_many` and transfer its buffers to the caller."""
+        try:
+            given = check_list(Verb.GET_MANY, results, count)
+        except ContractError:
+            leases.release_foreign(results)
+            raise
+        return [
+            None
+            if one is None
+            else one.take_over()
+            if isinstance(one, Buffer) and not one.released and leases.may_return(one)
+            else self._errors.convert_chunk(Verb.GET_MANY, one)
+            for one in given
+        ]
+
+    def _check_writes(
+        self, results: object, items: Sequence[tuple[ChunkKey, Buffer]]
+    ) -> list[TierError | None]:
+        """Check the result of `put_many`: for each chunk None if it was stored, else the error."""
+        errors = [
+            None if one is None else self._errors.convert_chunk(Verb.PUT_MANY, one)
+            for one in check_list(Verb.PUT_MANY, results, len(items))
+        ]
+        if self._watcher is not None:
+            stored = [key for (key, _), error in zip(items, errors, strict=True) if error is None]
+            if stored:
+                self._watcher.kept(self.name, stored)
+        return errors
+
+    async def _clear(self) -> object:
+        """Clear the tier and publish the removal of the chunks that it listed before."""
+        keys = [key async for key in self.keys()] if self._watcher is not None else ()
+        removed: object = await self._tier.clear()
+        self._publish_removed(keys)
+        return removed
+
+    async def _next_key(self, found: list[AsyncIterator[ChunkKey]]) -> ChunkKey | None:
+        if not found:
+            found.append(aiter(self._tier.keys()))
+        return await anext(found[0], None)
+
+    def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
+        if self._watcher is not None and keys:
+            self._watcher.gone(self.name, keys)
+
+    def _update_capabilities(self) -> bool:
+        """Read the capabilities again; the last valid ones are kept if the tier does not return any."""
+        found = self._value("capabilities", lambda: self._tier.capabilities, Capabilities)
+        self.capabilities = found or self.capabilities
+        return found is not None
+
+    def _value(self, name: str, read: Callable[[], object], kind: type[T]) -> T | None:
+        """Return a value of the tier; None if it is not of its type. Metrics, for example, do not depend on it."""
+        try:
+            found = read()
+        except BaseException as error:  # noqa: BLE001  # of a plug-in
+            self._errors.convert(name, error)
+            return None
+        if isinstance(found, kind):
+            return found
+        self._errors.report(name, f"{name} gave {type(found).__name__}, not {kind.__name__}")
+        return None
 
 
 def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Layer, ...]:
@@ -321,6 +607,5 @@ def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Laye
     return (*layers[:position], DeadlineLayer(None, context), *layers[position:])
 
 
-def _is_of_caller(error: BaseException) -> bool:
-    """Whether `error` cancels or closes the caller's coroutine. Layers may raise anything."""
-    return isinstance(error, GeneratorExit) or is_ending(error, running_task())
+def _ignore(_: object) -> None:
+    """The check of a result that does not matter."""

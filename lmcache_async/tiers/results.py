@@ -27,16 +27,7 @@ def read_results(count: int) -> Iterator[list[ReadResult]]:
 
 
 async def set_read_result(results: list[ReadResult], position: int, read: Awaitable[Buffer | None]) -> bool:
-    """Store the result or the error of one read at its position.
-
-    Args:
-        results: Results of the batch.
-        position: Position of the chunk.
-        read: The read.
-
-    Returns:
-        False if there was no memory for the record.
-    """
+    """Store the result or the error of one read at its position. Return False if there was no memory for it."""
     task = running_task()
     try:
         results[position] = await read
@@ -85,12 +76,7 @@ def release_results(results: object) -> None:
 
 
 def check_results(verb: str, results: object, count: int) -> None:
-    """Check the number of results of a call. If it is wrong, the buffers among them are released.
-
-    Args:
-        verb: Name of the method, for messages.
-        results: Results of a layer inside, which may be third-party code.
-        count: Number of requested chunks.
+    """Check the number of results of a layer inside. If it is wrong, the buffers among them are released.
 
     Raises:
         ContractError: The results are not a list, or their number is wrong.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Self
 
@@ -107,11 +107,7 @@ class TierStack:
         return sum(stacked.tier.late_calls for stacked in self.tiers)
 
     async def open(self, arena: Arena) -> Self:
-        """Open every tier. If one fails, those already open are closed again.
-
-        Args:
-            arena: Arena to which the tiers are bound.
-        """
+        """Bind every tier to the arena and open it. If one fails, those already open are closed again."""
         async with AsyncExitStack() as stack:
             for stacked in self.tiers:
                 stacked.tier.bind(arena)
@@ -123,11 +119,7 @@ class TierStack:
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Flush the write queues within the deadline, then close every tier, also if cancelled.
-
-        Args:
-            timeout_s: Deadline of the flush in seconds.
-        """
+        """Flush the write queues for up to `timeout_s`, then close every tier, also if cancelled."""
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
@@ -136,11 +128,7 @@ class TierStack:
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until no write is queued and no write or abandoned call is running.
 
-        Args:
-            timeout_s: Deadline in seconds.
-
-        Returns:
-            False if the deadline has passed.
+        Return False if `timeout_s` has passed before.
         """
         waits = [s.writer.flush(timeout_s=timeout_s) for s in self.tiers if s.writer is not None]
         waits += [stacked.tier.drain(timeout_s=timeout_s) for stacked in self.tiers]
@@ -219,24 +207,29 @@ class TierStack:
         """
         got: list[Buffer | None] = [None] * len(keys)
         sources = list(tiers)
-        cause = ""
+
+        async def read(index: int, start: int, stop: int) -> None:
+            got[start:stop] = await self._read(index, keys[start:stop], allocate)
+
         try:
             parts = runs(tiers)
-            if len(parts) == 1:  # nothing to run concurrently
-                stacked = self.tiers[parts[0][0]]
+            if len(parts) == 1:  # nothing to run concurrently, so without the frames of `read`
+                index = parts[0][0]
                 try:
-                    self._place(stacked, 0, await stacked.tier.get(keys, allocate), got)
+                    got = self._hits(index, await self.tiers[index].tier.get(keys, allocate))
                 except (TierError, BudgetExceededError) as error:
-                    self._counts[stacked.id].failed(error)
+                    self._counts[self.tiers[index].id].failed(error)
             else:
                 async with asyncio.TaskGroup() as group:
                     for part in parts:
-                        group.create_task(self._fetch_run(keys, part, allocate, got))
-            for position, key in enumerate(keys):
-                if got[position] is None and slower:
-                    sources[position] = await self._fetch_slower(key, position, tiers, allocate, got)
+                        group.create_task(read(*part))
+            for position, planned in enumerate(tiers):
+                index = planned + 1
+                while got[position] is None and slower and index < len(self.tiers):
+                    await read(index, position, position + 1)
+                    sources[position] = index
+                    index += 1
                 if got[position] is None:
-                    cause = "vanished"
                     break
         except BaseException:
             release_results(got)
@@ -246,69 +239,39 @@ class TierStack:
         for tier, start, stop in runs(sources[:count]):
             self._counts[self.tiers[tier].id].hit_chunks.add(stop - start)
         buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
-        return Fetched(buffers, tuple(sources[:count]), cause)
+        return Fetched(buffers, tuple(sources[:count]), "" if count == len(keys) else "vanished")
 
-    async def _fetch_run(
-        self,
-        keys: Sequence[ChunkKey],
-        run: tuple[int, int, int],
-        allocate: Allocate,
-        got: list[Buffer | None],
-    ) -> None:
-        index, start, stop = run
+    async def _read(self, index: int, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | None]:
+        """Read chunks from one tier. A failure of the tier is counted and is a miss."""
         stacked = self.tiers[index]
         try:
-            self._place(stacked, start, await stacked.tier.get(keys[start:stop], allocate), got)
+            return self._hits(index, await stacked.tier.get(keys, allocate))
         except (TierError, BudgetExceededError) as error:
             self._counts[stacked.id].failed(error)
+            return [None] * len(keys)
 
-    def _place(
-        self, stacked: StackedTier, start: int, results: Sequence[ReadResult], got: list[Buffer | None]
-    ) -> None:
-        """Put the records that a tier returned for the chunks from `start` on at their positions."""
-        for position, result in enumerate(results, start):
+    def _hits(self, index: int, results: list[ReadResult]) -> list[Buffer | None]:
+        """Count the errors among the results of a tier and replace them by misses."""
+        hits: list[Buffer | None] = []
+        for result in results:
             if isinstance(result, TierError):
-                self._counts[stacked.id].failed(result)
+                self._counts[self.tiers[index].id].failed(result)
+                hits.append(None)
             else:
-                got[position] = result
-
-    async def _fetch_slower(
-        self,
-        key: ChunkKey,
-        position: int,
-        tiers: Sequence[int],
-        allocate: Allocate,
-        got: list[Buffer | None],
-    ) -> int:
-        found: list[Buffer | None] = [None]
-        for index in range(tiers[position] + 1, len(self.tiers)):
-            await self._fetch_run([key], (index, 0, 1), allocate, found)
-            if found[0] is not None:
-                got[position] = found[0]
-                return index
-        return tiers[position]
+                hits.append(result)
+        return hits
 
     async def lease_in_arena(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> list[Buffer]:
-        """Lease the chunks whose planned tier stores them in the arena; nothing is copied.
+        """Lease the chunks whose planned tier, by index, stores them in the arena; nothing is copied.
 
         If the call is cancelled, all leases are released.
-
-        Args:
-            keys: Keys in prefix order.
-            tiers: For each key the index of its tier.
         """
         leases: list[Buffer] = []
         try:
             for index, start, stop in runs(tiers):
-                stacked = self.tiers[index]
-                if not stacked.tier.capabilities.in_arena:
-                    continue
-                try:
-                    got = await stacked.tier.get(keys[start:stop], _no_memory)
-                except (TierError, BudgetExceededError) as error:
-                    self._counts[stacked.id].failed(error)
-                    continue
-                leases += [buffer for buffer in got if isinstance(buffer, Buffer)]
+                if self.tiers[index].tier.capabilities.in_arena:
+                    read = await self._read(index, keys[start:stop], _no_memory)
+                    leases += [buffer for buffer in read if buffer is not None]
         except BaseException:
             release_results(leases)
             raise
@@ -346,7 +309,7 @@ class TierStack:
         on_outcome: Callable[[int, str], None],
         *,
         at_rest: Sequence[Buffer] | None = None,
-    ) -> list[Sequence[asyncio.Future[TierError | None]]]:
+    ) -> Sequence[Sequence[asyncio.Future[TierError | None]]]:
         """Write the chunks to every writable tier. Ends when each tier has stored or queued them.
 
         Args:
@@ -364,34 +327,34 @@ class TierStack:
             ChainError: Encryption is on and `at_rest` is None.
         """
         outside = _outside_records(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
-        shared: defaultdict[int, list[asyncio.Future[TierError | None]]] = defaultdict(list)
-        errors: list[TierError | None] = [None] * len(items)
-        kept = [False] * len(items)
-        queued: defaultdict[int, list[asyncio.Future[TierError | None]]] = defaultdict(list)
+        stored: list[list[TierError | None]] = [[] for _ in items]
+        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         for stacked in self._writable:
+            count = self._counts[stacked.id].written
             given = outside if stacked.leaves_memory else items
             for position in range(len(given), len(items)):
-                errors[position] = TierFullError("no arena memory to encrypt it in")
-                self._counts[stacked.id].written([errors[position]])
-            if stacked.writer is not None:
-                futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
-                for position, future in enumerate(futures):
-                    queued[position].append(future)
-                    if stacked.tier.capabilities.shared:
-                        shared[position].append(future)
-                    future.add_done_callback(lambda f, s=stacked: self._counts[s.id].written([f.result()]))  # type: ignore[misc]
+                error = TierFullError("no arena memory to encrypt it in")
+                stored[position].append(error)
+                count([error])
+            if stacked.writer is None:
+                outcomes = await stacked.tier.put(given)
+                count(outcomes)
+                for position, outcome in enumerate(outcomes):
+                    stored[position].append(outcome)
                 continue
-            outcomes = await stacked.tier.put(given)
-            self._counts[stacked.id].written(outcomes)
-            for position, outcome in enumerate(outcomes):
-                errors[position] = outcome
-                kept[position] |= outcome is None
-        for position, error in enumerate(errors):
-            if position in queued:
-                _report_outcome(queued[position], kept[position], error, position, on_outcome)
+            futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
+            for position, future in enumerate(futures):
+                queued[position].append(future)
+                if stacked.tier.capabilities.shared:
+                    shared[position].append(future)
+                future.add_done_callback(lambda done, count=count: count([done.result()]))  # type: ignore[misc]
+        for position, futures in enumerate(queued):
+            if futures:
+                _report_when_done(stored[position], futures, partial(on_outcome, position))
             else:
-                on_outcome(position, "" if kept[position] or error is None else type(error).__name__)
-        return [shared.get(position, ()) for position in range(len(items))]
+                on_outcome(position, _cause(stored[position]))
+        return shared
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -413,13 +376,7 @@ class TierStack:
                 self._counts[stacked.id].promoted_chunks.add(outcomes.count(None))
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
-        """Count a record that failed verification and reject it in its tier.
-
-        Args:
-            tier: Index of the tier.
-            key: Key of the record.
-            cause: Cause of the failure; see `ChunkCorruptError`.
-        """
+        """Count a record that failed verification for `cause`, and reject it in the tier of index `tier`."""
         stacked = self.tiers[tier]
         self._counts[stacked.id].corrupt(cause)
         try:
@@ -428,50 +385,33 @@ class TierStack:
             self._counts[stacked.id].failed(error)
 
 
-def _report_outcome(
-    futures: Sequence[asyncio.Future[TierError | None]],
-    kept: bool,
-    error: TierError | None,
-    position: int,
-    on_outcome: Callable[[int, str], None],
+def _report_when_done(
+    stored: Sequence[TierError | None],
+    queued: Sequence[asyncio.Future[TierError | None]],
+    report: Callable[[str], None],
 ) -> None:
-    """Report the outcome of a chunk when the last of its futures is done.
-
-    Args:
-        futures: Results of the tiers that queued the chunk.
-        kept: Whether a tier has stored the chunk already.
-        error: Error of a tier that was written to at once, if any.
-        position: Position of the chunk.
-        on_outcome: Called with the position and "" if at least one tier stored the chunk, else the class name
-            of an error.
-    """
-    left = len(futures)
+    """Report the cause of a chunk that some tiers have `stored` when the last tier that `queued` it has finished."""
+    left = len(queued)
 
     def one_done(_: asyncio.Future[TierError | None]) -> None:
         nonlocal left
         left -= 1
-        if left:
-            return
-        results = [future.result() for future in futures]
-        failures = [result for result in [*results, error] if result is not None]
-        if kept or None in results or not failures:
-            on_outcome(position, "")
-        else:
-            on_outcome(position, type(failures[0]).__name__)
+        if not left:
+            report(_cause([*(future.result() for future in queued), *stored]))
 
-    for future in futures:
+    for future in queued:
         future.add_done_callback(one_done)
+
+
+def _cause(results: Sequence[TierError | None]) -> str:
+    """Return "" if at least one tier stored the chunk, else the class name of an error."""
+    return type(results[0]).__name__ if results and None not in results else ""
 
 
 def _outside_records(
     items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None, *, encrypted: bool
 ) -> Sequence[tuple[ChunkKey, Buffer]]:
-    """Return the records for the tiers outside the arena.
-
-    Args:
-        items: Keys and plain records.
-        at_rest: Encrypted records of the first `len(at_rest)` items; None if no stage encrypts.
-        encrypted: Whether encryption is on.
+    """Return the records for the tiers outside the arena; see `TierStack.write`.
 
     Raises:
         ChainError: Encryption is on and `at_rest` is None.

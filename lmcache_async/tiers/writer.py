@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.budget import ByteBudget
@@ -22,7 +23,8 @@ class WriterStatistics:
     Attributes:
         queued_chunks: Chunks that are queued or being written.
         queued_bytes: Their bytes, which count against `max_bytes`.
-        max_bytes: Bound of the queue in bytes; lower than configured if the tier is slow.
+        max_bytes: Bound for further chunks in bytes. If the tier is slow, it is lower than configured, and may be lower
+            than what is queued already.
         refused: Chunks that were dropped because the queue had no room within their deadline, or was closed.
     """
 
@@ -58,18 +60,14 @@ class _WriteRate:
         return self._bytes * seconds / self._seconds if self._seconds else math.inf
 
 
-@dataclass(slots=True, eq=False)
-class _Item:
+class _Item(NamedTuple):
     key: ChunkKey
     buffer: Buffer
     done: asyncio.Future[TierError | None]
 
 
 class WriteReservation:
-    """Room in a write queue for chunks that will be submitted.
-
-    `TierWriter.submit` uses the part of a chunk; `release` returns the parts that were not used.
-    """
+    """Room in a write queue for chunks that will be submitted; `release` returns what they have not used."""
 
     __slots__ = ("_keys", "_writer")
 
@@ -77,17 +75,10 @@ class WriteReservation:
         self._writer = writer
         self._keys = keys
 
-    def take(self, key: ChunkKey) -> bool:
-        """Use the part of a chunk. Return whether there is one."""
-        if key not in self._keys:
-            return False
-        self._keys.discard(key)
-        return True
-
     def release(self) -> None:
         """Return the room that no chunk has used. May be called twice."""
         keys, self._keys = self._keys, set()
-        self._writer.withdraw(self, keys)
+        self._writer.withdraw(keys)
 
 
 class TierWriter:
@@ -124,7 +115,7 @@ class TierWriter:
         self._max_s = max_s
         self._rate = _WriteRate()
         self._chunk_bytes = chunk_bytes
-        self._reserved: dict[ChunkKey, WriteReservation] = {}
+        self._reserved: Counter[ChunkKey] = Counter()  # chunks with room in the budget
         self._call_bytes = call_bytes
         self._queue: deque[_Item] = deque()
         self._work = asyncio.Event()
@@ -140,26 +131,18 @@ class TierWriter:
     async def reserve(self, keys: Collection[ChunkKey], *, timeout_s: float) -> WriteReservation:
         """Wait for room for chunks that will be submitted. If the call is cancelled, nothing is reserved.
 
-        Args:
-            keys: Keys of the chunks.
-            timeout_s: Deadline in seconds.
-
         Raises:
             BudgetExceededError: There was no room within `timeout_s`, or the chunks exceed the bound (raised
                 at once).
         """
         wanted = set(keys)
         await self._budget.reserve(len(wanted) * self._chunk_bytes, timeout_s=timeout_s)
-        reservation = WriteReservation(self, wanted)
-        self._reserved.update(dict.fromkeys(wanted, reservation))
-        return reservation
+        self._reserved.update(wanted)
+        return WriteReservation(self, wanted)
 
-    def withdraw(self, reservation: WriteReservation, keys: Collection[ChunkKey]) -> None:
-        """Release the room that a reservation has for these chunks."""
-        for key in keys:
-            if self._reserved.get(key) is reservation:
-                del self._reserved[key]
-        self._budget.release(len(keys) * self._chunk_bytes)
+    def withdraw(self, keys: Collection[ChunkKey]) -> None:
+        """Release the room that is still reserved for these chunks."""
+        self._budget.release(sum([self._take_reserved(key) for key in keys]) * self._chunk_bytes)
 
     async def submit(
         self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float
@@ -168,10 +151,6 @@ class TierWriter:
 
         If a chunk finds no room within `timeout_s`, it and all chunks after it are refused, so a prompt loses
         its end. If the call is cancelled, chunks that are queued stay queued.
-
-        Args:
-            items: Keys and records.
-            timeout_s: Deadline in seconds.
 
         Returns:
             For each chunk a future of None if it was stored, else of the error.
@@ -195,25 +174,14 @@ class TierWriter:
         return futures
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is written.
-
-        Args:
-            timeout_s: Deadline in seconds.
-
-        Returns:
-            False if the deadline has passed.
-        """
+        """Wait until everything submitted so far is written. Return False if `timeout_s` has passed before."""
         if not self._pending:
             return True
         _, late = await asyncio.wait(set(self._pending), timeout=timeout_s)
         return not late
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Flush within the deadline, then release every lease, also if cancelled.
-
-        Args:
-            timeout_s: Deadline of the flush in seconds.
-        """
+        """Flush for up to `timeout_s`, then release every lease, also if cancelled."""
         self._closed = True
         try:
             await self.flush(timeout_s=timeout_s)
@@ -236,9 +204,7 @@ class TierWriter:
     async def _room(self, key: ChunkKey, nbytes: int, timeout_s: float) -> TierError | None:
         if refusal := self._refusal():
             return refusal
-        reservation = self._reserved.get(key)
-        if reservation is not None and nbytes <= self._chunk_bytes and reservation.take(key):
-            del self._reserved[key]
+        if nbytes <= self._chunk_bytes and self._take_reserved(key):
             self._budget.release(self._chunk_bytes - nbytes)
             return None
         if self._budget.reserve_nowait(nbytes):
@@ -246,10 +212,19 @@ class TierWriter:
         try:
             await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
         except BudgetExceededError as error:
-            return self._full("its write queue has no room", error)
+            full = TierFullError(f"tier {self._name!r}: its write queue has no room: {error}")
+            full.__cause__ = error
+            return full
         if refusal := self._refusal():  # closed during the wait: it would never be written
             self._budget.release(nbytes)
         return refusal
+
+    def _take_reserved(self, key: ChunkKey) -> bool:
+        """Use the room that is reserved for a chunk. Return whether there is any."""
+        left = self._reserved.pop(key, 0) - 1
+        if left > 0:
+            self._reserved[key] = left
+        return left >= 0
 
     async def _run(self) -> None:
         while True:
@@ -294,8 +269,3 @@ class TierWriter:
 
     def _was_closed(self) -> TierError:
         return TierClosedError(f"tier {self._name!r} was closed")
-
-    def _full(self, what: str, cause: BudgetExceededError) -> TierError:
-        error = TierFullError(f"tier {self._name!r}: {what}: {cause}")
-        error.__cause__ = cause
-        return error

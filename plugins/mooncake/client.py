@@ -6,7 +6,7 @@ import asyncio
 import collections
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lmcache_async.memory.arena import Arena
+    from lmcache_async.memory.buffer import Buffer
     from lmcache_async.plugins.mooncake.pool import Pool
     from lmcache_async.types import ChunkKey
 
@@ -24,7 +25,6 @@ _FIRST_S = 30.0
 _PAUSE_S = 1.0
 """Pause between two attempts to join, in seconds."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -83,31 +83,26 @@ class Client:
             threads.shutdown(wait=True)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self._call(self._requests, self.pool.contains, keys)
+        return await self._call(self._requests, partial(self.pool.contains, keys))
 
-    async def get(
-        self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
-    ) -> list[int]:
-        return await self._transfer(self._reads, self.pool.get, keys, addresses, sizes)
+    async def get(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        return await self._transfer(self._reads, self.pool.get, keys, buffers)
 
-    async def put(
-        self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]
-    ) -> list[int]:
-        return await self._transfer(self._writes, self.pool.put, keys, addresses, sizes)
+    async def put(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        return await self._transfer(self._writes, self.pool.put, keys, buffers)
 
     async def _transfer(
         self,
         threads: WorkerPool,
-        call: Callable[[Sequence[ChunkKey], Sequence[int], Sequence[int]], list[int]],
+        call: Callable[[Sequence[ChunkKey], Sequence[Buffer]], list[int]],
         keys: Sequence[ChunkKey],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
+        buffers: Sequence[Buffer],
     ) -> list[int]:
         """Transfer records after pending removals of them, whose memory may already have another record."""
         await self._until(lambda: self._removing.isdisjoint(keys))
         self._transferring.update(keys)
         try:
-            return await self._call(threads, call, keys, addresses, sizes)
+            return await self._call(threads, partial(call, keys, buffers))
         finally:
             self._transferring -= collections.Counter(keys)
             self._wake()
@@ -117,7 +112,7 @@ class Client:
         await self._until(lambda: key not in self._transferring and key not in self._removing)
         self._removing.add(key)
         try:
-            return await self._call(self._requests, self.pool.remove, key)
+            return await self._call(self._requests, partial(self.pool.remove, key))
         finally:
             self._removing.discard(key)
             self._wake()
@@ -134,14 +129,12 @@ class Client:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _call(
-        self, threads: WorkerPool, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _call(self, threads: WorkerPool, call: Callable[[], T]) -> T:
         if not self.pool.is_joined:
             raise TierUnavailableError(
                 f"the pool of {self.pool.url} has not been joined yet: its master does not answer"
             )
-        return await in_thread(threads, partial(call, *args, **kwargs))
+        return await in_thread(threads, call)
 
     def _warn(self, cause: object) -> None:
         self._logger.report(

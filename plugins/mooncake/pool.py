@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from mooncake.store import MooncakeDistributedStore
 
+    from lmcache_async.memory.buffer import Buffer
     from lmcache_async.plugins.mooncake.config import MooncakeConfig
     from lmcache_async.types import ChunkKey
 
@@ -101,15 +102,15 @@ class Pool:
             raise self.error("find", keys[0], failed)
         return [code == 1 for code in codes]
 
-    def get(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read each record to its address. Return its length or an error code for each."""
-        answers = self._store.batch_get_into(self._names(keys), list(addresses), list(sizes))
-        return [int(answer) for answer in answers]
+    def get(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        """Read each record into its buffer. Return its length or an error code for each."""
+        addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
+        return [int(answer) for answer in self._store.batch_get_into(self._names(keys), addresses, sizes)]
 
-    def put(self, keys: Sequence[ChunkKey], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Write each record from its address. Return 0 or an error code for each."""
-        names = self._names(keys)
-        codes = self._store.batch_put_from(names, list(addresses), list(sizes), self._replication)
+    def put(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        """Write each record from its buffer. Return 0 or an error code for each."""
+        addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
+        codes = self._store.batch_put_from(self._names(keys), addresses, sizes, self._replication)
         return [int(code) for code in codes]
 
     def remove(self, key: ChunkKey) -> bool:

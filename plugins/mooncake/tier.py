@@ -104,8 +104,7 @@ class MooncakeTier(Tier):
 
             async def put(positions: Sequence[int]) -> None:
                 keys = [items[position][0] for position in positions]
-                buffers = [items[position][1] for position in positions]
-                codes = await client.put(keys, [b.address for b in buffers], [b.nbytes for b in buffers])
+                codes = await client.put(keys, [items[position][1] for position in positions])
                 for position, key, code in zip(positions, keys, codes, strict=True):
                     results[position] = client.pool.error("put", key, code) if code else None
 
@@ -170,9 +169,7 @@ class MooncakeTier(Tier):
             if not leased:
                 return
             asked = [keys[position] for position in leased]
-            addresses = [buffer.address for buffer in leased.values()]
-            sizes = [buffer.nbytes for buffer in leased.values()]
-            answers = await client.get(asked, addresses, sizes)
+            answers = await client.get(asked, list(leased.values()))
             for position, key, answer in zip(tuple(leased), asked, answers, strict=True):
                 if answer > 0:
                     leased[position].resize(answer)

@@ -179,6 +179,18 @@ def test_a_report_without_matplotlib_is_refused_before_anything_runs(monkeypatch
     assert not (tmp_path / "report").exists()
 
 
+def test_figures_name_the_commit_if_there_is_git(monkeypatch, tmp_path):
+    known = []
+    for number, git in enumerate((True, False)):
+        if not git:
+            monkeypatch.setenv("PATH", "")
+        path = tmp_path / f"{number}.json"
+        assert command.main([*SMALL, "--json", str(path)]) == 0
+        known.append("commit" in json.loads(path.read_text())["machine"])
+
+    assert known == [True, False]
+
+
 def test_a_benchmark_without_its_package_is_refused_and_left_out_of_all(monkeypatch, capsys):
     without(monkeypatch, "vllm")
 

@@ -85,13 +85,8 @@ def test_more_of_a_rate_is_better_and_less_of_all_else(unit, better):
     assert row.as_dict()["better"] == better
 
 
-def test_machine_facts_are_available_on_any_machine(monkeypatch):
-    monkeypatch.setenv("PATH", "")  # no git
-
-    facts = machine_facts()
-
-    assert "commit" not in facts
-    assert facts["cores"] >= 1
+def test_machine_facts_are_available_on_any_machine():
+    assert machine_facts()["cores"] >= 1
 
 
 async def _two_rows(settings, frame):

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
+from tools.benchmarks import serve_engine
 from tools.benchmarks.serve import QUICK, prompt
 from tools.benchmarks.serve_engine import Contestant, Starter, check_cached, check_same, ours
 
+FORKING = """
+from tests.integration import forking
+
+forking.fork_instead_of_spawn()  # importing vLLM in the engine's process would take ten seconds of CPU
+from tools.benchmarks import serve_child
+
+serve_child.main()
+"""
+
 
 @pytest.mark.vllm
-def test_a_real_vllm_answers_the_same_from_each_cache(tmp_path, tmp_path_factory):
+def test_a_real_vllm_answers_the_same_from_each_cache(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(serve_engine, "COMMAND", (sys.executable, "-c", FORKING))
     starter = Starter(
         tmp_path, tmp_path_factory.mktemp("s"), "", QUICK.shape, QUICK.tokens, gpu=False, together=1
     )

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_async.cli.checks import machine, versions
 from lmcache_async.cli.checks.versions import MATRIX, PYTHON, minor
-from lmcache_async.cli.doctor import guarded, within
+from lmcache_async.cli.doctor import guarded
 from lmcache_async.config import load_config
 from lmcache_async.tiers.diagnosis import Outcome, ok
 
@@ -200,5 +200,5 @@ def test_a_check_that_raises_is_a_failed_check():
     assert "ZeroDivisionError" in only(checks).found
 
 
-def test_within_returns_the_result():
-    assert within(10, lambda: 3) == 3
+def test_the_results_of_a_group_are_returned():
+    assert guarded("quick", 10, lambda: iter([ok("x", "3")])) == ([ok("x", "3")], False)

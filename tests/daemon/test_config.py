@@ -33,9 +33,9 @@ def test_options_take_precedence_over_the_file(tmp_path: Path) -> None:
 
     assert (config.max_bytes, config.client_bytes) == (30 << 30, 4 << 30)
     assert config.socket == Path("/run/kv/host.sock")
-    assert config.tenants["chat"].quota.reserved_bytes == 8 << 30
-    assert config.tenants["batch"].quota.max_bytes == 6 << 30
-    assert config.other_tenants.quota.max_bytes == 1 << 30
+    assert config.tenants["chat"].reserved_bytes == 8 << 30
+    assert config.tenants["batch"].max_bytes == 6 << 30
+    assert config.other_tenants.max_bytes == 1 << 30
     assert config.allow_uids == (1000, 1001)
 
 

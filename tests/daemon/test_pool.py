@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from lmcache_async.daemon.allocator import SegmentAllocator
-from lmcache_async.daemon.pool import MAX_TENANTS, Pool, Quota
+from lmcache_async.daemon.config import TenantOptions
+from lmcache_async.daemon.pool import MAX_TENANTS, Pool
 from lmcache_async.testing.records import key_of
 
 PAGE = 4096
@@ -155,7 +156,7 @@ def test_leases_end_once() -> None:
 
 
 def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
-    pool = pool_of(100, quotas={"t": Quota(max_bytes=3 * PAGE)})
+    pool = pool_of(100, quotas={"t": TenantOptions(max_bytes=3 * PAGE)})
     put(pool, range(5), "u")
     put(pool, range(7))
 
@@ -166,7 +167,7 @@ def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
 
 
 def test_reservations_count_against_the_quota() -> None:
-    pool = pool_of(100, other_quota=Quota(max_bytes=2 * PAGE))
+    pool = pool_of(100, other_quota=TenantOptions(max_bytes=2 * PAGE))
     slots = [pool.reserve("t", PAGE) for _ in range(3)]
 
     assert slots[2] is None
@@ -177,7 +178,7 @@ def test_reservations_count_against_the_quota() -> None:
 
 
 def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
-    pool = pool_of(10, quotas={"t": Quota(reserved_bytes=4 * PAGE)})
+    pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=4 * PAGE)})
     put(pool, range(8))
     assert put(pool, range(20), "u") == list(range(20))
 

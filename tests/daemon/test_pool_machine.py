@@ -18,13 +18,14 @@ from hypothesis.stateful import (
 )
 
 from lmcache_async.daemon import pool
-from lmcache_async.daemon.pool import Pool, Quota, Slot
+from lmcache_async.daemon.config import TenantOptions
+from lmcache_async.daemon.pool import Pool, Slot
 from lmcache_async.testing.records import key_of
 from tests.support.thorough import machine_settings
 
 PAGE = 4096
 TENANTS = ("a", "b", "c")
-QUOTAS = {"a": Quota(max_bytes=20 * PAGE), "b": Quota(reserved_bytes=10 * PAGE)}
+QUOTAS = {"a": TenantOptions(max_bytes=20 * PAGE), "b": TenantOptions(reserved_bytes=10 * PAGE)}
 numbers = st.integers(0, 5)
 sizes = st.sampled_from([1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE, 9 * PAGE, 10 * PAGE, 16 * PAGE, 33 * PAGE])
 

@@ -12,7 +12,6 @@ SECONDS = float(os.environ.get("LMCACHE_ASYNC_FUZZ_SECONDS", "0"))
 
 effort = settings(
     deadline=None,
-    max_examples=200,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     **({"derandomize": False, "database": None} if SECONDS else {}),  # type: ignore[arg-type]
 )

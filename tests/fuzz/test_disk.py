@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import TierError, TierUnavailableError
@@ -27,11 +27,9 @@ from lmcache_async.testing.records import (
     record,
     small_arena,
 )
-from tests.fuzz import effort as fuzz
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages
-from tests.fuzz.effort import keep_at_it
+from tests.fuzz.effort import effort, keep_at_it
 
-effort = settings(fuzz.effort, max_examples=60)  # each opens a tier or three
 LENGTHS = [5000, 0, 20_000, 4096]  # by number; a chunk's record always has the same length
 MAX_BYTES = 4 << 20
 RECORD = re.compile("[0-9a-f]{32}")

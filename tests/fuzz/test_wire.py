@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.lookup import Lookup, RankConnection, query
+from lmcache_async.integration.vllm.lookup import Lookup, Query, RankConnection
 from lmcache_async.integration.vllm.lookup_server import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -296,7 +296,7 @@ def test_no_answer_of_a_rank_is_believed_beyond_what_was_asked():
         chain.extend(37, lambda: None)
         lookup = Lookup("r#1", 37, 0, 0.0, 0)
         try:
-            answer = asyncio.run(query([Rank(one) for one in said], chain, lookup, chain.end_candidates()))
+            answer = asyncio.run(Query([Rank(one) for one in said])(chain, lookup, chain.end_candidates()))
         except ValueError:
             return
         assert 0 <= answer.chunks <= 4

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
@@ -43,7 +42,7 @@ class Host:
         return server.port
 
     async def ask(self, port: int, words: list[str | int]) -> Any:
-        """What a server here answers to a command."""
+        """The answer of a server on this host to a command."""
         reply = self._servers[port].ask(*words)
         return reply.decode() if isinstance(reply, bytes) else reply
 
@@ -81,7 +80,7 @@ class Host:
         return {"latest": latest, "hit_tokens": hit_tokens, "wrong": wrong}
 
     async def counts(self) -> dict[str, int]:
-        """What the engine has counted of its tier: misses, drops and errors by their names."""
+        """Counts of misses, drops and errors of the engine's tier, by name."""
         return dict(self.engine.statistics().counts)
 
     @property
@@ -117,15 +116,13 @@ async def run(channel: socket.socket) -> None:
         writer.close()
 
 
-def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
+def main(channel: socket.socket, address: str = "") -> None:
+    """Run a host until `channel` is closed; with an address, in network namespaces of its own."""
+    os.setsid()  # its servers are killed together with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
-    if len(sys.argv) > 2:
-        device = tun.make(sys.argv[2])
+    if address:
+        tun.enter_namespace()
+        device = tun.make(address)
         socket.send_fds(channel, [b"."], [device])
         os.close(device)
     asyncio.run(run(channel))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,33 +8,31 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from tests.hosts import tun
+from tests.hosts.host import main as run_host
 from tests.hosts.link import Link
 from tests.hosts.proxies import Proxies
 from tests.hosts.wire import Wire
+from tests.support import forked_python
 
 HOSTS = ("a", "b", "c")
 ANSWER_S = 120.0
-_ROOT = Path(__file__).parents[2]
 
 
 class RemoteHost:
-    """The other end of a `host.Host`."""
+    """The other end of a `host.Host`; with an address, in namespaces of its own."""
 
-    def __init__(self, *prefix: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, address: str = "") -> None:
         self.channel, theirs = socket.socketpair()
-        command = [*prefix, sys.executable, "-m", "tests.hosts.host", str(theirs.fileno()), *arguments]
         with theirs:
-            self._process = subprocess.Popen(
-                command, cwd=_ROOT, pass_fds=[theirs.fileno()], start_new_session=True
+            self._process = forked_python.context().Process(
+                target=run_host, args=(theirs, address), daemon=True
             )
+            self._process.start()
         self._left = b""
 
     def call(self, operation: str, **arguments: Any) -> Any:
@@ -60,11 +58,12 @@ class RemoteHost:
         """Let it end, then see to it that it has, with all that it started."""
         self.channel.close()
         try:
-            self._process.wait(30)
+            self._process.join(30)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()
+            self._process.join()
 
 
 class Network(ABC):
@@ -133,10 +132,9 @@ class Namespaces(Network):
         devices: dict[str, int] = {}
         try:
             for name in HOSTS:
-                host = RemoteHost(*tun.IN_A_NAMESPACE, arguments=[self.address(name)])
-                self.hosts[name] = host
-                assert select.select([host.channel], [], [], ANSWER_S)[0], "a host gave no device"
-                _, (devices[self.address(name)],), _, _ = socket.recv_fds(host.channel, 1, 1)
+                self.hosts[name] = remote = RemoteHost(self.address(name))
+                assert select.select([remote.channel], [], [], ANSWER_S)[0], "a host gave no device"
+                _, (devices[self.address(name)],), _, _ = socket.recv_fds(remote.channel, 1, 1)
         except BaseException:
             super().close()
             for device in devices.values():

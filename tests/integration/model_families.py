@@ -279,6 +279,41 @@ def make_sliding_window_model(directory: Path) -> Path:
     return _write(directory, config, weights)
 
 
+def make_windows_only_model(directory: Path) -> Path:
+    """Write a Mistral with a sliding window in every layer."""
+    weights = Weights(seed=5)
+    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN)
+    weights.linear("lm_head", VOCABULARY, HIDDEN, gain=2.0)
+    weights.constant("model.norm", HIDDEN, 1.0)
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        weights.constant(f"{name}.input_layernorm", HIDDEN, 1.0)
+        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 1.0)
+        weights.attention(f"{name}.self_attn")
+        weights.mlp(f"{name}.mlp", HIDDEN)
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "sliding_window": WINDOW,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return _write(directory, config, weights)
+
+
 def _write(directory: Path, config: Mapping[str, object], weights: Weights) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))

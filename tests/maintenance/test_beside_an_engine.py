@@ -11,7 +11,7 @@ import uvloop
 
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.stores import StoreSpec, open_store
-from lmcache_async.maintenance.verification import VerifyOptions, verify
+from lmcache_async.maintenance.verification import verify
 from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.tiers.offline import StoredRecord
@@ -111,7 +111,7 @@ class AtBegin(Meter):
     def __init__(self, call):
         self._call = call
 
-    def begin(self, what, *, records=None, nbytes=None):
+    def begin(self, what, count):
         self._call()
 
 
@@ -119,9 +119,9 @@ async def test_a_record_that_is_deleted_after_it_was_listed_is_gone_and_not_dama
     newest = record_files(root)[0]
 
     async with open_store(StoreSpec(path=root), change=False) as store:
-        report = await verify(store, VerifyOptions(), AtBegin(newest.unlink))
+        report = await verify(store, AtBegin(newest.unlink))
 
-    assert (report.gone, report.records, report.damaged) == (1, 7, {})
+    assert (report.gone, report.records, report.wrong) == (1, 7, {})
 
 
 async def test_a_record_that_is_deleted_while_it_is_read_is_read_to_its_end(root):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lmcache_async.cli.records import Bar
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.copy import CopyOptions, copy
+from lmcache_async.maintenance.copy import copy
 from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import DictConfig, DictTier
@@ -155,7 +155,7 @@ def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_t
 ):
     left = [3]
 
-    def advance(self, records, nbytes):
+    def advance(self, nbytes, count=1):
         left[0] -= 1
         if left[0] == 0:
             signal.raise_signal(signal.SIGINT)
@@ -318,12 +318,12 @@ def records_of(payloads):
 def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
     handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
     options = OfflineOptions(change=True, in_flight=3, max_record_bytes=max_record_bytes)
-    return TierStore(handle, options, name="t", timeout_s=timeout_s)
+    return TierStore(handle, options, timeout_s=timeout_s)
 
 
 async def copied(source, destination, **options):
     async with store_of(source) as from_, store_of(destination) as into:
-        return await copy(from_, into, CopyOptions(**options), Meter())
+        return await copy(from_, into, Meter(), **options)
 
 
 @st.composite
@@ -352,8 +352,8 @@ def test_a_copy_has_the_same_bytes_and_no_damaged_record(made, at):
     assert into == {key: records[key] for key in had | (missing - damaged)}
     assert report.there == len(had)
     assert report.records == len(missing - damaged)
-    assert report.counts.refused.total() == len(missing & damaged)
-    assert report.counts.bytes == sum(len(records[key]) for key in missing - damaged)
+    assert report.refused.total() == len(missing & damaged)
+    assert report.bytes == sum(len(records[key]) for key in missing - damaged)
 
 
 class Failing(DictTier):
@@ -376,8 +376,8 @@ async def test_a_record_that_fails_is_refused_and_the_others_are_copied():
     report = await copied(Failing(records=records), Failing(records=into))
 
     assert sorted(into) == [key_of(3), key_of(4)]
-    assert report.counts.refused == {"error": 2}
-    assert {one["message"] for one in report.counts.listed} == {"it cannot be read", "it cannot be written"}
+    assert report.refused == {"error": 2}
+    assert {one["message"] for one in report.refused_records} == {"it cannot be read", "it cannot be written"}
 
 
 async def test_a_destination_with_a_limit_of_its_own_is_not_overfilled():
@@ -385,8 +385,8 @@ async def test_a_destination_with_a_limit_of_its_own_is_not_overfilled():
 
     report = await copied(DictTier(records=records_of([10] * 3)), into)
 
-    assert report.counts.refused["full"] >= 1
-    assert report.counts.refused["full"] + report.counts.skipped == 3
+    assert report.refused["full"] >= 1
+    assert report.refused["full"] + report.skipped == 3
     assert into.records == {}
 
 
@@ -395,10 +395,10 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
     source, destination = (DictTier(records=each) for each in (records_of([9000]), into))
 
     async with store_of(source) as from_, store_of(destination, max_record_bytes=4096) as small:
-        report = await copy(from_, small, CopyOptions(), Meter())
+        report = await copy(from_, small, Meter())
 
-    assert report.counts.refused == {"too_long": 1}
-    assert "--max-record-bytes" in report.counts.listed[0]["message"]
+    assert report.refused == {"too_long": 1}
+    assert "--max-record-bytes" in report.refused_records[0]["message"]
 
 
 class Silent(DictTier):
@@ -417,7 +417,7 @@ async def test_a_destination_that_stops_answering_ends_the_copy():
         store_of(Silent(records=into), timeout_s=0.1) as destination,
     ):
         with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
-            await copy(source, destination, CopyOptions(), Meter())
+            await copy(source, destination, Meter())
 
     assert len(into) == 1
 
@@ -427,11 +427,12 @@ class StopAfter(Meter):
 
     def __init__(self, count):
         self.left = count
+        self.copying = None
 
-    def advance(self, records, nbytes):
-        self.left -= records
+    def advance(self, nbytes, count=1):
+        self.left -= count
         if self.left == 0:
-            asyncio.current_task().cancel()
+            self.copying.cancel()
 
 
 @pytest.mark.parametrize("count", range(1, 6))
@@ -441,7 +442,8 @@ async def test_a_cancelled_copy_gives_back_its_memory(count):
         store_of(DictTier(records=records)) as source,
         store_of(DictTier(records=into)) as destination,
     ):
-        copying = asyncio.create_task(copy(source, destination, CopyOptions(), StopAfter(count)))
+        stop = StopAfter(count)
+        stop.copying = copying = asyncio.create_task(copy(source, destination, stop))
         await asyncio.wait([copying])
 
         assert copying.cancelled()

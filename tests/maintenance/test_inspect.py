@@ -11,7 +11,8 @@ import pytest
 import torch
 import uvloop
 
-from lmcache_async.cli.inspect import _print
+from lmcache_async.cli.inspect import _lines
+from lmcache_async.cli.output import say
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.maintenance.inspection import Group, Inspection
 from lmcache_async.maintenance.namespaces import namespace_id
@@ -122,10 +123,11 @@ def test_control_characters_in_names_are_escaped(tmp_path, model, shown):
 
 
 def test_foreign_shapes_are_shown_unchanged(capsys):
-    found = Inspection("x", groups={(text := '{"model":' * 2000): (group := Group(text))})
+    group = Group('{"model":' * 2000)
     group.shapes["\x1b[2J:warning:", "lay[/out]\u2028", 1] += 1
 
-    _print(found)
+    for line in _lines(Inspection("x", None, namespaces=[group.as_dict()])):
+        say(line)
 
     shown = capsys.readouterr().out
     assert "1 record of �[2J:warning:, lay[/out]�" in shown

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, map_in_order
+from lmcache_async.maintenance.concurrency import Meter, for_each
 from lmcache_async.maintenance.inspection import inspect
-from lmcache_async.maintenance.namespaces import EVERYTHING
 from lmcache_async.maintenance.stores import TierStore
-from lmcache_async.maintenance.verification import Remedy, VerifyOptions, verify
+from lmcache_async.maintenance.verification import verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.base import Capabilities
@@ -31,7 +30,7 @@ def records_of(count):
 def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
     handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
     options = OfflineOptions(change=True, in_flight=4, max_record_bytes=max_record_bytes)
-    return TierStore(handle, options, name="t", timeout_s=timeout_s)
+    return TierStore(handle, options, timeout_s=timeout_s)
 
 
 class Silent(DictTier):
@@ -57,7 +56,7 @@ class Silent(DictTier):
 async def test_a_tier_that_stops_answering_ends_the_run(verb):
     async with store_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
-            await verify(target, VerifyOptions(), Meter())
+            await verify(target, Meter())
 
 
 class Failing(DictTier):
@@ -65,7 +64,7 @@ class Failing(DictTier):
 
     async def get(self, key, allocate):
         if key == key_of(1):
-            raise TierError("this one is not to be had")
+            raise TierError("the record cannot be read")
         return await super().get(key, allocate)
 
 
@@ -73,11 +72,11 @@ async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read(
     tier = Failing(records=records_of(3))
 
     async with store_of(tier) as target:
-        verified = await verify(target, VerifyOptions(remedy=Remedy.REMOVE), Meter())
-        found = await inspect(target, EVERYTHING, Meter())
+        verified = await verify(target, Meter(), remedy="remove")
+        found = await inspect(target, Meter())
 
-    assert (verified.records, verified.errors, verified.passed, verified.remedied) == (2, 1, False, 0)
-    assert verified.listed[0]["message"] == "this one is not to be had"
+    assert (verified.records, verified.errors, verified.remedied) == (2, 1, 0)
+    assert verified.wrong_records[0]["message"] == "the record cannot be read"
     assert (found.records, found.errors) == (2, 1)
     assert len(tier.records) == 3
 
@@ -102,43 +101,67 @@ async def test_a_missing_capability_is_reported():
 
 async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
     async with store_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
-        report = await verify(target, VerifyOptions(), Meter())
+        report = await verify(target, Meter())
 
     assert report.errors == 1
-    assert "--max-record-bytes" in report.listed[0]["message"]
+    assert "--max-record-bytes" in report.wrong_records[0]["message"]
 
 
-async def test_results_are_in_order_and_concurrency_is_limited():
-    under_way, most = 0, 0
-    gates = [asyncio.Event() for _ in range(6)]
+async def test_items_are_started_in_order_and_concurrency_is_limited():
+    under_way, most, started = 0, 0, []
 
     async def work(number):
         nonlocal under_way, most
+        started.append(number)
         under_way += 1
         most = max(most, under_way)
-        for gate in gates[number + 1 : number + 2]:
-            gate.set()  # the later ones end first, as far as they run
         await asyncio.sleep(0)
         under_way -= 1
         return number
 
-    assert [number async for number in map_in_order(range(6), work, in_flight=3)] == list(range(6))
+    meter = Counts()
+    await for_each("items", range(6), work, meter, in_flight=3)
+
+    assert started == list(range(6))
     assert most == 3
+    assert (meter.begun, meter.items, meter.bytes) == (("items", 6), 6, sum(range(6)))
 
 
-async def test_closing_early_awaits_running_work():
-    ended = []
+class Counts(Meter):
+    """Counts the reported records."""
+
+    items = bytes = 0
+
+    def begin(self, what, count):
+        self.begun = what, count
+
+    def advance(self, nbytes, count=1):
+        self.items += count
+        self.bytes += nbytes
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_an_early_end_awaits_running_work(end):
+    ended, running = [], asyncio.Event()
 
     async def work(number):
         try:
-            if number > 1:
+            if number == 3:
+                running.set()
+                if end == "failed":
+                    raise TierError("it failed")
+            if number:
                 await asyncio.Event().wait()
-            return number
+            return 0
         finally:
+            await asyncio.sleep(0)
             ended.append(number)
 
-    results = map_in_order(range(9), work, in_flight=4)
-    assert await anext(results) == 0
-    await results.aclose()
+    task = asyncio.create_task(for_each("items", range(9), work, Meter(), in_flight=3))
+    await running.wait()
+    if end == "cancelled":
+        task.cancel()
 
+    with pytest.raises(asyncio.CancelledError if end == "cancelled" else TierError):
+        await task
     assert sorted(ended) == [0, 1, 2, 3]

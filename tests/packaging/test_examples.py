@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.registry import Registry
+from tests.support import forked_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEPLOYMENTS = EXAMPLES / "deployments"
@@ -73,23 +71,17 @@ def test_every_deployment_is_in_the_table() -> None:
     assert [path.name for path in FILES if f"`{path.name}`" not in table] == []
 
 
-def test_the_engine_runs_without_vllm() -> None:
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, runpy; sys.modules['vllm'] = None; runpy.run_path(sys.argv[1], run_name='__main__')",
-            "engine_only.py",
-        ],
-        cwd=EXAMPLES,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
+def test_the_engine_runs_without_vllm(tmp_path: Path) -> None:
+    program = tmp_path / "without_vllm.py"
+    program.write_text(
+        "import runpy, sys\n"
+        "sys.modules['vllm'] = None\n"
+        "runpy.run_path('engine_only.py', run_name='__main__')\n",
+        encoding="utf-8",
     )
 
-    assert ran.returncode == 0, ran.stderr
-    assert "stored 8 chunks" in ran.stdout
-    assert "loaded 2048 of 2051 tokens" in ran.stdout
+    ran = forked_python.run(str(program), cwd=EXAMPLES)
+
+    assert ran.status == 0, ran.output
+    assert "stored 8 chunks" in ran.output
+    assert "loaded 2048 of 2051 tokens" in ran.output

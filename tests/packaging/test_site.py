@@ -38,7 +38,11 @@ def build(tree: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)],
         cwd=tree,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # what to use in 2027 is not this site's affair
+        env=os.environ
+        | {
+            "NO_MKDOCS_2_WARNING": "1",  # what to use in 2027 is not this site's affair
+            "WHOLE_SITE": "false",  # see mkdocs.yml
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PLAIN = """
@@ -38,10 +40,27 @@ FolderTier(3)
 """
 
 
-def check(folder: Path) -> tuple[int, str]:
-    """Run mypy over a folder with our settings, which are strict, and with the cache that `make lint` has filled."""
+def documented(page: str) -> dict[str, str]:
+    """The Python files of a page that has their names."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What mypy reports for each file, with our settings, which are strict, and the cache that `make lint` has filled."""
+    folder = tmp_path_factory.mktemp("typed")
+    files = documented("docs/write-a-tier.md")
+    assert set(files) == {"my_tiers.py", "test_my_tiers.py"}
+    [readme] = [text for text in PYTHON.findall((ROOT / "README.md").read_text()) if "(Tier" in text]
+    files |= {"readme_tier.py": readme, "plain.py": PLAIN, "wrong.py": WRONG}
+    for file in (ROOT / "examples").glob("custom_*/*/*.py"):
+        files[file.name] = file.read_text(encoding="utf-8")
+    assert {"lmcache_async_sqlite.py", "lmcache_async_zlib.py"} <= set(files)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     ran = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-error-summary", *map(str, sorted(folder.rglob("*.py")))],
+        [sys.executable, "-m", "mypy", "--no-error-summary", *map(str, sorted(folder.iterdir()))],
         cwd=ROOT,
         env=os.environ | {"MYPYPATH": str(folder)},
         capture_output=True,
@@ -50,36 +69,21 @@ def check(folder: Path) -> tuple[int, str]:
         stdin=subprocess.DEVNULL,
         timeout=300,
     )
-    return ran.returncode, ran.stdout + ran.stderr
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert not ran.stderr
+    found = dict.fromkeys(files, "")
+    for line in ran.stdout.splitlines(keepends=True):
+        found[Path(line.partition(":")[0]).name] += line
+    return found
 
 
-def documented(page: str) -> dict[str, str]:
-    """The Python files of a page that has their names."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
+def test_documented_tiers_and_examples_pass(errors: dict[str, str]) -> None:
+    assert {name: found for name, found in errors.items() if found and name != "wrong.py"} == {}
 
 
-def test_documented_tiers_and_examples_pass(tmp_path: Path) -> None:
-    files = documented("docs/write-a-tier.md")
-    assert set(files) == {"my_tiers.py", "test_my_tiers.py"}
-    [readme] = [text for text in PYTHON.findall((ROOT / "README.md").read_text()) if "(Tier" in text]
-    files |= {"readme_tier.py": readme, "plain.py": PLAIN}
-    for file in (ROOT / "examples").glob("custom_*/*/*.py"):
-        files[file.name] = file.read_text(encoding="utf-8")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
+def test_the_type_of_a_tiers_config_is_known(errors: dict[str, str]) -> None:
+    found = errors["wrong.py"]
 
-    assert {"lmcache_async_sqlite.py", "lmcache_async_zlib.py"} <= set(files)
-    assert check(tmp_path) == (0, "")
-
-
-def test_the_type_of_a_tiers_config_is_known(tmp_path: Path) -> None:
-    (tmp_path / "my_tiers.py").write_text(documented("docs/write-a-tier.md")["my_tiers.py"])
-    (tmp_path / "use.py").write_text(WRONG)
-
-    code, told = check(tmp_path)
-
-    assert code == 1
-    assert 'Revealed type is "my_tiers.FolderConfig"' in told
-    assert '"FolderConfig" has no attribute "pth"' in told
-    assert 'Argument 1 to "FolderTier" has incompatible type "int"; expected "FolderConfig"' in told
+    assert 'Revealed type is "my_tiers.FolderConfig"' in found
+    assert '"FolderConfig" has no attribute "pth"' in found
+    assert 'Argument 1 to "FolderTier" has incompatible type "int"; expected "FolderConfig"' in found

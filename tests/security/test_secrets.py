@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.config import EngineConfig, load_config
-from lmcache_async.config.secrets import EncryptionConfig, read_secrets
+from lmcache_async.config.model import EncryptionConfig
+from lmcache_async.config.secrets import read_secrets
 from lmcache_async.engine.sync import LMCacheEngineMetadata
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher

@@ -168,7 +168,11 @@ def run_to_report(
 
 @contextlib.contextmanager
 def _no_surprises() -> Iterator[None]:
-    """Disable automatic garbage collection, which would run at different times in each run."""
+    """Disable automatic garbage collection, which would run at different times in each run.
+
+    Existing objects are excluded from later collections for good: `gc.unfreeze` would return those that the
+    caller has excluded.
+    """
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -176,7 +180,6 @@ def _no_surprises() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 

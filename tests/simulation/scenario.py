@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import SecretStr
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.config.secrets import SECRET_BYTES, EncryptionConfig
+from lmcache_async.config.model import EncryptionConfig
+from lmcache_async.config.secrets import SECRET_BYTES
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.testing.rig import Rig
 from tests.simulation.faults import ODDS, Faults, Odds, Weather

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from lmcache_async.config.secrets import SECRET_BYTES
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.integration.vllm.config import namespace_of
 from lmcache_async.integration.vllm.lookup import LookupClient
@@ -86,7 +87,7 @@ async def _open_rank(
             registry=registry,
         )
     )
-    server = side.attach(engine, _Steps(loop), layout, namespace)
+    server = side.attach(engine, _Steps(loop), EngineGroup(layout, namespace))
     network.listen(side.socket, server.accept)
     stack.push_async_callback(_hang_up, server)
     return engine
@@ -216,7 +217,7 @@ class Serving(Simulation):
                     raise Violation(f"request {name} has another answer than it should")
             await self._check(sim, engines, loop.time() + SETTLE_S + (PIN_TTL_S if network.has_cut else 0.0))
         if loop.unhandled:
-            raise Violation(f"told to nobody but the event loop: {loop.unhandled[0]}")
+            raise Violation(f"error reported to the event loop only: {loop.unhandled[0]}")
 
     async def _serve(self, sim: SimulatedVLLM, turns: int) -> dict[str, tuple[list[int], int]]:
         """Add and abort requests while vLLM steps. Return prompt and number of tokens of each request."""

@@ -11,7 +11,7 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Scope
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import STAGES, Registry
-from lmcache_async.tiers.adapter import CallLeases
+from lmcache_async.tiers.handle import CallLeases
 from lmcache_async.tiers.middleware.deadline import DeadlineLayer
 from lmcache_async.tiers.stack import Fetched, TierStack
 from lmcache_async.tiers.writer import TierWriter
@@ -197,9 +197,9 @@ BUGS = {
     },
     Faults.MANY: {
         no_verify: 27,
-        no_checksum: 2,
+        no_checksum: 11,
         flush_forgets: 5,
-        clear_does_not_wait: 3,
+        clear_does_not_wait: 9,
         hole_ignored_by_the_fetch: 12,
         late_call_loses_its_lease: 39,
         queue_without_bound: 3,

@@ -3,6 +3,7 @@
 `make simulate ARGS="--seeds 1000 --steps 10000 --faults many"` runs more.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -11,30 +12,38 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lmcache_async.tiers.writer import WriterStatistics
 from tests.simulation.faults import Faults
+from tests.simulation.loop import Violation
 from tests.simulation.scenario import draw_scenario
-from tests.simulation.world import simulate
+from tests.simulation.world import check_always, simulate
 
 ROOT = Path(__file__).parents[2]
 REPLAY = """
 import json
-from tests.simulation.faults import Faults
+from tests.simulation.test_simulation import REPLAYED, STEPS, facts
 from tests.simulation.world import simulate
-report = simulate(11, steps=150, faults=Faults.MANY)
-print(json.dumps([report.digest, report.decisions, report.made, report.virtual_s, dict(report.counts)]))
+print(json.dumps([facts(simulate(seed, steps=STEPS, faults=faults)) for seed, faults in REPLAYED]))
 """
 
 
 SEEDS = range(5)
+STEPS = 200
+REPLAYED = [(0, Faults.SOME), (2, Faults.SOME), (0, Faults.MANY), (3, Faults.MANY)]
+"""Seeds with and without the real disk tier, with and without encryption."""
 
 
 @pytest.fixture(scope="module")
 def simulated(installed):
     """Simulate a seed with a level of faults, once for all tests of this module."""
-    return functools.cache(lambda seed, faults: simulate(seed, steps=300, faults=faults, installed=installed))
+    return functools.cache(
+        lambda seed, faults: simulate(seed, steps=STEPS, faults=faults, installed=installed)
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -43,7 +52,7 @@ def test_nothing_happens_that_must_not_happen(seed, faults, simulated):
     report = simulated(seed, faults)
 
     assert not report.violation, f"{report.violation}\n{report.command}"
-    assert report.made >= 300
+    assert report.made >= STEPS
 
 
 def test_the_worlds_are_full_of_events(simulated):
@@ -64,30 +73,25 @@ def test_the_worlds_are_full_of_events(simulated):
         assert total[event] > 0, event
 
 
-def kind(seed):
-    rng = random.Random(f"{seed} {Faults.SOME}")
-    scenario = draw_scenario(rng, Faults.SOME, Path("/nowhere"))
-    return scenario.has_files, scenario.encrypted
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-@pytest.mark.parametrize("real_disk", [False, True])
-def test_a_seed_is_replayed_to_the_letter(installed, real_disk, encrypted):
-    seed = next(seed for seed in range(100) if kind(seed) == (real_disk, encrypted))
-
-    first, again = (simulate(seed, steps=200, faults=Faults.SOME, installed=installed) for _ in range(2))
-
-    assert (first.digest, first.decisions) == (again.digest, again.decisions)
-    assert first.counts == again.counts
-
-
 def test_every_seed_simulates_something_else(simulated):
     assert len({simulated(seed, Faults.SOME).digest for seed in SEEDS}) == len(SEEDS)
 
 
-def test_a_seed_is_replayed_to_the_letter_in_another_process(installed):
-    """A replay does not depend on hash seeds or on addresses of objects."""
-    here = simulate(11, steps=150, faults=Faults.MANY, installed=installed)
+def facts(report):
+    return [report.digest, report.decisions, report.made, report.virtual_s, dict(report.counts)]
+
+
+def test_replayed_seeds_are_of_every_kind():
+    kinds = set()
+    for seed, faults in REPLAYED:
+        scenario = draw_scenario(random.Random(f"{seed} {faults}"), faults, Path("/nowhere"))
+        kinds.add((scenario.has_files, scenario.encrypted))
+
+    assert len(kinds) == 4
+
+
+def test_a_seed_is_replayed_to_the_letter_in_another_process(simulated):
+    """A replay does not depend on what ran before, on hash seeds or on addresses of objects."""
     ran = subprocess.run(
         [sys.executable, "-c", REPLAY],
         cwd=ROOT,
@@ -98,7 +102,7 @@ def test_a_seed_is_replayed_to_the_letter_in_another_process(installed):
         timeout=300,
     )
 
-    assert json.loads(ran.stdout) == [here.digest, here.decisions, here.made, here.virtual_s, here.counts]
+    assert json.loads(ran.stdout) == [facts(simulated(seed, faults)) for seed, faults in REPLAYED]
 
 
 def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(installed, monkeypatch):
@@ -111,3 +115,15 @@ def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(inst
     assert first.last_steps[-1].startswith(f"{first.made} ")
     assert first.last_decisions
     assert (first.violation, first.made, first.digest) == (again.violation, again.made, again.digest)
+
+
+@pytest.mark.parametrize(("queued", "is_violation"), [(100, False), (101, True)])
+def test_a_queue_may_exceed_a_bound_that_was_lowered_but_not_the_configured_one(queued, is_violation):
+    """Seed 8 with 2 000 steps and many faults: a tier became slow while its queue was full."""
+    writer = WriterStatistics(queued_chunks=2, queued_bytes=queued, max_bytes=40, refused=0)
+    statistics = SimpleNamespace(writers={"remote": writer}, tiers={}, arena=SimpleNamespace(slab_bytes=50))
+    config = SimpleNamespace(max_pending_write_bytes=100)
+    engine: Any = SimpleNamespace(config=config, statistics=lambda: statistics)
+
+    with pytest.raises(Violation) if is_violation else contextlib.nullcontext():
+        check_always(engine)

@@ -15,10 +15,21 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-LIBRARIES = ("torch", "numpy", "pydantic_settings", "aiofiles", "msgpack", "uvloop", "xxhash", "yaml")
-TIMEOUT_S = 120.0
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "pydantic_settings",
+    "aiofiles",
+    "msgpack",
+    "uvloop",
+    "xxhash",
+    "yaml",
+    "pytest",
+    "hypothesis",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +45,27 @@ class Ended:
     output: str
 
 
-def run(program: str, *, cwd: Path, path: Sequence[Path] = ()) -> Ended:
+def context() -> ForkServerContext:
+    """Return the multiprocessing context whose processes are forks of the one that has imported the libraries."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(LIBRARIES))
+    return found
+
+
+def run(program: str, *, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 120.0) -> Ended:
     """Run a program and wait for its end. It may await at its top level, as in a notebook.
 
     Args:
-        program: Its file, relative to `cwd`.
+        program: Its file, absolute or relative to `cwd`.
         cwd: Its working directory, from which it can import modules.
         path: Further directories from which it can import modules.
+        timeout_s: Time after which it is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LIBRARIES))
     output = cwd / f"{program}.output"
-    process = context.Process(target=_main, args=(program, cwd, output, [str(folder) for folder in path]))
+    process = context().Process(target=_main, args=(program, cwd, output, [str(folder) for folder in path]))
     output.touch()
     process.start()
-    process.join(TIMEOUT_S)
+    process.join(timeout_s)
     if process.is_alive():
         process.kill()
         process.join()

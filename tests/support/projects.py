@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from tests.support import forked_python
+
+PYTEST = """
+import os
+import sys
+
+import pytest
+
+os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_asyncio.plugin"}
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", "."]))
+"""
 OPTIONS = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
 
 
@@ -22,22 +34,10 @@ def run_tests(project: Path, *, site: Path | None = None) -> None:
 
     Of pytest's plug-ins it has the one that the test kit needs; ours are not loaded.
     """
-    paths = [str(site) if site else "", os.environ.get("PYTHONPATH", "")]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."],
-        cwd=project,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTEST_PLUGINS": "pytest_asyncio.plugin",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout
-    assert "skipped" not in ran.stdout
-    assert " passed" in ran.stdout
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory) / "tests.py"
+        program.write_text(PYTEST, encoding="utf-8")
+        ran = forked_python.run(str(program), cwd=project, path=[site] if site else [], timeout_s=300)
+    assert ran.status == 0, ran.output
+    assert "skipped" not in ran.output
+    assert re.search(r"^\W*\d+ passed", ran.output, re.MULTILINE)

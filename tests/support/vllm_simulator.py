@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import (
     CacheConfig,
@@ -41,6 +43,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+Positions: TypeAlias = npt.NDArray[np.intp]
 
 VOCABULARY = 4096
 LAYERS, HEADS, CONTENT = 2, 2, 8
@@ -162,6 +166,8 @@ class Rank:
         self.block_size = block_size
         shape = (cache_config.num_blocks, HEADS, block_size, CONTENT)
         self.caches = {f"layer.{layer}": torch.full(shape, -1.0) for layer in range(LAYERS)}
+        # Their memory as numpy arrays: each step reads and writes a few values, for which torch is slow.
+        self._arrays = [self.caches[f"layer.{layer}"].numpy() for layer in range(LAYERS)]
         self.connector: Any = None
         if config.kv_transfer_config is not None:
             mine = copy.copy(config)
@@ -173,22 +179,24 @@ class Rank:
     def write(self, layer: int, work: Work, values: Sequence[int]) -> None:
         """Write the values of the positions that `work` computes."""
         rows, slots, stored = self._places(work.blocks, work.start, values, layer)
-        self.caches[f"layer.{layer}"][rows, :, slots] = stored
+        self._arrays[layer][rows, :, slots] = stored
 
     def wrong_positions(self, layer: int, work: Work, values: Sequence[int]) -> list[int]:
         """Return the positions before `work` at which this layer's cache has a wrong value."""
+        if not values:
+            return []
         rows, slots, stored = self._places(work.blocks, 0, values, layer)
-        differs = (self.caches[f"layer.{layer}"][rows, :, slots] != stored).flatten(1).any(1)
-        positions: list[int] = differs.nonzero().flatten().tolist()
+        differs = (self._arrays[layer][rows, :, slots] != stored).any((1, 2))
+        positions: list[int] = differs.nonzero()[0].tolist()
         return positions
 
     def _places(
         self, blocks: Sequence[int], start: int, values: Sequence[int], layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, start + len(values))
-        rows = torch.tensor(blocks)[positions // self.block_size]
-        stored = torch.tensor(values, dtype=torch.float32) * 4 + layer * 2 + self.rank % 2
-        return rows, positions % self.block_size, stored.view(-1, 1, 1)
+    ) -> tuple[Positions, Positions, npt.NDArray[np.float32]]:
+        positions = np.arange(start, start + len(values), dtype=np.intp)
+        rows = np.asarray(blocks, np.intp)[positions // self.block_size]
+        stored = np.asarray(values, np.float32) * np.float32(4) + np.float32(layer * 2 + self.rank % 2)
+        return rows, positions % self.block_size, stored.reshape(-1, 1, 1)
 
 
 def value_after(value: int, token: int) -> int:

@@ -49,7 +49,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     source = Path(__file__).with_name("suite_over_broken_tiers.py").read_text(encoding="utf-8")
     (folder / "test_broken.py").write_text(source, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = strict\n", encoding="utf-8")
-    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:logging"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", *plugins, "test_broken.py"],
         cwd=folder,

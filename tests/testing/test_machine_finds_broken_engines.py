@@ -29,6 +29,10 @@ SETTINGS = settings(
 
 
 class Machine(CacheMachine):
+    settings = CacheMachine.settings | {
+        "retrieve.timeout_s": 3.0
+    }  # leaked slabs make a retrieve wait that long
+
     def make_registry(self):
         return installed()
 

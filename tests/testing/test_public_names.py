@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lmcache_async.testing as kit
+from tests.support import forked_python
+from tests.support.forked_python import Ended
 
-PAGE = (Path(__file__).parents[2] / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", kit.__all__)
@@ -31,34 +32,29 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = kit.TierConformity
 
 
-def run(missing: str, code: str) -> subprocess.CompletedProcess[str]:
-    script = f"import sys\nsys.modules[{missing!r}] = None\nfrom lmcache_async.errors import *\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-    )
+def run(folder: Path, missing: str, code: str) -> Ended:
+    """Run the code where the package `missing` cannot be imported."""
+    program = f"import sys\nsys.modules[{missing!r}] = None\nfrom lmcache_async.errors import *\n{code}\n"
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    return forked_python.run("program.py", cwd=folder, path=[ROOT])
 
 
 @pytest.mark.parametrize(
     ("missing", "name"),
     [("pytest", "TierConformance"), ("hypothesis", "TierMachine"), ("hypothesis", "payloads")],
 )
-def test_who_lacks_a_package_is_told_what_to_install(missing: str, name: str) -> None:
-    ran = run(missing, f"from lmcache_async.testing import {name}")
+def test_who_lacks_a_package_is_told_what_to_install(tmp_path: Path, missing: str, name: str) -> None:
+    ran = run(tmp_path, missing, f"from lmcache_async.testing import {name}")
 
-    assert ran.returncode == 1
-    assert f"needs the package {missing}, which is not installed" in ran.stderr
-    assert "pip install 'lmcache-async[testing]'" in ran.stderr
+    assert ran.status == 1
+    assert f"needs the package {missing}, which is not installed" in ran.output
+    assert "pip install 'lmcache-async[testing]'" in ran.output
 
 
-def test_the_fakes_need_no_test_runner() -> None:
+def test_the_fakes_need_no_test_runner(tmp_path: Path) -> None:
     code = (
         "sys.modules['hypothesis'] = None\nfrom lmcache_async.testing import DictTier, FaultyTier, FaultPlan"
     )
-    ran = run("pytest", code)
+    ran = run(tmp_path, "pytest", code)
 
-    assert ran.returncode == 0, ran.stderr
+    assert ran.status == 0, ran.output

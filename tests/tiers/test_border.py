@@ -1,4 +1,8 @@
-"""An engine outlives a misbehaving tier, with the default layers and without any."""
+"""An engine outlives a misbehaving tier, with the default layers and without any, on both kinds of loops.
+
+Each misbehaviour meets each of these once: with the default layers on a loop thread, as in vLLM, and without
+layers on the loop of the caller.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +32,27 @@ CHUNKS = 4
 HANGING_TIMEOUT_S = 0.02
 """`timeout_s` of a tier whose calls do not end by themselves."""
 
-LAYERS = {"default layers": None, "no layers": ()}
-"""The setting `layers` of the misbehaving tier."""
+NO_LAYERS: Sequence[object] = ()
+"""The setting `layers` of a tier without layers."""
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("mode", MISBEHAVIOURS, ids=str)
-def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier(
-    mode: Misbehaviour, layers: Sequence[object] | None
+def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier_with_the_default_layers(
+    mode: Misbehaviour,
 ) -> None:
-    case = _Case(mode, layers)
-    with LoopThread("border") as thread:
-        thread.submit(case.attack()).result(DEADLINE_S)
-        thread.submit(case.serves_the_rest()).result(DEADLINE_S)
+    _run_on_a_loop_thread(_Case(mode, layers=None))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if mode.ends_loop], ids=str)
+def test_an_engine_on_a_loop_thread_outlives_a_tier_without_layers_that_ends_the_loop(
+    mode: Misbehaviour,
+) -> None:
+    _run_on_a_loop_thread(_Case(mode, NO_LAYERS))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if not mode.ends_loop], ids=str)
-def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(mode: Misbehaviour) -> None:
-    case = _Case(mode, layers=None)
+def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier_without_layers(mode: Misbehaviour) -> None:
+    case = _Case(mode, NO_LAYERS)
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -53,6 +60,12 @@ def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier(mode: Misbeha
             await case.serves_the_rest()
 
     asyncio.run(main())
+
+
+def _run_on_a_loop_thread(case: _Case) -> None:
+    with LoopThread("border") as thread:
+        thread.submit(case.attack()).result(DEADLINE_S)
+        thread.submit(case.serves_the_rest()).result(DEADLINE_S)
 
 
 def test_a_tier_without_capabilities_is_refused() -> None:

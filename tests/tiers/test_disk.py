@@ -66,10 +66,12 @@ class TestDiskTier(DiskConformance):
     many_keys = 3000
 
 
+@pytest.mark.one_loop
 class TestDiskTierBuffered(DiskConformance):
     options: ClassVar[dict[str, object]] = {"odirect": False, "io_threads": 1}
 
 
+@pytest.mark.one_loop
 class TestDiskTierDurable(DiskConformance):
     options: ClassVar[dict[str, object]] = {"fsync": True}
 

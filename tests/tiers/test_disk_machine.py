@@ -10,7 +10,6 @@ from hypothesis.stateful import invariant, rule
 
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk.files import pages
-from lmcache_async.testing.conformance.base import listed
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS
 from lmcache_async.testing.records import FORMAT, key_of
@@ -55,7 +54,7 @@ class DiskMachine(TierMachine):
         if not hasattr(self, "tier") or self.model.damaged:
             return
         statistics = self.tier.statistics()
-        keys = self.run(listed(self.tier))
+        keys = self.run(self.rig.keys())
         held = [number for number in range(len(LENGTHS)) if key_of(number) in keys]
         assert statistics.chunks == len(held)
         assert statistics.bytes == sum(map(file_bytes, held))

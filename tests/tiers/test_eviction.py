@@ -1,4 +1,4 @@
-"""What the LRU policy promises, for requests that share prefixes and arrive in any interleaving."""
+"""Guarantees of the LRU policy for interleaved requests that share prefixes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.tiers.eviction import LRUPolicy
-from lmcache_async.tiers.eviction.lru import MIN_HINTS
+from lmcache_async.tiers.eviction import MIN_HINTS, LRUPolicy
 from lmcache_async.types import ChunkKey
 
 
@@ -217,7 +216,7 @@ def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject)
     last_resort = data.draw(st.booleans())
     assert tried.evict(count, lambda chunk: chunk != root, last_resort=last_resort) == []
 
-    # The leased one counts as touched; all else goes as if nobody had asked.
+    # The leased chunk counts as touched; the order of the others does not change.
     plain.touch([root])
     assert tried.evict(count, anyone) == plain.evict(count, anyone)
 

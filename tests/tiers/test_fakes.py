@@ -15,11 +15,13 @@ class TestDictTier(TierConformance, SuffixEvictionConformance):
         return DictTier()
 
 
+@pytest.mark.one_loop
 class TestForwardingTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
         return ForwardingTier(inner)
 
 
+@pytest.mark.one_loop
 class TestGatedTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
         tier = GatedTier(inner)
@@ -27,11 +29,13 @@ class TestGatedTier(LayerConformance, SuffixEvictionConformance):
         return tier
 
 
+@pytest.mark.one_loop
 class TestFaultyTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
         return FaultyTier(inner)
 
 
+@pytest.mark.one_loop
 class TestLatencyTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
         return LatencyTier(inner)

@@ -95,9 +95,11 @@ async def test_a_put_that_has_ended_holds_nothing(arena, verb):
 async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
     inner = DictTier()
     inner.records[KEY] = b"abc"
+    entered = asyncio.Event()
 
     class Late(DictTier):
         async def get(self, key, allocate):
+            entered.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -105,8 +107,7 @@ async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
 
     tier = guard(Late())
     task = asyncio.ensure_future(tier.get(KEY, lambda nbytes: allocate_from(arena, nbytes)))
-    for _ in range(5):  # the tier waits in a task of its own
-        await asyncio.sleep(0)
+    await entered.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -159,7 +160,7 @@ async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
 
 
 class _Broken(Layer):
-    """A third-party layer that does what it is told with each call."""
+    """A third-party layer that passes each call to a function."""
 
     def __init__(self, do):
         super().__init__(LayerConfig(), context())
@@ -167,6 +168,28 @@ class _Broken(Layer):
 
     async def around(self, call, next):
         return await self._do(call, next)
+
+
+async def test_what_a_layer_answers_after_the_deadline_is_given_back(arena):
+    """A layer that keeps running when it is cancelled, inside of the deadline."""
+    answers = []  # references, so that no buffer is released by being collected
+
+    async def answers_late(call, next):
+        answers.extend(await next(call))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return list(answers)
+
+    inner = DictTier()
+    inner.records[KEY] = b"abc"
+    deadline = DeadlineLayer(DeadlineConfig(), context(timeout_s=0.01))
+    tier = LayeredTier(inner, deadline, _Broken(answers_late), timeout_s=0.01)
+    with pytest.raises(TierUnavailableError):
+        await tier.get(KEY, lambda nbytes: allocate_from(arena, nbytes))
+    while tier.late_calls:
+        await asyncio.sleep(0)
+
+    assert [buffer.released for buffer in answers] == [True]
 
 
 async def test_what_a_layer_raises_becomes_a_tier_error(arena):

@@ -20,8 +20,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.tiers.middleware.base import Call, Verb
-from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
-from lmcache_async.tiers.middleware.circuit import CircuitState
+from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer, CircuitState
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer

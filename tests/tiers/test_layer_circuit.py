@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
 
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_async.tiers.middleware.circuit import Circuit, CircuitRules, CircuitState
+from lmcache_async.tiers.middleware.breaker import BreakerConfig, Circuit, CircuitState
 
-RULES = CircuitRules(
+RULES = BreakerConfig(
     window_calls=6,
     window_s=30.0,
     min_calls=3,
     failure_rate=0.5,
-    overdue_s=10.0,
     pause_s=4.0,
     max_pause_s=16.0,
     probes=2,
 )
+OVERDUE_S = 10.0
 
 
 def call(circuit: Circuit, now: float, *, failed: bool | None) -> bool:
@@ -31,7 +31,7 @@ def call(circuit: Circuit, now: float, *, failed: bool | None) -> bool:
 
 
 def opened(now: float = 0.0) -> Circuit:
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     for _ in range(3):
         assert call(circuit, now, failed=True)
     assert circuit.statistics(now).state is CircuitState.OPEN
@@ -43,7 +43,7 @@ def state(circuit: Circuit, now: float) -> CircuitState:
 
 
 def test_it_opens_when_the_share_of_failures_is_reached_and_not_before():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     for failed in (True, True, False, False, False, True):
         assert state(circuit, 0) is CircuitState.CLOSED
         assert call(circuit, 0, failed=failed)
@@ -52,7 +52,7 @@ def test_it_opens_when_the_share_of_failures_is_reached_and_not_before():
 
 
 def test_two_failures_alone_decide_nothing():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     call(circuit, 0, failed=True)
     call(circuit, 0, failed=True)
 
@@ -60,7 +60,7 @@ def test_two_failures_alone_decide_nothing():
 
 
 def test_old_failures_are_forgotten():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     call(circuit, 0, failed=True)
     call(circuit, 1, failed=True)
     call(circuit, 31, failed=True)  # the first is 31 s old
@@ -71,7 +71,7 @@ def test_old_failures_are_forgotten():
 
 
 def test_calls_that_say_nothing_count_for_nothing():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     for _ in range(20):
         call(circuit, 0, failed=None)
 
@@ -121,7 +121,7 @@ def test_a_probe_that_fails_opens_it_again_for_twice_as_long_up_to_a_bound_and_s
 
 
 def test_calls_that_never_end_open_it_when_they_are_overdue():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     for _ in range(3):
         assert circuit.enter(0.0)
 
@@ -139,7 +139,7 @@ def test_a_probe_that_never_ends_has_failed_when_it_is_overdue():
 
 
 def test_a_call_from_before_it_opened_decides_nothing_later():
-    circuit = Circuit(RULES)
+    circuit = Circuit(RULES, OVERDUE_S)
     late = circuit.enter(0.0)
     for _ in range(3):
         call(circuit, 0.0, failed=True)
@@ -153,12 +153,11 @@ def test_a_call_from_before_it_opened_decides_nothing_later():
 
 
 rules = st.builds(
-    CircuitRules,
+    BreakerConfig,
     window_calls=st.integers(3, 12),
     window_s=st.sampled_from([5.0, 50.0]),
     min_calls=st.integers(1, 3),
     failure_rate=st.sampled_from([0.1, 0.5, 1.0]),
-    overdue_s=st.sampled_from([2.0, 20.0]),
     pause_s=st.sampled_from([1.0, 4.0]),
     max_pause_s=st.sampled_from([4.0, 30.0]),
     probes=st.integers(1, 3),
@@ -174,10 +173,11 @@ class CircuitMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     @precondition(lambda self: self.rules is None)
-    @rule(rules=rules)
-    def begin(self, rules):
+    @rule(rules=rules, overdue_s=st.sampled_from([2.0, 20.0]))
+    def begin(self, rules, overdue_s):
         self.rules = rules
-        self.circuit = Circuit(rules)
+        self.overdue_s = overdue_s
+        self.circuit = Circuit(rules, overdue_s)
         self.running = []
         self.outcomes = []  # since it closed last: (time, failed)
         self.was = CircuitState.CLOSED
@@ -224,7 +224,7 @@ class CircuitMachine(RuleBasedStateMachine):
             self.decide(failed)
 
     def look(self):
-        overdue = [one for one in self.running if self.now - one[0] >= self.rules.overdue_s]
+        overdue = [one for one in self.running if self.now - one[0] >= self.overdue_s]
         self.circuit.admits(self.now)
         for one in overdue:
             if one in self.running:  # else it opened before this one was looked at
@@ -256,18 +256,18 @@ class CircuitMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rules)
     @rule()
     def a_tier_that_is_well_is_served_again_in_the_end(self):
-        copy = self.circuit.__class__(self.rules)
+        copy = Circuit(self.rules, self.overdue_s)
         copy.__dict__.update({name: _copied(value) for name, value in vars(self.circuit).items()})
         now = self.now
         for _ in range(2 * self.rules.probes + 2):
-            now += max(self.rules.max_pause_s, self.rules.pause_s, self.rules.overdue_s)
+            now += max(self.rules.max_pause_s, self.rules.pause_s, self.overdue_s)
             for _ in range(self.rules.probes):
                 call(copy, now, failed=False)
         assert copy.statistics(now).state is CircuitState.CLOSED
 
 
 def _copied(value):
-    return value.copy() if hasattr(value, "copy") else value
+    return value.copy() if isinstance(value, dict | deque) else value
 
 
 TestCircuitMachine = CircuitMachine.TestCase
@@ -275,7 +275,7 @@ TestCircuitMachine = CircuitMachine.TestCase
 
 @given(failures=st.lists(st.booleans(), max_size=60), rate=st.sampled_from([0.3, 0.5, 1.0]))
 def test_a_closed_circuit_stays_closed_while_the_share_of_failures_is_below_the_rate(failures, rate):
-    circuit = Circuit(replace(RULES, failure_rate=rate))
+    circuit = Circuit(RULES.model_copy(update={"failure_rate": rate}), OVERDUE_S)
     seen: list[bool] = []
     for failed in failures:
         call(circuit, 0.0, failed=failed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance
 from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer
@@ -34,21 +36,25 @@ class LayersConformance(LayerConformance, SuffixEvictionConformance):
         return FaultsLayer(FaultsConfig(), self.context())
 
 
+@pytest.mark.one_loop
 class TestNoLayers(LayersConformance):
     def make_layers(self) -> list[Layer]:
         return []
 
 
+@pytest.mark.one_loop
 class TestMetrics(LayersConformance):
     def make_layers(self) -> list[Layer]:
         return [self.metrics()]
 
 
+@pytest.mark.one_loop
 class TestRetry(LayersConformance):
     def make_layers(self) -> list[Layer]:
         return [self.retry()]
 
 
+@pytest.mark.one_loop
 class TestLimit(LayersConformance):
     local_index: ClassVar[bool] = False
 
@@ -56,6 +62,7 @@ class TestLimit(LayersConformance):
         return [self.limit_layer()]
 
 
+@pytest.mark.one_loop
 class TestBreaker(LayersConformance):
     local_index: ClassVar[bool] = False
 
@@ -63,6 +70,7 @@ class TestBreaker(LayersConformance):
         return [self.breaker()]
 
 
+@pytest.mark.one_loop
 class TestDeadline(LayersConformance):
     local_index: ClassVar[bool] = False
 
@@ -70,6 +78,7 @@ class TestDeadline(LayersConformance):
         return [self.deadline()]
 
 
+@pytest.mark.one_loop
 class TestFaultsThatNeverStrike(LayersConformance):
     def make_layers(self) -> list[Layer]:
         return [self.faults()]

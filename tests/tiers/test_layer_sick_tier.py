@@ -14,7 +14,7 @@ import pytest
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.tiers.middleware.circuit import CircuitState
+from lmcache_async.tiers.middleware.breaker import CircuitState
 from tests.simulation.loop import Trace, new_loop, threads_as_steps
 from tests.tiers.layered import HANG, ToldTier, now
 

@@ -13,7 +13,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake import MooncakeConfig, MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
-from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, put, scribble
+from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
@@ -69,13 +69,13 @@ async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
     given: list[int] = []
     put_real, get_real = pool.put, pool.get
 
-    def noted_put(keys, addresses, sizes):
-        given.extend(addresses)
-        return put_real(keys, addresses, sizes)
+    def noted_put(keys, buffers):
+        given.extend(buffer.address for buffer in buffers)
+        return put_real(keys, buffers)
 
-    def noted_get(keys, addresses, sizes):
-        given.extend(addresses)
-        return get_real(keys, addresses, sizes)
+    def noted_get(keys, buffers):
+        given.extend(buffer.address for buffer in buffers)
+        return get_real(keys, buffers)
 
     monkeypatch.setattr(pool, "put", noted_put)
     monkeypatch.setattr(pool, "get", noted_get)
@@ -91,7 +91,7 @@ async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
 async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
     opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await put(opened, arena, range(3))
+    await TierRig(opened, arena).put(*range(3))
     pool = opened._opened.pool
     begun, gate, real = threading.Event(), threading.Event(), pool.get
 
@@ -112,7 +112,7 @@ async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
     await in_time(asyncio.wait({reading}))
 
     assert reading.cancelled()
-    await leases_are_back(opened, arena)
+    await TierRig(opened, arena).check_leases()
 
 
 async def test_what_one_client_puts_another_finds(
@@ -122,7 +122,7 @@ async def test_what_one_client_puts_another_finds(
     other = MooncakeTier(config)
     other.bind(other_arena)
     async with other:
-        await put(opened, arena, [1])
+        await TierRig(opened, arena).put(1)
         got = await other.get(key_of(1), lambda nbytes: other_arena.lease(nbytes, timeout_s=5))
         assert isinstance(got, Buffer)
         got.release()
@@ -135,7 +135,7 @@ async def test_chunks_that_a_batch_names_twice_are_stored_and_read_twice(
     opened: MooncakeTier, arena: Arena, allocate: Allocate
 ) -> None:
     assert await outcomes.put(opened, arena, 1, 2, 1, 1) == [None] * 4
-    scribble(arena)
+    TierRig(opened, arena).scribble()
 
     assert await outcomes.get(opened, allocate, 1, 1, 2, 3, 1, 2, 3) == [
         *["hit"] * 3,
@@ -155,7 +155,7 @@ async def test_chunks_that_a_batch_names_twice_are_stored_and_read_twice(
 async def test_a_record_that_went_between_lookup_and_read_is_a_miss(
     opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    await put(opened, arena, [1])
+    await TierRig(opened, arena).put(1)
     monkeypatch.setattr(opened._opened.pool, "get", lambda keys, *_: [code] * len(keys))
 
     assert await opened.get(key_of(1), allocate) is None
@@ -166,7 +166,7 @@ async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_remo
     opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, moving: str
 ) -> None:
     """Its place in the pool is another record's as soon as it is removed."""
-    await put(opened, arena, [1])
+    await TierRig(opened, arena).put(1)
     pool = opened._opened.pool
     order: list[str] = []
     begun, gate = threading.Event(), threading.Event()
@@ -187,7 +187,7 @@ async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_remo
 
     noted(moving, is_parked=True)
     noted("remove", is_parked=False)
-    move = holds(opened, 1, allocate) if moving == "get" else put(opened, arena, [1])
+    move = TierRig(opened, arena).holds(1) if moving == "get" else TierRig(opened, arena).put(1)
     moved = asyncio.ensure_future(move)
     await asyncio.to_thread(begun.wait, 30)
     removed = asyncio.ensure_future(opened.remove(key_of(1)))

@@ -15,7 +15,7 @@ import uvloop
 from lmcache_async.errors import TierClosedError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.mooncake import MooncakeTier
-from lmcache_async.testing.conformance.base import leases_are_back
+from lmcache_async.testing.conformance.base import TierRig
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate, Tier
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
@@ -99,7 +99,7 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
             finally:
                 ended.set()
         assert await tier.drain(timeout_s=20)
-        await leases_are_back(inner, arena)
+        await TierRig(inner, arena).check_leases()
     assert seen <= {"hit", "miss", "drop", "TierUnavailableError"}
     assert slowest < 2 * DEADLINE_S + SLACK_S
 
@@ -123,7 +123,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
                 TierUnavailableError, match=r"cannot get .* the transfer failed \(code -800\)"
             ):
                 await reading
-            await leases_are_back(tier, arena)
+            await TierRig(tier, arena).check_leases()
             taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs - 1)]
             for buffer in taken:
                 buffer.view[:] = b"\xaa" * buffer.nbytes

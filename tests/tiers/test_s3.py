@@ -41,12 +41,14 @@ class TestS3Tier(S3Conformance):
         return S3Tier(s3_server.config(**self.options))
 
 
+@pytest.mark.one_loop
 class TestS3TierInParts(TestS3Tier):
     """Records of several parts, few requests at a time, signed contents."""
 
     options: ClassVar[dict[str, object]] = {"part_bytes": 20_000, "concurrency": 3, "sign_payload": True}
 
 
+@pytest.mark.one_loop
 class TestOverFiles(S3Conformance):
     """The same code over a store that needs no server."""
 

@@ -13,7 +13,7 @@ from obstore.store import LocalStore
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.s3 import S3Config, S3Tier
 from lmcache_async.plugins.s3 import tier as s3_tier
-from lmcache_async.testing.conformance.base import holds, in_time, put
+from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
@@ -60,8 +60,8 @@ async def test_records_are_copied_in_threads_alone(
 ) -> None:
     copies.gate.set()
     async with tier_over(tmp_path, part_bytes, arena) as tier:
-        await put(tier, arena, [1], 60_000)
-        assert await holds(tier, 1, allocate, 60_000)
+        await TierRig(tier, arena, lambda _: 60_000).put(1)
+        assert await TierRig(tier, arena, lambda _: 60_000).holds(1)
 
     assert copies.threads
     assert threading.get_ident() not in copies.threads
@@ -72,7 +72,7 @@ async def test_a_cancelled_get_keeps_its_lease_until_the_copy_has_ended(
     copies: Copies, tmp_path: Path, arena: Arena, allocate: Allocate, part_bytes: int
 ) -> None:
     async with tier_over(tmp_path, part_bytes, arena) as tier:
-        await put(tier, arena, [1], 60_000)
+        await TierRig(tier, arena, lambda _: 60_000).put(1)
         reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
         await copies.wait_begun()
         for _ in range(3):
@@ -92,7 +92,7 @@ async def test_closing_waits_for_a_copy_and_ends_the_threads(
 ) -> None:
     tier = tier_over(tmp_path, WHOLE, arena)
     await tier.__aenter__()
-    await put(tier, arena, [1])
+    await TierRig(tier, arena).put(1)
     reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
     await copies.wait_begun()
     closing = asyncio.ensure_future(tier.__aexit__(None, None, None))

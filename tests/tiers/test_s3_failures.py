@@ -14,7 +14,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Config, S3Tier
 from lmcache_async.plugins.s3.bucket import Bucket, name_of
 from lmcache_async.plugins.s3.stores import open_store
-from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, listed, put, scribble
+from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
@@ -48,7 +48,7 @@ async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
     s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
 ) -> None:
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
-        await put(tier, arena, range(4))
+        await TierRig(tier, arena).put(*range(4))
         proxy.answers.shut()
         reading = asyncio.ensure_future(tier.get_many([key_of(number) for number in range(4)], allocate))
         with record(arena, 5) as buffer:
@@ -66,11 +66,11 @@ async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
                     await tier.count_prefix([key_of(0)])
             finally:
                 s3_server.start_gateway()
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
 
         assert await tier.count_prefix([key_of(number) for number in range(5)]) == 4
-        await put(tier, arena, [5])
-        assert all([await holds(tier, number, allocate) for number in (0, 1, 2, 3, 5)])
+        await TierRig(tier, arena).put(5)
+        assert await TierRig(tier, arena).holds(0, 1, 2, 3, 5)
 
 
 async def test_wrong_credentials_stop_the_start_and_are_not_told(
@@ -123,9 +123,9 @@ async def test_a_store_that_does_not_answer_yet_does_not_stop_the_start(
         with pytest.raises(TierUnavailableError):
             await tier.get(key_of(1), allocate)
         proxy.refuses = False
-        await put(tier, arena, [1])
+        await TierRig(tier, arena).put(1)
 
-        assert await holds(tier, 1, allocate)
+        assert await TierRig(tier, arena).holds(1)
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
@@ -134,7 +134,7 @@ async def test_a_slow_server_is_an_error_within_the_requests_time(
 ) -> None:
     config = s3_server.config(**options)
     async with await open_tier(config, arena) as tier:
-        await put(tier, arena, [1])
+        await TierRig(tier, arena).put(1)
     slow = through(proxy, config, request_timeout_s=0.3)
     async with await open_tier(slow, arena) as tier:
         proxy.answers.shut()
@@ -143,10 +143,10 @@ async def test_a_slow_server_is_an_error_within_the_requests_time(
         with record(arena, 2) as buffer, pytest.raises(TierUnavailableError, match="write"):
             await in_time(tier.put(key_of(2), buffer))
         proxy.answers.open()
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
 
     async with await open_tier(config, arena) as tier:
-        assert await holds(tier, 1, allocate)
+        assert await TierRig(tier, arena).holds(1)
 
 
 async def test_a_server_that_asks_for_patience_is_an_error_to_try_again(
@@ -171,7 +171,7 @@ async def test_after_a_cancelled_get_nothing_is_written(
     s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
 ) -> None:
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
-        await put(tier, arena, range(3))
+        await TierRig(tier, arena).put(*range(3))
 
         async def allocate_and_shut(nbytes: int) -> Buffer:
             proxy.answers.shut()
@@ -183,7 +183,7 @@ async def test_after_a_cancelled_get_nothing_is_written(
         await proxy.answers.reached()
         reading.cancel()
         await in_time(asyncio.wait({reading}))
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
         taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs)]
         for buffer in taken:
             buffer.view[:] = b"\xaa" * buffer.nbytes
@@ -211,9 +211,9 @@ async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
         await in_time(asyncio.wait({writing}))
         assert writing.cancelled()
         buffer.release()
-        scribble(arena)
+        TierRig(tier, arena).scribble()
 
-        assert await holds(tier, 1, allocate)
+        assert await TierRig(tier, arena).holds(1)
 
 
 async def test_an_upload_cut_half_way_is_no_record(
@@ -225,12 +225,12 @@ async def test_an_upload_cut_half_way_is_no_record(
         proxy.requests.break_after = 20_000
         with record(arena, 1, 60_000) as buffer, pytest.raises(TierUnavailableError, match="write"):
             await in_time(tier.put(key_of(1), buffer))
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
     async with await open_tier(config, arena) as tier:
         assert not await tier.contains(key_of(1))
-        assert await listed(tier) == set()
-        await put(tier, arena, [1], 60_000)
-        assert await holds(tier, 1, allocate, 60_000)
+        assert await TierRig(tier, arena).keys() == set()
+        await TierRig(tier, arena, lambda _: 60_000).put(1)
+        assert await TierRig(tier, arena, lambda _: 60_000).holds(1)
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
@@ -239,13 +239,13 @@ async def test_an_answer_cut_half_way_is_an_error_and_the_record_stays(
 ) -> None:
     config = s3_server.config(**options)
     async with await open_tier(through(proxy, config), arena) as tier:
-        await put(tier, arena, [1], 60_000)
+        await TierRig(tier, arena, lambda _: 60_000).put(1)
         await proxy.cut()
         proxy.answers.break_after = 3000
         with pytest.raises(TierUnavailableError, match=r"cannot (find|read)"):
             await in_time(tier.get(key_of(1), allocate))
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
         proxy.answers.break_after = None
 
-        assert await holds(tier, 1, allocate, 60_000)
+        assert await TierRig(tier, arena, lambda _: 60_000).holds(1)
         assert tier.statistics().corrupt == 0

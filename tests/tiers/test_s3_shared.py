@@ -14,7 +14,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Tier
 from lmcache_async.plugins.s3.bucket import Bucket, name_of
 from lmcache_async.plugins.s3.stores import open_store
-from lmcache_async.testing.conformance.base import holds, in_time, leases_are_back, listed, put
+from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.support.s3_server import S3Server
@@ -31,8 +31,8 @@ def tier(s3_server: S3Server, arena: Arena) -> S3Tier:
 async def test_what_one_puts_another_finds(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
     other = S3Tier(tier.config)
     async with tier, other:
-        await put(tier, arena, [1])
-        assert await holds(other, 1, allocate)
+        await TierRig(tier, arena).put(1)
+        assert await TierRig(other, arena).holds(1)
         assert await other.remove(key_of(1))
 
         assert not await tier.contains(key_of(1))
@@ -42,11 +42,11 @@ async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier: S3Tie
     store = open_store(tier.config)
     foreign = ["readme", "00/readme", f"ab/{key_of(1).hex()}", f"{name_of(key_of(1))}.tmp"]
     async with tier:
-        await put(tier, arena, [1, 2])
+        await TierRig(tier, arena).put(1, 2)
         for name in foreign:
             await obstore.put_async(store, name, b"not ours")
 
-        assert await listed(tier) == {key_of(1), key_of(2)}
+        assert await TierRig(tier, arena).keys() == {key_of(1), key_of(2)}
         assert await tier.clear() == 2
         assert {entry["path"] for entry in await obstore.list(store).collect_async()} == set(foreign)
 
@@ -74,9 +74,9 @@ async def test_a_record_removed_while_it_is_read_is_a_miss(
         return await allocate(nbytes)
 
     async with tier:
-        await put(tier, arena, [1])
+        await TierRig(tier, arena).put(1)
         assert await tier.get(key_of(1), allocate_and_remove) is None
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
 
 
 async def test_a_record_is_never_put_together_of_two(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
@@ -90,12 +90,12 @@ async def test_a_record_is_never_put_together_of_two(tier: S3Tier, arena: Arena,
         return await allocate(nbytes)
 
     async with tier:
-        await put(tier, arena, [1], 30_000)
+        await TierRig(tier, arena, lambda _: 30_000).put(1)
         got = await tier.get(key_of(1), allocate_and_replace)
         assert got is not None
         check_record(got, 1, 9002)
         got.release()
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
 
 
 async def test_a_record_that_changes_all_the_time_is_an_error(
@@ -109,10 +109,10 @@ async def test_a_record_that_changes_all_the_time_is_an_error(
         return await allocate(nbytes)
 
     async with tier:
-        await put(tier, arena, [1])
+        await TierRig(tier, arena).put(1)
         with pytest.raises(TierUnavailableError, match="was replaced during"):
             await tier.get(key_of(1), allocate_and_replace)
-        await leases_are_back(tier, arena)
+        await TierRig(tier, arena).check_leases()
 
 
 async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(
@@ -130,7 +130,7 @@ async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(
     async with tier:
         assert await tier.count_prefix(keys) == 0
         assert len(asked) == 4
-        await put(tier, arena, range(10))
+        await TierRig(tier, arena).put(*range(10))
         asked.clear()
         assert await tier.count_prefix(keys) == 10
 

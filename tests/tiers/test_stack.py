@@ -11,11 +11,12 @@ from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavail
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
-from lmcache_async.testing.steps import cancelled_at_each_step, turns
+from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
 
 SLAB = 4096

@@ -78,6 +78,7 @@ class TestOverAUnixSocket(ValkeyConformance):
             await tier.get(key_of(1), allocate)
 
 
+@pytest.mark.one_loop
 class TestOverTCPWithOneConnection(ValkeyConformance):
     @pytest.fixture
     def tier(self, server: Server) -> ValkeyTier:
@@ -97,6 +98,7 @@ class TestOverTLS(ValkeyConformance):
         return ValkeyTier(config(f"valkeys://127.0.0.1:{port}", tls_ca_file=authority))
 
 
+@pytest.mark.one_loop
 class TestInACluster(ValkeyConformance):
     @pytest.fixture
     def tier(self, cluster: ServerCluster) -> ValkeyTier:

@@ -12,7 +12,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.rig import Rig
-from lmcache_async.tiers.middleware.circuit import CircuitState
+from lmcache_async.tiers.middleware.breaker import CircuitState
 from tests.support.valkey_servers import DEADLINE_S, ServerCluster, running_cluster
 
 CHUNK, CHUNKS = 8, 6

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, GatedTier
-from lmcache_async.testing.steps import cancelled_at_each_step, turns
+from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.writer import TierWriter
 from lmcache_async.types import ChunkKey
+from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time, now
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.stages.verify import VerifyStage
 from tests.simulation.base import SimulationReport
 from tests.simulation.world import simulate as run_simulation
+from tests.support import forked_python
 from tools.torture import __main__ as main
 from tools.torture import churn, flips, fuzz, kill, simulate
 from tools.torture.options import Options
@@ -26,7 +26,23 @@ from tools.torture.trend import Sample, trend
 ROOT = Path(__file__).parents[2]
 
 
-def test_kills_leave_what_was_stored() -> None:
+class SharedWriters(kill.Writers):
+    """A program for several campaigns: it takes seconds to import torch."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[kill.Writers]:
+    shared = SharedWriters()
+    yield shared
+    kill.Writers.close(shared)
+
+
+def test_kills_leave_what_was_stored(monkeypatch: pytest.MonkeyPatch, writers: kill.Writers) -> None:
+    monkeypatch.setattr(kill, "Writers", lambda: writers)
+
     outcome = kill.run(kills=4, seconds=0, seed=3)
 
     assert outcome.problems == []
@@ -44,18 +60,23 @@ def change(path: Path) -> None:
     [(Path.unlink, "are missing"), (change, "not served")],
 )
 def test_lost_and_changed_records_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harm: Callable[[Path], None], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    writers: kill.Writers,
+    harm: Callable[[Path], None],
+    expected: str,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a directory with a problem is left behind
-    live = kill.Writers.run
+    monkeypatch.setattr(kill, "Writers", lambda: writers)
+    live = writers.run
 
-    def harmful(writers: kill.Writers, path: Path, *arguments: Any, **options: Any) -> kill.Life:
-        life = live(writers, path, *arguments, **options)
+    def harmful(path: Path, *arguments: Any, **options: Any) -> kill.Life:
+        life = live(path, *arguments, **options)
         if life.stored:
             harm(next(path.glob("??/*")))
         return life
 
-    monkeypatch.setattr(kill.Writers, "run", harmful)
+    monkeypatch.setattr(writers, "run", harmful)
 
     outcome = kill.run(kills=200, seconds=0, seed=3)  # it ends with the first problem
 
@@ -126,7 +147,9 @@ def test_growth_is_reported(grows: dict[str, int], expected: list[str]) -> None:
     assert [problem.split()[0] for problem in outcome.problems] == expected
 
 
-def test_simulated_operations_keep_every_promise() -> None:
+def test_simulated_operations_keep_every_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "STEPS", 200)
+
     outcome = simulate.run(operations=1, seconds=0, seed=3)
 
     assert outcome.problems == []
@@ -190,15 +213,22 @@ def test_only_the_first_problems_are_kept() -> None:
 
 
 def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.torture", "flips", "--damages", "5", "--seed", "1"]
     path = tmp_path / "build" / "figures.json"
-    done = subprocess.run(
-        [*command, "--json", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    arguments = ["flips", "--damages", "5", "--seed", "1", "--json", str(path)]
+    program = f"""
+import runpy
+import sys
 
+sys.argv[1:] = {arguments}
+runpy.run_module("tools.torture", run_name="__main__")
+"""
+    (tmp_path / "torture.py").write_text(program, encoding="utf-8")
+
+    done = forked_python.run("torture.py", cwd=tmp_path, path=[ROOT])
+
+    assert done.status == 0, done.output
+    assert "no problem" in done.output
     figures = json.loads(path.read_text())
-    assert done.returncode == 0, done.stderr
-    assert "no problem" in done.stdout
     assert [result["campaign"] for result in figures["results"]] == ["flips"]
     assert figures["results"][0]["counts"]["damages"] == 5
 
@@ -215,9 +245,13 @@ def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert "FileNotFoundError: no such record" in outcome.problems[0]
 
 
-def test_an_unknown_campaign_is_refused_with_the_names(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.torture", "flip"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_an_unknown_campaign_is_refused_with_the_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools.torture", "flip"])
 
-    assert done.returncode == 2
-    assert "there is no campaign flip; there are: kill, flips" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+
+    assert ended.value.code == 2
+    assert "there is no campaign flip; there are: kill, flips" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
+from tests.support.caches import assign
 
 
 @pytest.fixture(autouse=True, scope="module", params=row_copies.ways())
@@ -66,7 +67,7 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
     skipped = data.draw(st.sets(st.integers(0, count - 1)))
     target_rows = [-1 if index in skipped else row for index, row in enumerate(target_rows)]
     expected = form.build(target.num_blocks, seed=1)
-    expected.assign(target_rows, source, rows)
+    assign(expected, target_rows, source, rows)
     before = source.snapshot()
     edges = sorted(data.draw(st.lists(st.integers(0, count), max_size=2)))
     parts = list(zip([0, *edges], [*edges, count], strict=True))
@@ -155,7 +156,7 @@ def test_a_scatter_with_progress_moves_the_same_bytes_and_tells_of_no_plane_too_
 ):
     source, target, expected = form.build(blocks), form.build(blocks, seed=1), form.build(blocks, seed=1)
     rows = [row for row in rows if row < source.layout.num_rows]
-    expected.assign(rows, source, rows)
+    assign(expected, rows, source, rows)
     filled = copy_jobs(
         source.layout, *(rows[low:high] for low, high in zip([0, *edges], [*edges, len(rows)], strict=True))
     )

@@ -2,13 +2,16 @@
 
 from collections import Counter
 
+import numpy as np
+
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.metrics.metrics import MAX_PLANNED, CallMetrics, EngineMetrics
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.metrics.series import REQUEST_BUCKETS_S
+from lmcache_async.pipeline.report import Drops
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
-from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
+from lmcache_async.types import Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -173,3 +176,17 @@ def test_the_number_of_remembered_plans_is_bounded():
 
     metrics.retrieved("r0", RetrieveReport(asked_tokens=1))
     assert metrics.prompt_tokens == MAX_PLANNED + 2
+
+
+def test_drops_have_their_chunks_and_count_them_by_cause():
+    chunks = [Chunk(ChunkKey(bytes([number]) * 16), 0, np.arange(4, dtype=np.int32)) for number in range(3)]
+    first, plain = Drops(), Counter(masked=2)
+    first.add(chunks[:2], "no_room")
+    second = Drops(first)
+    second.add(chunks[2:], "masked")
+    second.add([], "deadline")
+    second.add_all(plain)
+
+    assert second == {"no_room": 2, "masked": 3}
+    assert second.chunks == [(chunks[0], "no_room"), (chunks[1], "no_room"), (chunks[2], "masked")]
+    assert len(first.chunks) == 2

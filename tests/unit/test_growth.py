@@ -2,7 +2,7 @@
 
 import gc
 
-from lmcache_async.tiers.eviction.lru import MIN_HINTS
+from lmcache_async.tiers.eviction import MIN_HINTS
 from tools.growth import CHUNK_SIZE, entries, iterate, small_engine
 
 ITERATIONS = 80

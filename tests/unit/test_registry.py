@@ -148,6 +148,15 @@ def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path):
     assert registry.load(TIERS, "a")
 
 
+def test_a_distribution_without_plug_ins_hides_a_later_one_of_the_same_name(site, tmp_path):
+    later = tmp_path / "later"
+    later.mkdir()
+    site.distribution("some-tiers", [])
+    Site(later).distribution("Some.Tiers", ["a = elsewhere:Tier"], version="0.9")
+
+    assert Registry([str(tmp_path), str(later)]).available(TIERS) == {}
+
+
 def test_third_parties_can_be_switched_off(site):
     site.distribution("lmcache-async", ["cpu = x:T"]).distribution("some-tiers", ["redis = y:T"])
 

@@ -20,6 +20,7 @@ from lmcache_async.device import rows
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.testing.caches import CacheForm
+from tests.support.caches import assign
 
 COMPILED = [way for way in rows.ways() if way is not None]
 needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
@@ -160,7 +161,7 @@ async def transfer(source, target, which):
 def test_without_the_module_long_rows_are_copied_one_by_one(order, separate, padding, which):
     form = CacheForm(order=order, separate=separate, padding=padding * (order != "BLNHC"))
     source, target, expected = form.build(6), form.build(6, seed=1), form.build(6, seed=1)
-    expected.assign(which, source, which)
+    assign(expected, which, source, which)
     directions = []
 
     def copy_rows(memory, starts, payload, size, *, to_host):

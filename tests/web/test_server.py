@@ -272,5 +272,5 @@ async def test_long_lines_and_headers_are_rejected() -> None:
 
 async def until_open(server: StatusServer, number: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while len(server._open) != number:
+        while server.connections != number:
             await asyncio.sleep(0)

@@ -30,7 +30,8 @@ def test_no_answer_is_an_error_message() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 2, "not a status page of lmcache-async"),
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
-        (b"-ERR unknown command\r\n", 2, "does not speak HTTP"),
+        (b"-ERR unknown command\r\n\r\n", 2, "does not speak HTTP"),
+        (b"-ERR unknown command\r\n", 1, "Server disconnected without sending a response"),
         (b"", 1, "nothing answers"),
     ],
 )
@@ -83,7 +84,10 @@ def test_a_slow_response_has_one_deadline(part: bytes) -> None:
 
 
 def test_a_deeply_nested_answer_is_not_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatusClient, "_get", lambda self: (200, b'{"kind":' * 100_000))
+    async def answer(self):
+        return 200, b'{"kind":' * 100_000
+
+    monkeypatch.setattr(StatusClient, "_get", answer)
     with pytest.raises(StatusError, match="not a status page"):
         StatusClient("http://a").read()
 

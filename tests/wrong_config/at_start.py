@@ -17,7 +17,7 @@ from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.memory import SharedMemory
 from lmcache_async.daemon.server import Daemon
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.builder import build, check_hash_key, default_logger
+from lmcache_async.engine.builder import EngineGroup, build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
 from lmcache_async.hashing.digest import digest_function
@@ -90,7 +90,7 @@ def chunks_of_half_a_block(folder: Path) -> None:
     cache = {"layer": torch.zeros(8, 1, 4, 8)}  # eight blocks of four tokens
     layout = KVLayout.from_block_views(cache, num_blocks=8, block_size=4)
     config = load_config(env={}, extra={"chunk_size": 3})
-    build(config, layout, Rig().namespace, default_logger(), Registry())
+    build(config, [EngineGroup(layout, Rig().namespace)], default_logger(), Registry())
 
 
 def another_hash_key(folder: Path) -> None:

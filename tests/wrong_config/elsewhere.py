@@ -95,7 +95,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/web/test_server.py",
         "ports end at 65535",
     ),
-    "lmcache_async/tiers/adapter.py: ConfigError(f'tier {name!r}: its `capabilities` must be an instance of Capabilities')": (
+    "lmcache_async/tiers/handle.py: ConfigError(f'tier {name!r}: its `capabilities` must be an instance of Capabilities')": (
         "tests/tiers/test_border.py",
         "must be an instance of Capabilities",
     ),

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,11 +220,29 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
         frame = Frame(rounds=rounds, quick=given.quick, progress=_progress(benchmark.name))
         results.append(run(benchmark.name, benchmark.summary, one.measure, chosen_settings, frame))
         figures = document(results, rounds=rounds, quick=given.quick)
+        if commit := _commit():
+            figures["machine"]["commit"] = commit
         if given.json is not None:
             given.json.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
         if given.report is not None:
             write_report(given.report, figures, newest=benchmark.name)
         yield results[-1]
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, with a `+` for uncommitted changes; "" without git."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}+" if commit and _git("status", "--porcelain", "-uno") else commit
+
+
+def _git(*arguments: str) -> str:
+    try:
+        # Without optional locks, so that a git command of the user is not blocked.
+        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout.strip() if ran.returncode == 0 else ""
 
 
 def _progress(name: str) -> Progress:

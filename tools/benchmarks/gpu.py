@@ -24,6 +24,7 @@ from lmcache_async.device.cuda import CudaCopier
 from lmcache_async.device.layout import KVLayout
 from tools.benchmarks.command import count, option
 from tools.benchmarks.gpu_device import CudaGpu
+from tools.benchmarks.repetition import mean_figure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -457,7 +458,7 @@ def _case(frame: Frame, copies: Copies, shape: Shape, way: str, chunks: int) -> 
 
     def mean(probe: Probe) -> Probe:
         async def means() -> float:
-            return await frame.mean(probe)
+            return await mean_figure(frame, probe)
 
         return means
 

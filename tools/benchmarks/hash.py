@@ -15,6 +15,7 @@ import numpy as np
 from lmcache_async.bench.measure import Case
 from lmcache_async.hashing import ALGORITHMS, ChunkHasher, digest_function
 from tools.benchmarks.command import option
+from tools.benchmarks.repetition import mean_seconds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -61,7 +62,7 @@ def _case(settings: Settings, frame: Frame, algorithm: str, form: str, tokens: A
 
     def rate(function: Callable[[], object]) -> Probe:
         async def probe() -> float:
-            return settings.tokens / frame.seconds(function) / 1e6
+            return settings.tokens / mean_seconds(frame, function) / 1e6
 
         return probe
 

@@ -29,6 +29,7 @@ from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, encode
 from lmcache_async.testing.rig import Rig
 from tools.benchmarks.command import option
+from tools.benchmarks.repetition import mean_figure, mean_seconds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -224,7 +225,7 @@ def _probes(
         "scheduler connector, hashed before": hashed_before,
         "scheduler connector, fresh list": fresh,
     }
-    return {name: functools.partial(frame.mean, probe) for name, probe in once.items()}
+    return {name: functools.partial(mean_figure, frame, probe) for name, probe in once.items()}
 
 
 def _chain(tokens: list[int]) -> RequestKeys:
@@ -255,7 +256,7 @@ def _checked(start: float, found: int, keys: Sequence[ChunkKey]) -> float:
 
 def _milliseconds(frame: Frame, function: Callable[[], object]) -> Probe:
     async def probe() -> float:
-        return 1e3 * frame.seconds(function)
+        return 1e3 * mean_seconds(frame, function)
 
     return probe
 

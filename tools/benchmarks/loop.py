@@ -25,7 +25,7 @@ from lmcache_async.bench.memory import CacheForm, PromptCache
 from tools.benchmarks.command import option
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from contextvars import Context
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
@@ -129,8 +129,8 @@ class Batches:
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    _freeze_heap()
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(_frozen_heap())
         pool = stack.enter_context(ThreadPoolExecutor(1))
         limits = {
             "one asyncio.sleep(0)": _turns(settings.turns),
@@ -150,15 +150,10 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
         yield row
 
 
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
+def _freeze_heap() -> None:
     """Exclude the objects of torch from garbage collection, whose cost would be attributed to chunks."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _times(batches: Batches, engine: CacheEngine, limits: Mapping[str, Probe]) -> list[Case]:

@@ -242,7 +242,7 @@ class Driver:
 
 @contextlib.contextmanager
 def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
-    from lmcache_async.integration.vllm.config import KVGroup
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.lookup import LookupClient
     from lmcache_async.integration.vllm.request import Roles
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector

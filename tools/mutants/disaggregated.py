@@ -43,7 +43,7 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: a hole before the last chunk is not detected",
         LOOKUP,
-        "while answer.hit_tokens(size) < promise.tokens and",
+        "while not self._query.keeps(promise, lookup, answer, size) and",
         "while not asks and",
         TEST_WAITER,
     ),

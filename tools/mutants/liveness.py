@@ -7,7 +7,7 @@ from tools.mutants.mutation import Mutation
 BUFFER = "lmcache_async/memory/buffer.py"
 ARENA = "lmcache_async/memory/arena.py"
 DEADLINE = "lmcache_async/tiers/middleware/deadline.py"
-ADAPTER = "lmcache_async/tiers/adapter.py"
+HANDLE = "lmcache_async/tiers/handle.py"
 WRITER = "lmcache_async/tiers/writer.py"
 STACK = "lmcache_async/tiers/stack.py"
 RUNNER = "lmcache_async/pipeline/runner.py"
@@ -26,8 +26,8 @@ LEASES = (
         TEST_WRITER,
     ),
     Mutation(
-        "the adapter does not release its leases of a put",
-        ADAPTER,
+        "the handle does not release its leases of a put",
+        HANDLE,
         "                leases.close()",
         "                pass",
         TEST_HANDLE,
@@ -93,7 +93,7 @@ LEASES = (
 LAYERS = (
     Mutation(
         "a breaker that is open lets calls through",
-        "lmcache_async/tiers/middleware/circuit.py",
+        "lmcache_async/tiers/middleware/breaker.py",
         "return now >= self._until",
         "return True",
         ("tests/tiers/test_layer_circuit.py",),
@@ -101,8 +101,8 @@ LAYERS = (
     Mutation(
         "a limit lets everything through",
         "lmcache_async/tiers/middleware/limit.py",
-        "amount = min(amount, budget.max_bytes)",
-        "amount = 0",
+        "taken = min(amount, budget.max_bytes)",
+        "taken = 0",
         ("tests/tiers/test_layer_limit.py",),
     ),
     Mutation(

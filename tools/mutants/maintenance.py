@@ -10,8 +10,8 @@ MAINTENANCE = (
     Mutation(
         "a damaged record is copied",
         "lmcache_async/maintenance/copy.py",
-        "            if found.cause:\n",
-        "            if False:\n",
+        "            if info.cause:\n                return self._leave(info)\n            nbytes = info.record_bytes\n",
+        "            nbytes = info.record_bytes\n",
         TEST_COPY,
     ),
     Mutation(

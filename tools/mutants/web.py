@@ -34,14 +34,14 @@ WEB = (
     Mutation(
         "web: who says nothing stays for ever",
         SERVER,
-        "call_later(owner._timeout_s, self.abort)",
-        "call_later(9999, self.abort)",
+        "asyncio.timeout(self._timeout_s)",
+        "asyncio.timeout(9999)",
         TEST_SERVER,
     ),
     Mutation(
         "web: connections have no bound",
         SERVER,
-        "len(self._accepted) >= self._max_connections",
+        "len(self._connections) >= self._max_connections",
         "False",
         TEST_SERVER,
     ),

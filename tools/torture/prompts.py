@@ -42,7 +42,7 @@ def disk_tiers(path: Path, max_bytes: int) -> list[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Run torch on one thread and exclude existing objects from garbage collection."""
+    """Run torch on one thread and exclude existing objects from garbage collection, also after the campaign."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -50,7 +50,6 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
         torch.set_num_threads(threads)
 
 

@@ -53,9 +53,12 @@ def check_memory(config: EngineConfig, root: Path = ROOT, available: int | None 
     return ok(name, found)
 
 
-def check_pinning(config: EngineConfig, *, has_cuda: bool, limit: int | None = None) -> Check:
+def check_pinning(config: EngineConfig, *, has_cuda: bool | None = None, limit: int | None = None) -> Check:
+    """Compare the arena with the limit of locked memory. By default torch and the system are asked."""
+    import torch  # not needed by --help
+
     name = "pinned memory"
-    if not has_cuda:
+    if not (torch.cuda.is_available() if has_cuda is None else has_cuda):
         return ok(name, "no CUDA device: memory is not pinned")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if soft == _UNLIMITED or soft >= config.arena.max_bytes:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import platform
 import uuid
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,11 +21,15 @@ from lmcache_async.hashing import (
     processor_fingerprint,
     weights_fingerprint,
 )
+from lmcache_async.integration.vllm.groups import block_size_of, groups_of, kind_of, specs_of
 from lmcache_async.integration.vllm.keys import local_path
 from lmcache_async.integration.vllm.request import Roles
+from lmcache_async.integration.vllm.versions import transfer_results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from lmcache_async.integration.vllm.groups import KVGroup
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +46,7 @@ _MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: what changes how media become
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of the machine
 
 _SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-# --disable-hybrid-kv-cache-manager makes full attention of these, if there is full attention besides.
-_LOCAL = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"})
+_WINDOWED = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 _NOT_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})  # a prefix changes the order of their sums
 
 
@@ -67,32 +69,6 @@ def engine_config(vllm_config: Any, block_size: int) -> EngineConfig:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers of the model that share a block table in vLLM.
-
-    Attributes:
-        index: Position in vLLM's list of groups, and of the group's table among those of a request.
-        block_size: Tokens per block.
-    """
-
-    index: int
-    block_size: int
-
-
-def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """The KV groups of the model; `unsupported_reason` accepts one."""
-    return tuple(
-        KVGroup(index, int(group.kv_cache_spec.block_size))
-        for index, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
-
-
-def block_size_of(groups: Sequence[KVGroup]) -> int:
-    """Tokens that fill whole blocks of every group."""
-    return math.lcm(*(group.block_size for group in groups))
-
-
 def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
     """Whether loads are awaited layer by layer on every device.
 
@@ -110,11 +86,12 @@ def steps_overlap(vllm_config: Any) -> bool:
     )
 
 
-def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
+def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool = True) -> int:
     """Longest hit that is loaded by the step that uses it; 0 for none.
 
     Blocks of such a load are in vLLM's prefix cache before they are filled. If the load fails, no other request may
-    have used them. That holds if the end of a step is known before the next one is planned.
+    have used them. That holds if the end of a step is known before the next one is planned, and if vLLM lets us report
+    single blocks as failed, which it does not for a model with several KV groups.
     """
     wanted = config.vllm.layerwise_load
     overlapping = steps_overlap(vllm_config)
@@ -124,7 +101,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any) -> int:
             "start vLLM with --no-async-scheduling"
         )
     on = wanted == "always" or (wanted == "auto" and vllm_config.device_config.device_type == "cpu")
-    return config.vllm.layerwise_max_tokens if on and not overlapping else 0
+    return config.vllm.layerwise_max_tokens if on and one_group and not overlapping else 0
 
 
 def roles_of(transfer: Any, config: EngineConfig) -> Roles:
@@ -138,7 +115,7 @@ def roles_of(transfer: Any, config: EngineConfig) -> Roles:
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, layout_text: str) -> Namespace:
-    """Everything that this rank's KV depends on besides tokens and request. Reads the model's files.
+    """Everything that this rank's KV depends on besides tokens, request and KV group. Reads the model's files.
 
     Ranks with equal KV have equal namespaces, and therefore equal keys in a shared tier.
     """
@@ -171,6 +148,19 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
             *_media(config, model),
         ),
     )
+
+
+def group_namespace(
+    namespace: Namespace, group: KVGroup, groups: Sequence[KVGroup], layout_text: str
+) -> Namespace:
+    """The namespace of one KV group of the model, from that of the model.
+
+    A model with full attention only has one group and one namespace.
+    """
+    own = replace(namespace, layout=layout_text)
+    if len(groups) == 1 and group.is_full:
+        return own
+    return replace(own, extra=(*own.extra, ("kv_group", f"{group.index} of {len(groups)}, {group.kind}")))
 
 
 def _replicated(kv_cache_config: Any) -> bool:
@@ -271,7 +261,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if not model.is_prefix_caching_supported:
         pooling = " with this pooling type" if model.pooler_config is not None else ""
         return f"vLLM does not support prefix caching for this model{pooling}"
-    if reason := _groups_reason(kv_cache_config):
+    if reason := _groups_reason(vllm_config, kv_cache_config):
         return reason
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is on; it is not supported"
@@ -280,25 +270,40 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return _prefix_reason(vllm_config, kv_cache_config)
 
 
-def _groups_reason(kv_cache_config: Any) -> str | None:
+def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why KV cache groups of these kinds are not supported."""
     groups = kv_cache_config.kv_cache_groups
-    kinds = {type(spec).__name__ for spec in specs_of(kv_cache_config)}
-    if len(groups) != 1:
-        reason = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))}); one is supported"
-        if kinds & _SUPPORTED and kinds <= _SUPPORTED | _LOCAL:
-            # vLLM then keeps the KV of every layer for the whole prompt, as full attention does.
-            reason += (
-                ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
-            )
-        return reason
-    if not groups[0].enable_kv_transfer:
+    if not groups:
+        return "the model has no KV cache"
+    kinds = {kind_of(spec) for spec in specs_of(kv_cache_config)}
+    described = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))})"
+    if not all(group.enable_kv_transfer for group in groups):
         return "vLLM does not allow the model's KV cache to be transferred"
-    if unknown := sorted(kinds - _SUPPORTED):
-        reason = f"the KV cache is a {', '.join(unknown)}; full attention and MLA are supported"
-        if kinds == {"SlidingWindowSpec"}:  # vLLM takes the window for the longest prompt then
-            reason += ". Start vLLM with --disable-sliding-window if no request is longer than the window"
-        return reason
+    if unknown := sorted(kinds - _SUPPORTED - _WINDOWED):
+        return (
+            f"the KV cache is a {', '.join(unknown)}; full attention, MLA and attention windows are supported"
+        )
+    if kinds <= _SUPPORTED and len(groups) == 1:
+        return None
+    inner = {
+        name
+        for group in groups
+        for name in map(kind_of, getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
+    }
+    if inner & _WINDOWED:
+        return f"{described}, of layers with windows of several sizes; one size for each group is supported"
+    advice = ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
+    if transfer_results() is None:
+        return f"{described}, which needs vLLM 0.32 or newer{advice}"
+    if sum(group.is_full for group in groups_of(kv_cache_config)) > 1:
+        return f"{described}, more than one of full attention; one is supported"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        return f"{described} and a draft model ({speculative.method}), which is supported with one group only{advice}"
+    if not all(getattr(group.kv_cache_spec, "prefix_cacheable", True) for group in groups):
+        return f"{described}, of which vLLM does not cache every one"
+    if kv_cache_config.cache_hit_alignment_tokens not in (None, block_size_of(groups_of(kv_cache_config))):
+        return f"{described}, with hits that end inside of a block"
     return None
 
 
@@ -327,13 +332,6 @@ def backend_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if envs.VLLM_BATCH_INVARIANT and (variant := backends_of(vllm_config, kv_cache_config) & _NOT_INVARIANT):
         return f"vLLM does not support prefix caching for {min(variant)} with VLLM_BATCH_INVARIANT"
     return None
-
-
-def specs_of(kv_cache_config: Any) -> Iterator[Any]:
-    """The spec of each group, or of each of its layers if they differ in size."""
-    for group in kv_cache_config.kv_cache_groups:
-        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        yield from inner.values() if isinstance(inner, dict) else (group.kv_cache_spec,)
 
 
 def backends_of(vllm_config: Any, kv_cache_config: Any) -> set[str]:

@@ -196,6 +196,13 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             return None, None
         return None, side.take_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the requests whose loads have ended, and those of them that failed as a whole."""
+        results = super().get_transfer_results(finished_req_ids)
+        if (side := self.worker) is not None:  # no guard: an empty set would mean that nothing failed
+            results.failed_recving |= side.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         side = self.worker  # no guard: an empty set would mean that nothing failed
         return set() if side is None else side.take_failed_blocks()

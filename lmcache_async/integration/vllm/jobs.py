@@ -17,8 +17,8 @@ from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPla
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.events import Notice
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import RequestKeys
     from lmcache_async.integration.vllm.request import LoadSpan
 
@@ -37,7 +37,7 @@ class JobPart:
 
     Attributes:
         group: Index of the KV group.
-        start: Position of the first token; a multiple of the chunk size, or of the block size if none is loaded.
+        start: Position of the first token; a multiple of the chunk size for full attention, else of the block size.
         tokens: Token ids, int32 in native byte order.
         keys: Per rank, the keys of the chunks, 16 bytes each; empty if none is loaded and all blocks fail.
         texts: Extra text of the chunks that have one, by index in the part.
@@ -130,7 +130,10 @@ def load_job(
         block_ids: Block table of the request for each group, from its first token on.
     """
     parts = tuple(
-        _load_part(keys, span, ids, group, chunk_size) for ids, group in zip(block_ids, groups, strict=True)
+        _load_part(keys, span, ids, group, chunk_size)
+        if group.is_full or span.answer is None
+        else _boundary_part(keys, span, ids, group)
+        for ids, group in zip(block_ids, groups, strict=True)
     )
     return Job(
         job_id=job_id,
@@ -174,6 +177,32 @@ def _load_part(
         texts=tuple(texts.items()),
         block_ids=pack_blocks(rows),
         parents=keys.packed_keys(first - 1, first) if first else (),
+    )
+
+
+def _boundary_part(keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], group: KVGroup) -> JobPart:
+    """The chunks that a group other than full attention needs at the end of a span. Blocks before the span are skipped."""
+    start = group.first_needed(span.hit)
+    first, last = start // group.block_size, span.hit // group.block_size
+    known = max(0, span.local // group.block_size - first)
+    rows = [SKIP] * known + [*block_ids[first + known : last]]
+    return boundary_part(keys, group, span.hit, pack_blocks(rows))
+
+
+def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: bytes) -> JobPart:
+    """The chunks that a group other than full attention needs to continue after `boundary` tokens.
+
+    Args:
+        block_ids: Packed block ids from the first needed token up to the boundary.
+    """
+    start = group.first_needed(boundary)
+    return JobPart(
+        group=group.index,
+        start=start,
+        tokens=keys.packed_tokens(start, boundary),
+        keys=keys.boundary_keys(group, boundary),
+        texts=(),
+        block_ids=block_ids,
     )
 
 

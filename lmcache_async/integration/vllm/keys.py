@@ -25,6 +25,7 @@ from lmcache_async.hashing import (
     ChunkHasher,
     Extra,
     FingerprintMode,
+    boundary_root,
     partial_candidates,
     weights_fingerprint,
 )
@@ -34,6 +35,7 @@ from lmcache_async.types import KEY_BYTES, Chunk, Tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.lookup_server import Identity
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -108,6 +110,7 @@ class RequestKeys:
     _identity: Identity | None = None
     _hash_key: bytes = field(default=b"", repr=False)
     _roots: tuple[bytes, ...] = ()
+    _group_roots: tuple[tuple[bytes, ...], ...] = ()
     _hashers: dict[bytes, ChunkHasher] = field(default_factory=dict)
 
     def key(self, rank: int, chunk: int) -> bytes:
@@ -133,6 +136,50 @@ class RequestKeys:
 
     def packed_tokens(self, start: int, stop: int) -> bytes:
         return self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
+
+    def boundary_keys(self, group: KVGroup, boundary: int) -> tuple[bytes, ...]:
+        """Per rank, the keys of what a group needs to continue after `boundary` hashed tokens, 16 bytes each.
+
+        These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own.
+        """
+        identity = self.identity
+        tokens = np.frombuffer(self.packed_tokens(group.first_needed(boundary), boundary), np.int32)
+        packed = []
+        for rank, key in enumerate(self._keys_before(boundary)):
+            own = self._group_roots[rank][group.index]
+            hasher = ChunkHasher(
+                boundary_root(own, key, identity.algorithm, self._hash_key),
+                chunk_size=identity.chunk_size,
+                algorithm=identity.algorithm,
+                hash_key=self._hash_key,
+            )
+            keys: list[bytes] = [*hasher.extend_keys(tokens)]
+            if (tail := hasher.tail()) is not None:
+                keys.append(tail.key)
+            packed.append(b"".join(keys))
+        return tuple(packed)
+
+    def _keys_before(self, boundary: int) -> list[bytes]:
+        """Per rank, the key of the full or partial chunk that ends at `boundary`."""
+        identity = self.identity
+        full, rest = divmod(boundary, identity.chunk_size)
+        before = [self.key(rank, full - 1) if full else root for rank, root in enumerate(self._roots)]
+        if not rest:
+            return before
+        tokens: Tokens = np.frombuffer(self.packed_tokens(boundary - rest, boundary), np.int32)
+        return [
+            partial_candidates(
+                key,
+                tokens,
+                start=boundary - rest,
+                unit=rest,
+                chunk_size=identity.chunk_size,
+                algorithm=identity.algorithm,
+                hash_key=self._hash_key,
+                extras=self.extras,
+            )[0].key
+            for key in before
+        ]
 
     def keys_at(self, num_tokens: int, chunk_size: int) -> tuple[bytes, ...]:
         """Per rank, the key of the chunk that ends after `num_tokens` tokens; empty if there is none yet."""
@@ -166,7 +213,12 @@ class RequestKeys:
         return self._identity is not None
 
     def open(
-        self, roots: Sequence[bytes], identity: Identity, request_namespace: str, hash_key: bytes = b""
+        self,
+        roots: Sequence[bytes],
+        identity: Identity,
+        request_namespace: str,
+        hash_key: bytes = b"",
+        group_roots: Sequence[Sequence[bytes]] = (),
     ) -> None:
         """Start hashing.
 
@@ -175,8 +227,10 @@ class RequestKeys:
             identity: Identity of the first rank.
             request_namespace: Label of the request's namespace, stored in records.
             hash_key: Secret of a keyed hash.
+            group_roots: Per rank, the roots of the namespaces of the KV groups.
         """
         self._identity = identity
+        self._group_roots = tuple(map(tuple, group_roots))
         self._hash_key = hash_key
         self._roots = tuple(roots)
         self._hashers = {

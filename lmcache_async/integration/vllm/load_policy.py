@@ -118,12 +118,14 @@ class Hit:
         tokens: Tokens of the hit, including a partial chunk at its end.
         local_tokens: Leading tokens in vLLM's own prefix cache.
         asked_tokens: Tokens of the request.
+        divisible: A leading part of the hit can be loaded alone.
     """
 
     costs: Costs
     tokens: int
     local_tokens: int
     asked_tokens: int
+    divisible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class LoadPolicy:
         return "" if self.prefill.known else "how fast the model computes is not known yet"
 
     def _candidates(self, hit: Hit) -> list[int]:
-        ends = [chunks * self._chunk_size for chunks, _ in hit.costs]
+        ends = [chunks * self._chunk_size for chunks, _ in hit.costs] if hit.divisible else []
         return [hit.local_tokens, *(end for end in ends if hit.local_tokens < end < hit.tokens), hit.tokens]
 
     def _seconds(self, hit: Hit, tokens: int) -> float:

@@ -18,21 +18,28 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
+from lmcache_async.integration.vllm.groups import block_size_of
 from lmcache_async.integration.vllm.keys import AdapterFingerprints
 from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
-from lmcache_async.integration.vllm.lookup_server import Identity, check_peer, encode, receive
+from lmcache_async.integration.vllm.lookup_server import Identity, check_peer, encode, pack_counts, receive
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from pathlib import Path
 
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import Promise, RequestKeys
     from lmcache_async.integration.vllm.load_policy import Costs
     from lmcache_async.integration.vllm.lookup_server import Message
     from lmcache_async.types import Chunk
 
 logger = LimitedLogger(logging.getLogger(__name__))
+
+FIRST_BOUNDARIES = 16
+"""Boundaries in the first query for the KV groups other than full attention. Each further query has four times as
+many."""
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 2.0
@@ -78,6 +85,7 @@ class Answer:
         pinned: A rank holds leases for this lookup until they are released.
         resident: Every rank holds leases for the whole hit: all of it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
+        boundary: With several KV groups, the number of leading tokens that all of them have; None with one group.
     """
 
     chunks: int = 0
@@ -88,10 +96,12 @@ class Answer:
     pinned: bool = False
     resident: bool = False
     costs: Costs = ()
+    boundary: int | None = None
 
     def hit_tokens(self, chunk_size: int) -> int:
         """Number of leading tokens that are stored."""
-        return self.chunks * chunk_size + self.partial_tokens
+        tokens = self.chunks * chunk_size + self.partial_tokens
+        return tokens if self.boundary is None else min(tokens, self.boundary)
 
 
 MISS = Answer()
@@ -142,6 +152,7 @@ class LookupClient:
         chunk_size: Tokens per chunk. Ranks that use another chunk size or block size are not queried.
         block_size: Tokens per block of vLLM's cache.
         lookup_timeout_s: Deadline of one lookup.
+        groups: KV groups of the model, if there are others than one of full attention.
         hash_key: Secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
         clock: Monotonic clock in seconds.
@@ -159,6 +170,7 @@ class LookupClient:
         chunk_size: int,
         block_size: int,
         lookup_timeout_s: float,
+        groups: Sequence[KVGroup] = (),
         hash_key: bytes = b"",
         adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
@@ -169,7 +181,7 @@ class LookupClient:
         self._timeout_s = lookup_timeout_s
         self._clock = clock
         self.ranks = [RankConnection(rank, path, self._ranks_changed) for rank, path in enumerate(paths)]
-        self._waiter = PromiseWaiter(self.ranks, timeout_s=lookup_timeout_s, clock=clock)
+        self._waiter = PromiseWaiter(Query(self.ranks, groups), timeout_s=lookup_timeout_s, clock=clock)
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
         self._answers: deque[Answered] = deque()
@@ -363,7 +375,8 @@ class LookupClient:
         )
         secret = self._hash_key
         roots = [namespace.root(identity.root, identity.algorithm, secret) for identity in identities]
-        keys.open(roots, identities[0], namespace.keyed_label(secret), secret)
+        group_roots = [identity.group_roots for identity in identities]
+        keys.open(roots, identities[0], namespace.keyed_label(secret), secret, group_roots)
 
     def _release(self, lookup_id: str) -> None:
         pending = self._pending.get(lookup_id)
@@ -395,7 +408,8 @@ class LookupClient:
 
     def _fits(self, first: Identity, other: Identity) -> bool:
         found = (other.chunk_size, other.block_size, other.hash_key_id)
-        if found == self._expected and other.algorithm == first.algorithm:
+        alike = other.algorithm == first.algorithm and len(other.group_roots) == len(first.group_roots)
+        if found == self._expected and alike:
             return True
         logger.report(
             "identity",
@@ -565,14 +579,13 @@ class PromiseWaiter:
     """Answers lookups: those with a promise when it is kept, or when its time has passed.
 
     Args:
+        query: Queries the ranks.
         timeout_s: Deadline of one query.
         clock: Monotonic clock in seconds.
     """
 
-    def __init__(
-        self, ranks: Sequence[RankConnection], *, timeout_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, query: Query, *, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._query = query
         self._timeout_s = timeout_s
         self._clock = clock
         self.counts = PromiseCounts()
@@ -588,7 +601,7 @@ class PromiseWaiter:
         """
         lookup = pending.lookup
         async with asyncio.timeout(self._timeout_s):
-            answer = await query(self._ranks, keys, lookup, ends)
+            answer = await self._query(keys, lookup, ends)
         promise = lookup.promise
         if promise is None:
             return answer
@@ -606,7 +619,7 @@ class PromiseWaiter:
             answer = await self._until_kept(keys, pending, ends, promise, answer)
         finally:
             self.counts.waiting -= 1
-        if answer.hit_tokens(size) >= promise.tokens:
+        if self._query.keeps(promise, lookup, answer, size):
             self.counts.kept += 1
         elif not pending.abandoned:
             self._note_late(keys, lookup, promise, answer.hit_tokens(size))
@@ -625,7 +638,7 @@ class PromiseWaiter:
         last = keys.keys_at(promise.tokens, size)
         deadline = lookup.asked_at + lookup.wait_s
         asks = 0
-        while answer.hit_tokens(size) < promise.tokens and (left := deadline - self._clock()) > 0:
+        while not self._query.keeps(promise, lookup, answer, size) and (left := deadline - self._clock()) > 0:
             await asyncio.sleep(min(left, pause_s(asks, self.counts.waiting)))
             asks += 1
             if pending.abandoned:
@@ -641,7 +654,7 @@ class PromiseWaiter:
         self.counts.asks += 1
         try:
             async with asyncio.timeout(min(self._timeout_s, left)):
-                return await is_stored(self._ranks, lookup.lookup_id, last)
+                return await is_stored(self._query.ranks, lookup.lookup_id, last)
         except TimeoutError:
             return False
 
@@ -651,7 +664,7 @@ class PromiseWaiter:
         pending.answered_at = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await query(self._ranks, keys, pending.lookup, ends)
+                return await self._query(keys, pending.lookup, ends)
         except TimeoutError:
             # The pins of the former answer may be gone, and the late answer may still pin.
             return replace(former, pinned=True, resident=False)
@@ -669,53 +682,145 @@ class PromiseWaiter:
         )
 
 
-async def query(
-    ranks: Sequence[RankConnection], keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]
-) -> Answer:
-    """Query each rank for the longest stored prefix, then for a partial chunk where it ends.
-
-    The partial chunks at the end of the request are part of the first message, so a full hit takes one message.
+class Query:
+    """Queries each rank for what is stored of a request.
 
     Args:
-        ends: Per rank, the partial chunks that can follow the last full chunk.
+        groups: KV groups of the model, if there are others than one of full attention.
 
-    Raises:
-        ValueError: The answer of a rank is invalid, or the keys exceed a message.
+    Attributes:
+        ranks: Connection to each rank.
     """
-    chunks = lookup.num_tokens // keys.identity.chunk_size
-    packed = keys.packed_keys(0, chunks)
-    replies = await _ask_all(
-        ranks,
-        [
-            {"op": "lookup", "lookup_id": lookup.lookup_id, "keys": packed[rank], "tail": _pack(ends[rank])}
-            for rank in range(len(ranks))
-        ],
-    )
-    if replies is None:
-        return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
-    counts = [_number(reply, "count", 0, chunks) for reply in replies]
-    held = [_number(reply, "pinned", 0, chunks) for reply in replies]
-    hit = min(counts)
-    candidates, end_replies = ends, replies
-    failed = False
-    if hit < chunks:
-        candidates = keys.hole_candidates(hit)
-        asked = await _first_of_all(ranks, lookup.lookup_id, candidates)
-        end_replies, failed = asked or [], asked is None
-    partial = _agreed(candidates, _firsts(end_replies, candidates))
-    costs = [unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)]
-    partial_held = [_flag(reply, "first_pinned") for reply in end_replies]
-    return Answer(
-        chunks=hit,
-        partial_tokens=len(partial[0].tokens) if partial else 0,
-        partial_keys=tuple(chunk.key for chunk in partial),
-        partial_text=partial[0].extra if partial else "",
-        tiers=_tiers(replies[0]),
-        pinned=any(held) or any(partial_held) or failed,
-        resident=all(count == number for count, number in zip(counts, held, strict=True))
-        and (not partial or all(partial_held)),
-        costs=slowest(costs, hit),
-    )
+
+    def __init__(self, ranks: Sequence[RankConnection], groups: Sequence[KVGroup] = ()) -> None:
+        self.ranks = ranks
+        self._bounded = [group for group in groups if not group.is_full]
+        self._unit = block_size_of(groups) if groups else 0
+        self._has_chunks = not groups or len(self._bounded) < len(groups)
+
+    async def __call__(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
+        """Return the longest stored prefix that every KV group can serve on every rank.
+
+        Args:
+            ends: Per rank, the partial chunks that can follow the last full chunk.
+
+        Raises:
+            ValueError: The answer of a rank is invalid, or the keys exceed a message.
+        """
+        if self._has_chunks:
+            answer = await self._prefix(keys, lookup, ends)
+        else:
+            full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
+            answer = Answer(chunks=full, partial_tokens=rest)
+        if not self._bounded:
+            return answer
+        return replace(answer, boundary=await self._boundary(keys, lookup, answer), resident=False)
+
+    def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
+        """Whether an answer has all promised tokens that the request can use."""
+        tokens = promise.tokens
+        if self._bounded:
+            tokens = min(tokens, (lookup.num_tokens - 1) // self._unit * self._unit)
+        return answer.hit_tokens(chunk_size) >= tokens
+
+    async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> int:
+        """The longest part of a stored prefix after which every group can continue; 0 if there is none."""
+        left = self._candidates(keys, lookup, answer)
+        asked = FIRST_BOUNDARIES
+        while left:
+            some, left = left[:asked], left[asked:]
+            while some:
+                firsts = await self._first_boundaries(keys, lookup, some)
+                if firsts is None or min(firsts) < 0:
+                    break
+                if len(set(firsts)) == 1:
+                    return some[firsts[0]]
+                some = some[max(firsts) :]  # the ranks differ: one of them has nothing longer
+            asked *= 4
+        return 0
+
+    def _candidates(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> list[int]:
+        """Positions where a boundary may be stored, longest first.
+
+        These are all block boundaries of the last chunk, where an earlier prompt may have ended, and the ends of
+        chunks before it. One token is left to compute.
+        """
+        size, unit = keys.identity.chunk_size, self._unit
+        last = min(answer.hit_tokens(size), lookup.num_tokens - 1) // unit * unit
+        if last <= 0:
+            return []
+        start = (last - 1) // size * size
+        return [*range(last, start, -unit), *range(start, 0, -size)]
+
+    async def _first_boundaries(
+        self, keys: RequestKeys, lookup: Lookup, boundaries: Sequence[int]
+    ) -> list[int] | None:
+        """For each rank the index of the first boundary that is stored there, or -1."""
+        packed = [[b""] * len(boundaries) for _ in self.ranks]
+        for index, boundary in enumerate(boundaries):
+            for group in self._bounded:
+                for rank, made in enumerate(keys.boundary_keys(group, boundary)):
+                    packed[rank][index] += made
+        messages = [
+            {
+                "op": "boundary",
+                "lookup_id": lookup.lookup_id,
+                "keys": b"".join(each),
+                "counts": pack_counts([len(made) // KEY_BYTES for made in each]),
+            }
+            for each in packed
+        ]
+        replies = await _ask_all(self.ranks, messages)
+        if replies is None:
+            return None
+        return [_number(reply, "first", -1, len(boundaries) - 1) for reply in replies]
+
+    async def _prefix(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
+        """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
+
+        The partial chunks at the end of the request are part of the first message, so a full hit takes one message.
+        """
+        chunks = lookup.num_tokens // keys.identity.chunk_size
+        packed = keys.packed_keys(0, chunks)
+        replies = await _ask_all(
+            self.ranks,
+            [
+                {
+                    "op": "lookup",
+                    "lookup_id": lookup.lookup_id,
+                    "keys": packed[rank],
+                    "tail": _pack(ends[rank]),
+                }
+                for rank in range(len(self.ranks))
+            ],
+        )
+        if replies is None:
+            return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
+        counts = [_number(reply, "count", 0, chunks) for reply in replies]
+        held = [_number(reply, "pinned", 0, chunks) for reply in replies]
+        hit = min(counts)
+        candidates, end_replies = ends, replies
+        failed = False
+        if hit < chunks:
+            candidates = keys.hole_candidates(hit)
+            asked = await _first_of_all(self.ranks, lookup.lookup_id, candidates)
+            end_replies, failed = asked or [], asked is None
+        partial = _agreed(candidates, _firsts(end_replies, candidates))
+        costs = [
+            unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)
+        ]
+        partial_held = [_flag(reply, "first_pinned") for reply in end_replies]
+        return Answer(
+            chunks=hit,
+            partial_tokens=len(partial[0].tokens) if partial else 0,
+            partial_keys=tuple(chunk.key for chunk in partial),
+            partial_text=partial[0].extra if partial else "",
+            tiers=_tiers(replies[0]),
+            pinned=any(held) or any(partial_held) or failed,
+            resident=all(count == number for count, number in zip(counts, held, strict=True))
+            and (not partial or all(partial_held)),
+            costs=slowest(costs, hit),
+        )
 
 
 async def is_stored(ranks: Sequence[RankConnection], lookup_id: str, keys: Sequence[bytes]) -> bool:

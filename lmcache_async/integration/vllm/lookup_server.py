@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
+_COUNT = struct.Struct("<H")
 _PEER = struct.Struct("iII")  # struct ucred: process, user, group
 MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
@@ -56,7 +57,12 @@ _RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Answer of a rank to `hello`: everything that is needed to compute the rank's keys."""
+    """Answer of a rank to `hello`: everything that is needed to compute the rank's keys.
+
+    Attributes:
+        root: Root of the chunk keys.
+        group_roots: Root of the namespace of each KV group.
+    """
 
     protocol: int
     root: bytes
@@ -64,6 +70,7 @@ class Identity:
     chunk_size: int
     block_size: int
     hash_key_id: str = ""
+    group_roots: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, message: Message) -> Identity:
@@ -81,12 +88,14 @@ class Identity:
                 "chunk_size": int(chunk_size),
                 "block_size": int(block_size),
                 "hash_key_id": str(hash_key_id),
+                "group_roots": list(group_roots),
             } if (
                 len(root) == KEY_BYTES
+                and all(isinstance(each, bytes) and len(each) == KEY_BYTES for each in group_roots)
                 and algorithm in ALGORITHMS
                 and 1 <= block_size <= chunk_size <= MAX_CHUNK_SIZE
             ):
-                return cls(PROTOCOL, root, algorithm, chunk_size, block_size, hash_key_id)
+                return cls(PROTOCOL, root, algorithm, chunk_size, block_size, hash_key_id, tuple(group_roots))
         raise ValueError(f"the rank's answer to hello is invalid: {message!r:.200}")
 
 
@@ -209,6 +218,17 @@ def unpack_keys(packed: bytes) -> list[ChunkKey]:
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
 
+def unpack_counts(packed: bytes) -> list[int]:
+    """Numbers of keys, each of two bytes."""
+    if len(packed) % _COUNT.size:
+        raise ValueError(f"{len(packed)} bytes are not a whole number of counts")
+    return [count for (count,) in _COUNT.iter_unpack(packed)]
+
+
+def pack_counts(counts: Sequence[int]) -> bytes:
+    return b"".join(map(_COUNT.pack, counts))
+
+
 class Lookups(Protocol):
     """The parts of the engine that the server uses."""
 
@@ -220,7 +240,7 @@ class Lookups(Protocol):
 
 
 class LookupServer:
-    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket.
+    """Serves `hello`, `lookup`, `first`, `boundary`, `unpin` and `clear` on a unix socket.
 
     Args:
         clear: Clears the cache; called with the new epoch and whether only memory is cleared.
@@ -345,6 +365,13 @@ class LookupServer:
                 return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail))
             case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys)}:
                 return await self._first(lookup_id, unpack_keys(keys))
+            case {
+                "op": "boundary",
+                "lookup_id": str(lookup_id),
+                "keys": bytes(keys),
+                "counts": bytes(counts),
+            }:
+                return await self._boundary(lookup_id, unpack_keys(keys), unpack_counts(counts))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
                 self._unpin(lookup_id)
                 return None
@@ -370,6 +397,18 @@ class LookupServer:
         if found is None:
             return {"first": -1, "first_pinned": False}
         return {"first": found.position, "first_pinned": found.pinned}
+
+    async def _boundary(self, lookup_id: str, keys: list[ChunkKey], counts: list[int]) -> Message:
+        """The first of several boundaries whose keys are all stored. `counts` has their numbers of keys."""
+        if sum(counts) != len(keys):
+            raise ValueError(f"{len(keys)} keys, but {sum(counts)} are counted")
+        start = 0
+        for position, count in enumerate(counts):
+            result = await self._engine.lookup_keys(keys[start : start + count])
+            if result.count == count:
+                return {"first": position, "first_pinned": False}
+            start += count
+        return {"first": -1, "first_pinned": False}
 
     def _claim(self, message: Message) -> str | None:
         """The lookup id that this message may pin for. Its `unpin` may be served before the message."""

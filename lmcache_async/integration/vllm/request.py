@@ -8,11 +8,11 @@ what the method returns: a lookup to release, a load to start, chunks to store.
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmcache_async.integration.vllm.groups import block_size_of
 from lmcache_async.integration.vllm.keys import Promise
 from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
 from lmcache_async.logging import LimitedLogger
@@ -21,6 +21,7 @@ from lmcache_async.types import RequestPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import RequestKeys
     from lmcache_async.integration.vllm.load_policy import Verdict
     from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
@@ -107,13 +108,13 @@ class RequestPolicy:
     """Settings that all requests of an engine share.
 
     Attributes:
-        block_sizes: Tokens per block of each KV group.
+        groups: KV groups of the model.
         layerwise_tokens: Longest hit that is loaded layer by layer in the step that uses it; 0 for none.
         decide: Decides how much of a hit is loaded; called as `decide(request_id, hit, promised=...)`.
     """
 
     chunk_size: int
-    block_sizes: tuple[int, ...]
+    groups: tuple[KVGroup, ...]
     partial_chunks: bool
     generated_tokens: bool
     lookup_timeout_s: float
@@ -125,16 +126,38 @@ class RequestPolicy:
     @property
     def block_size(self) -> int:
         """Tokens that fill whole blocks of every group."""
-        return math.lcm(*self.block_sizes)
+        return block_size_of(self.groups)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a group of full attention is stored chunk by chunk."""
+        return any(group.is_full for group in self.groups)
+
+    @property
+    def one_group(self) -> bool:
+        """Whether the model has nothing but full attention, so that a hit may end at any block."""
+        return all(group.is_full for group in self.groups)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Number of blocks of all groups with these tokens."""
-        return sum(num_tokens // block_size for block_size in self.block_sizes)
+        """Number of blocks with these tokens, of the groups that are stored chunk by chunk."""
+        return sum(num_tokens // group.block_size for group in self.groups if group.is_full)
 
     def tail_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens of a prompt's partial chunk: the whole blocks after its last full chunk."""
         rest = num_prompt_tokens % self.chunk_size
-        return rest - rest % self.block_size if self.partial_chunks else 0
+        return rest - rest % self.block_size if self.partial_chunks and self.has_chunks else 0
+
+    def boundaries(self, num_prompt_tokens: int) -> list[int]:
+        """Positions where a later request can continue a prompt: the same prompt again, and a longer one.
+
+        At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
+        chunks.
+        """
+        if self.one_group:
+            return []
+        unit = self.block_size if self.partial_chunks else self.chunk_size
+        found = {tokens // unit * unit for tokens in (num_prompt_tokens - 1, num_prompt_tokens)}
+        return sorted(found - {0})
 
 
 class RequestView(Protocol):
@@ -251,6 +274,13 @@ class StoreSpan:
     hashed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class BoundarySpan:
+    """Action: store what the groups other than full attention need to continue after `boundary` tokens."""
+
+    boundary: int
+
+
 @dataclass(slots=True, eq=False)
 class _LookupState:
     lookup: Lookup
@@ -324,6 +354,7 @@ class RequestTracker:
         self._admitted = False
         self._finished = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
+        self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
 
     @property
     def phase(self) -> Phase:
@@ -488,7 +519,11 @@ class RequestTracker:
         """Leading tokens that are worth loading. Decided once for each number of local tokens."""
         if state.verdict is None or state.verdict_local != self._local_tokens:
             hit = Hit(
-                answer.costs, answer.hit_tokens(self._policy.chunk_size), self._local_tokens, self.num_tokens
+                answer.costs,
+                answer.hit_tokens(self._policy.chunk_size),
+                self._local_tokens,
+                self.num_tokens,
+                divisible=answer.boundary is None,
             )
             state.verdict = self._policy.decide(self.request_id, hit, promised=state.believed)
             state.verdict_local = self._local_tokens
@@ -502,6 +537,10 @@ class RequestTracker:
         state = self._lookup
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
+        if answer is not None and self._policy.has_chunks:
+            shared = answer.chunks * self._policy.chunk_size
+            if shared > max(hit, self._local_tokens):
+                self.junction_found(shared)
         decided, why = self._decision(state)
         plan = RequestPlan(
             request_id=self.request_id,
@@ -547,6 +586,7 @@ class RequestTracker:
         first, self._load_failed = not self._load_failed, True
         self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
         self._cursor.tail_pending = self._tail_tokens > 0
+        self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
         return first
 
     def load_ended(self) -> Release | None:
@@ -589,6 +629,8 @@ class RequestTracker:
         answer, size = state.answer, self._policy.chunk_size
         chunks = answer.chunks if state.verdict is None else min(answer.chunks, state.verdict.tokens // size)
         cursor.next_chunk = max(cursor.next_chunk, chunks)
+        if answer.boundary is not None and self._boundaries:
+            self._boundaries = [each for each in self._boundaries if each != answer.boundary]
         ends_there = chunks == self.keys.num_prompt_tokens // size
         if ends_there and answer.partial_tokens >= self._tail_tokens:
             cursor.tail_pending = False
@@ -596,9 +638,11 @@ class RequestTracker:
     def tokens_to_hash(self, computed_tokens: int) -> int:
         """Number of tokens whose keys are needed to store what is computed; 0 if there is nothing to store."""
         full, tail = self._due(computed_tokens)
-        if full <= self._cursor.next_chunk and not tail:
+        boundaries = self._due_boundaries(computed_tokens)
+        if full <= self._cursor.next_chunk and not tail and not boundaries:
             return 0
-        return max(full * self._policy.chunk_size, self.keys.num_prompt_tokens if tail else 0)
+        ends = self.keys.num_prompt_tokens if tail else 0
+        return max(full * self._policy.chunk_size, ends, *boundaries)
 
     def plan_stores(self, computed_tokens: int, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
         """Plan the stores of a step, of chunks whose keys are known.
@@ -611,6 +655,21 @@ class RequestTracker:
         full, tail = self._due(computed_tokens)
         full = min(full, self.keys.num_hashed // self._policy.chunk_size)
         return self._spans(full, tail and self.keys.tail is not None, in_flight, room)
+
+    def plan_boundaries(self, computed_tokens: int) -> list[BoundarySpan]:
+        """Plan the stores of the groups other than full attention at the boundaries that a step reaches.
+
+        They are planned once: later the blocks may not exist any more.
+        """
+        due = self._due_boundaries(computed_tokens)
+        self._boundaries = self._boundaries[len(due) :]
+        return [BoundarySpan(boundary) for boundary in due]
+
+    def junction_found(self, num_tokens: int) -> None:
+        """Other requests share `num_tokens` leading tokens, so they can continue at the end of a chunk before."""
+        boundary = num_tokens - num_tokens % self._policy.chunk_size
+        if boundary and not self._policy.one_group and boundary not in self._boundaries:
+            self._boundaries = sorted([*self._boundaries, boundary])
 
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
         """The request ends. Plan the remaining stores, also of chunks that have no keys yet.
@@ -655,10 +714,16 @@ class RequestTracker:
             cursor = self._cursor
             cursor.next_chunk, cursor.stored_skipped = 0, False
             cursor.tail_pending = self._tail_tokens > 0
+            self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
+
+    def _due_boundaries(self, computed_tokens: int) -> list[int]:
+        if not self._may_store or self._loading or self.keys.failed:
+            return []
+        return [boundary for boundary in self._boundaries if boundary <= computed_tokens]
 
     def _due(self, computed_tokens: int) -> tuple[int, bool]:
         """Number of full chunks that are computed, and whether the prompt's partial end is to be stored now."""
-        if not self._may_store or self._loading or self.keys.failed:
+        if not self._may_store or self._loading or self.keys.failed or not self._policy.has_chunks:
             return 0, False
         prompt = self.keys.num_prompt_tokens
         limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)

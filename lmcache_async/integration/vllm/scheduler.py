@@ -12,19 +12,20 @@ from vllm.v1.request import RequestStatus
 from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
-    block_size_of,
     engine_config,
-    groups_of,
     layerwise_tokens,
     roles_of,
     steps_overlap,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES
+from lmcache_async.integration.vllm.groups import block_size_of, groups_of
 from lmcache_async.integration.vllm.jobs import (
+    SKIP,
     Job,
     JobPart,
     StepMetadata,
     WorkerReport,
+    boundary_part,
     load_job,
     pack_blocks,
 )
@@ -34,6 +35,7 @@ from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
 from lmcache_async.integration.vllm.request import (
+    BoundarySpan,
     RequestOptions,
     RequestPolicy,
     RequestTracker,
@@ -48,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lmcache_async.config import EngineConfig
-    from lmcache_async.integration.vllm.config import KVGroup
     from lmcache_async.integration.vllm.events import Notice
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import Promise
     from lmcache_async.integration.vllm.lookup import PromiseCounts
     from lmcache_async.integration.vllm.request import LoadSpan, Release, StoreSpan
@@ -140,12 +142,12 @@ class _PlannedStore:
     """A store whose blocks are pinned. It is sent to the workers when its chunks have keys.
 
     Attributes:
-        block_ids: For each group, the ids of its blocks.
+        block_ids: For each group that is stored, the ids of its blocks.
     """
 
     job_id: int
     keys: RequestKeys
-    span: StoreSpan
+    span: StoreSpan | BoundarySpan
     epoch: int
     block_ids: tuple[bytes, ...]
     deadline: float
@@ -174,7 +176,8 @@ class StoreQueue:
         self._metrics = metrics
         self._world_size = world_size
         self._chunk_size = chunk_size
-        self._groups = groups
+        self._full = [group for group in groups if group.is_full]
+        self._bounded = [group for group in groups if not group.is_full]
         self._planned: list[_PlannedStore] = []
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
         self._copied: dict[int, int] = {}
@@ -193,13 +196,14 @@ class StoreQueue:
         """Pin the blocks of a store.
 
         Args:
-            blocks: All blocks of the request for each group, as vLLM has them.
+            blocks: All blocks of the request for each group of vLLM.
 
         Raises:
             RuntimeError: The request does not have these blocks.
         """
         pinned = []
-        for group, table in zip(self._groups, blocks, strict=True):
+        for group in self._full:
+            table = blocks[group.index]
             start = span.first * self._chunk_size // group.block_size
             stop = start + span.num_tokens // group.block_size
             pinned.append(table[start:stop])
@@ -218,6 +222,41 @@ class StoreQueue:
             self._job_keys[job_id] = keys
             self.keys_in_flight.update(keys)
 
+    def add_boundary(
+        self,
+        job_id: int,
+        tracker: RequestTracker,
+        span: BoundarySpan,
+        blocks: Sequence[Sequence[Any]],
+        *,
+        epoch: int,
+        now: float,
+    ) -> bool:
+        """Pin the blocks that the groups other than full attention need at a boundary.
+
+        Args:
+            blocks: All blocks of the request for each group of vLLM.
+
+        Returns:
+            Whether the blocks exist and are pinned.
+        """
+        needed = []
+        for group in self._bounded:
+            start = group.first_needed(span.boundary) // group.block_size
+            stop = span.boundary // group.block_size
+            needed.append(blocks[group.index][start:stop])
+            if len(needed[-1]) != stop - start or any(block.is_null for block in needed[-1]):
+                return False  # outside of the window by now
+        if sum(map(len, needed)) > self._pins.room:
+            self._metrics.skipped("blocks", sum(1 for some in needed if some))
+            return False
+        self._pins.pin(job_id, [block for some in needed for block in some])
+        ids = tuple(pack_blocks(_ids(some)) for some in needed)
+        self._planned.append(
+            _PlannedStore(job_id, tracker.keys, span, epoch, ids, now + HASH_WAIT_S, hand_over=False)
+        )
+        return True
+
     def take(self, now: float) -> tuple[Job, ...]:
         """Stores whose chunks have keys. Stores whose keys do not arrive in time are dropped."""
         jobs: list[Job] = []
@@ -227,7 +266,8 @@ class StoreQueue:
                 jobs.append(self._job(store))
             elif store.keys.failed or now > store.deadline:
                 self._pins.unpin(store.job_id)
-                self._metrics.skipped("keys", store.span.stop - store.span.first)
+                span = store.span
+                self._metrics.skipped("keys", 1 if isinstance(span, BoundarySpan) else span.stop - span.first)
                 logger.report(
                     "keys",
                     "the end of request %s is not stored: its chunks had no keys within %g s",
@@ -251,10 +291,14 @@ class StoreQueue:
 
     def _needed_tokens(self, store: _PlannedStore) -> int:
         span = store.span
+        if isinstance(span, BoundarySpan):
+            return span.boundary
         return store.keys.num_prompt_tokens if span.is_tail else span.stop * self._chunk_size
 
     def _job(self, store: _PlannedStore) -> Job:
         keys, span, size = store.keys, store.span, self._chunk_size
+        if isinstance(span, BoundarySpan):
+            return self._boundary_job(store, span)
         if span.is_tail and keys.tail is not None:
             tail = keys.tail
             start, stop, packed = tail.start, tail.start + tail.num_tokens, tail.keys
@@ -268,7 +312,7 @@ class StoreQueue:
         parents = keys.packed_keys(span.first - 1, span.first) if has_parent else ()
         parts = tuple(
             JobPart(group.index, start, tokens, packed, tuple(texts.items()), block_ids, parents)
-            for group, block_ids in zip(self._groups, store.block_ids, strict=True)
+            for group, block_ids in zip(self._full, store.block_ids, strict=True)
         )
         return Job(
             job_id=store.job_id,
@@ -278,6 +322,20 @@ class StoreQueue:
             parts=parts,
             hand_over=store.hand_over,
             event_lora_name=None if span.is_tail else keys.event_lora_name,
+        )
+
+    def _boundary_job(self, store: _PlannedStore, span: BoundarySpan) -> Job:
+        parts = tuple(
+            boundary_part(store.keys, group, span.boundary, block_ids)
+            for group, block_ids in zip(self._bounded, store.block_ids, strict=True)
+            if block_ids
+        )
+        return Job(
+            job_id=store.job_id,
+            request_id=store.keys.request_id,
+            request_namespace=store.keys.request_namespace,
+            epoch=store.epoch,
+            parts=parts,
         )
 
 
@@ -334,7 +392,7 @@ class SchedulerConnector:
         )
         self._policy = RequestPolicy(
             chunk_size=config.chunk_size,
-            block_sizes=tuple(group.block_size for group in groups),
+            groups=self._groups,
             partial_chunks=config.store.partial_chunks,
             generated_tokens=config.store.generated_tokens,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
@@ -377,6 +435,7 @@ class SchedulerConnector:
         """
         transfer = vllm_config.kv_transfer_config
         groups = groups_of(kv_cache_config)
+        one_group = len(groups) == 1 and groups[0].is_full
         block_size = block_size_of(groups)
         world_size = vllm_config.parallel_config.world_size
         config = engine_config(vllm_config, block_size)
@@ -387,6 +446,7 @@ class SchedulerConnector:
             chunk_size=config.chunk_size,
             block_size=block_size,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
+            groups=() if one_group else groups,
             hash_key=config.read_hash_key(),
             adapter_algorithm=config.hash_algorithm,
         )
@@ -396,7 +456,7 @@ class SchedulerConnector:
             world_size=world_size,
             roles=roles_of(transfer, config),
             client=client,
-            layerwise_tokens=layerwise_tokens(config, vllm_config),
+            layerwise_tokens=layerwise_tokens(config, vllm_config, one_group=one_group),
             overlapped=steps_overlap(vllm_config),
             media=MediaIdentity.of(vllm_config),
             tier_media={name: each.medium for name, each in capabilities.items()},
@@ -441,6 +501,8 @@ class SchedulerConnector:
         """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
         tracker = self._tracker(request)
         admission = tracker.admitted(external_tokens)
+        if not self._policy.one_group:  # vLLM 0.31 and older, which lack the attribute, have one group
+            tracker.junction_found(request.shared_prefix_boundary)
         self.metrics.admitted(admission)
         if self._wants_plans and admission.first:
             self._plans.append(admission.plan)
@@ -486,6 +548,8 @@ class SchedulerConnector:
         """update_connector_output: results of the ranks."""
         if output.invalid_block_ids:
             self._loads_failed(output.invalid_block_ids)
+        for request_id in getattr(output, "failed_recving", None) or ():  # since vLLM 0.32
+            self._request_failed(request_id)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
         for request_id in list(self._layerwise_loads):
@@ -526,6 +590,7 @@ class SchedulerConnector:
                 self._pins.pinned_blocks,
             )
         self._add_stores(tracker, spans)
+        self._add_boundaries(tracker, computed)
         return tracker.promise(self._config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
@@ -662,7 +727,7 @@ class SchedulerConnector:
             self._client.epoch,
             tracker.keys,
             span,
-            [_ids(blocks.blocks[group.index]) for group in self._groups],
+            [_loadable(blocks.blocks[group.index]) for group in self._groups],
             self._groups,
             chunk_size=self._policy.chunk_size,
         )
@@ -699,6 +764,15 @@ class SchedulerConnector:
                 first_token,
             )
 
+    def _request_failed(self, request_id: str) -> None:
+        """A load failed in some KV group, so vLLM computes all tokens of the request."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.tracker.load_tokens_failed(0):
+            self.metrics.load_failed()
+        logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
+
     def _may_be_unfilled(self, tokens: int) -> bool:
         """Whether some of the leading tokens that vLLM has may be in blocks that a layer-wise load still fills."""
         return any(load.local_tokens < tokens for load in self._layerwise_loads.values())
@@ -714,6 +788,18 @@ class SchedulerConnector:
             self._client.hash(tracker.keys, tracker.num_tokens)
         spans = tracker.plan_stores(computed_tokens, self._stores.keys_in_flight, self._pins.room)
         self._add_stores(tracker, spans)
+        self._add_boundaries(tracker, computed_tokens)
+
+    def _add_boundaries(self, tracker: RequestTracker, computed_tokens: int) -> None:
+        spans = tracker.plan_boundaries(computed_tokens)
+        if not spans:
+            return
+        blocks, now = self._blocks(tracker.request_id), self._client.now()
+        for span in spans:
+            self._next_job += 1
+            self._stores.add_boundary(
+                self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now
+            )
 
     def _add_stores(self, tracker: RequestTracker, spans: Sequence[StoreSpan]) -> None:
         if not spans:
@@ -725,11 +811,10 @@ class SchedulerConnector:
             tracker.store_started(self._next_job, span)
 
     def _blocks(self, request_id: str) -> list[Sequence[Any]]:
-        """All blocks of the request for each group, as vLLM has them."""
+        """All blocks of the request for each group of vLLM."""
         if self._manager is None:
             raise RuntimeError(f"the cache manager with the blocks of request {request_id} was never bound")
-        tables = self._manager.get_blocks(request_id).blocks
-        return [tables[group.index] for group in self._groups]
+        return list(self._manager.get_blocks(request_id).blocks)
 
 
 def _warn_of_lost_writes(
@@ -747,6 +832,11 @@ def _warn_of_lost_writes(
             timeout_s,
             config.shutdown_timeout_s,
         )
+
+
+def _loadable(blocks: Sequence[Any]) -> list[int]:
+    """Block ids, SKIP for a null block: its tokens are outside of the attention window."""
+    return [SKIP if block.is_null else block.block_id for block in blocks]
 
 
 def _ids(blocks: Sequence[Any]) -> list[int]:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["NOT_CALLED_BY_ALL", "CacheHitSource", "data_parallel_index", "shutdown_timeout_s"]
+__all__ = [
+    "NOT_CALLED_BY_ALL",
+    "CacheHitSource",
+    "data_parallel_index",
+    "shutdown_timeout_s",
+    "transfer_results",
+]
 
 NOT_CALLED_BY_ALL = frozenset({"get_external_cache_hit_sources"})
 """Methods of the connector that older versions do not call."""
@@ -27,6 +33,16 @@ else:
             DISK = "disk"
             P2P = "p2p"
             EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+def transfer_results() -> Any:
+    """The class of vLLM for the ends of transfers, with failures by request; None before 0.32.
+
+    Older versions take failures by block, which is not possible with several KV groups.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return getattr(base, "KVConnectorTransferResults", None)
 
 
 def shutdown_timeout_s(vllm_config: Any) -> float | None:

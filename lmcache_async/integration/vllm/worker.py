@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
+from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError, EngineClosedError, MissingDependencyError
 from lmcache_async.hashing import hash_key_id
 from lmcache_async.integration.vllm.config import (
     backend_reason,
-    block_size_of,
     engine_config,
-    groups_of,
+    group_namespace,
     namespace_of,
 )
 from lmcache_async.integration.vllm.events import Notices
+from lmcache_async.integration.vllm.groups import block_size_of, groups_of, leading_group
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.integration.vllm.versions import data_parallel_index
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from lmcache_async.config import EngineConfig
     from lmcache_async.device.copier import Fence
     from lmcache_async.hashing import Namespace
-    from lmcache_async.integration.vllm.config import KVGroup
+    from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.jobs import Job, JobPart
-    from lmcache_async.tiers.adapter import Watcher
+    from lmcache_async.tiers.handle import Watcher
     from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -66,6 +67,9 @@ class Transfers:
     The end of every job is reported exactly once, also after a failure: of a load by its request, of a store by its
     job. `load`, `store` and the `take_*` methods are called by the model's thread and do not block.
 
+    With full attention only, the blocks that were not loaded are reported, and vLLM computes from the first
+    one on. Otherwise the request is reported, because block ids do not name their group, and vLLM computes all of it.
+
     Attributes:
         layerwise: The loads that the forward of their own step awaits.
     """
@@ -88,9 +92,11 @@ class Transfers:
         self._notices = notices
         self._chunk_size = chunk_size
         self._groups = groups
+        self._by_block = all(group.is_full for group in groups)
         self._epoch = 0
         self._lock = threading.Lock()
         self._finished: set[str] = set()
+        self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._copied: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
@@ -153,6 +159,12 @@ class Transfers:
         with self._lock:
             finished, self._finished = self._finished, set()
         return finished
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed, no later than their end."""
+        with self._lock:
+            failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not; known no later than their request's end."""
@@ -217,6 +229,7 @@ class Transfers:
         report = await self._engine.retrieve_chunks(
             RetrieveRequest(
                 request_id=job.request_id,
+                group=part.group,
                 chunks=chunks,
                 rows=rows,
                 request_namespace=job.request_namespace,
@@ -251,6 +264,7 @@ class Transfers:
         return await self._engine.store_chunks(
             StoreRequest(
                 request_id=job.request_id,
+                group=part.group,
                 chunks=chunks,
                 rows=rows,
                 request_namespace=job.request_namespace,
@@ -260,11 +274,11 @@ class Transfers:
         )
 
     def _chunks(self, job: Job, part: JobPart) -> tuple[tuple[Chunk, ...], tuple[BlockIds, ...]]:
-        """The chunks of a part with their block ids. They are announced to the KV events."""
+        """The chunks of a part with their block ids. Those of full attention are announced to the KV events."""
         block_size = self._groups[part.group].block_size
         pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
         chunks = tuple(chunk for chunk, _ in pairs)
-        if self._notices is not None:
+        if self._notices is not None and self._groups[part.group].is_full:
             self._notices.know(chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name)
         return chunks, tuple(rows for _, rows in pairs)
 
@@ -275,7 +289,11 @@ class Transfers:
             self._loading.discard(job.job_id)
             if not job.layerwise:  # vLLM does not wait for layer-wise loads
                 self._finished.add(job.request_id)
-            self._failed_blocks.update(failed_blocks)
+            failed = set(failed_blocks)
+            if self._by_block:
+                self._failed_blocks |= failed
+            elif failed:
+                self._failed_requests.add(job.request_id)
 
     def _expect_loads(self, jobs: Iterable[Job]) -> None:
         with self._lock:
@@ -453,6 +471,7 @@ class OpenEngine(Protocol):
         namespace: Namespace,
         watcher: Watcher | None = None,
         replica: int = 0,
+        more_groups: Sequence[EngineGroup] = (),
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
@@ -536,10 +555,7 @@ class WorkerConnector:
             logging.getLogger(__name__).warning("LMCacheAsyncConnector is off: %s", reason)
             return False
         try:
-            layout = KVLayout.from_block_views(
-                kv_caches, num_blocks=kv_cache_config.num_blocks, block_size=block_size_of(self._groups)
-            )
-            self.open(layout, namespace_of(vllm_config, kv_cache_config, self.config, layout.text))
+            self.open(*self._engine_groups(vllm_config, kv_cache_config, kv_caches))
         except (ConfigError, MissingDependencyError):
             raise
         except Exception:
@@ -549,28 +565,49 @@ class WorkerConnector:
             return False
         return True
 
-    def open(self, layout: KVLayout, namespace: Namespace) -> None:
-        """Open the engine over the registered KV cache, and start the lookup server.
+    def _engine_groups(
+        self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+    ) -> list[EngineGroup]:
+        """Layout and namespace of each KV group."""
+        layouts = []
+        for group in self._groups:
+            own = kv_caches
+            if len(self._groups) > 1:
+                own = {name: kv_caches[name] for name in group.layers if name in kv_caches}
+            layouts.append(
+                KVLayout.from_block_views(
+                    own, num_blocks=kv_cache_config.num_blocks, block_size=group.block_size
+                )
+            )
+        namespace = namespace_of(vllm_config, kv_cache_config, self.config, layouts[0].text)
+        return [
+            EngineGroup(layout, group_namespace(namespace, group, self._groups, layout.text))
+            for group, layout in zip(self._groups, layouts, strict=True)
+        ]
+
+    def open(self, *groups: EngineGroup) -> None:
+        """Open the engine over the registered KV cache of each KV group, and start the lookup server.
 
         Raises:
             ConfigError: The engine cannot be opened as configured.
         """
         # On a CPU a forward has ended when its call returns, and new blocks are zeroed before it, so a load may start
         # with the step. On a device it is ordered after the forward that was just launched.
-        self._loads_early = layout.device.type == "cpu"
+        self._loads_early = groups[0].layout.device.type == "cpu"
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
-        self._serving = self._loop.submit(self._serve(layout, namespace, opened))
+        self._serving = self._loop.submit(self._serve(groups, opened))
         try:
             opened.result()
         except BaseException:
             self._loop.close()
             raise
 
-    def attach(self, engine: CacheEngine, loop: Loop, layout: KVLayout, namespace: Namespace) -> LookupServer:
+    def attach(self, engine: CacheEngine, loop: Loop, *groups: EngineGroup) -> LookupServer:
         """Run loads and stores of the following steps on an open engine.
 
         Args:
+            groups: Layout and namespace of each KV group.
             loop: Runs coroutines on the engine's loop.
 
         Returns:
@@ -583,10 +620,10 @@ class WorkerConnector:
             rank=self.rank,
             chunk_size=self.config.chunk_size,
             groups=self._groups,
-            layout=layout,
+            layout=groups[0].layout,
             notices=self._notices,
         )
-        return LookupServer(engine, self._identity(namespace), self.socket, clear=transfers.clear)
+        return LookupServer(engine, self._identity(groups), self.socket, clear=transfers.clear)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """bind_connector_metadata."""
@@ -616,6 +653,9 @@ class WorkerConnector:
 
     def take_finished(self) -> set[str]:
         return self._running.take_finished()
+
+    def take_failed_requests(self) -> set[str]:
+        return self._running.take_failed_requests()
 
     def take_failed_blocks(self) -> set[int]:
         self._running.layerwise.settle()  # the forward is over
@@ -649,17 +689,21 @@ class WorkerConnector:
             raise RuntimeError("the KV cache was never registered")
         return self._transfers
 
-    async def _serve(
-        self, layout: KVLayout, namespace: Namespace, opened: concurrent.futures.Future[None]
-    ) -> None:
+    async def _serve(self, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]) -> None:
         """Keep engine and server open until stopped. One task opens and closes them."""
         try:
-            watched = {} if self._notices is None else {"watcher": self._notices}
+            options: dict[str, Any] = {} if self._notices is None else {"watcher": self._notices}
+            if len(groups) > 1:
+                options["more_groups"] = groups[1:]
             opening = self._open_engine(
-                self.config, layout=layout, namespace=namespace, replica=self._replica, **watched
+                self.config,
+                layout=groups[0].layout,
+                namespace=groups[0].namespace,
+                replica=self._replica,
+                **options,
             )
             async with opening as engine:
-                server = self.attach(engine, self._loop_thread, layout, namespace)
+                server = self.attach(engine, self._loop_thread, *groups)
                 await server.start()
                 try:
                     self._feed = StatsFeed(engine)
@@ -680,7 +724,8 @@ class WorkerConnector:
             raise RuntimeError("the worker connector is closed")
         return self._loop
 
-    def _identity(self, namespace: Namespace) -> Identity:
+    def _identity(self, groups: Sequence[EngineGroup]) -> Identity:
+        namespace = groups[leading_group(self._groups).index].namespace
         return Identity(
             protocol=PROTOCOL,
             root=namespace.root(),
@@ -688,4 +733,5 @@ class WorkerConnector:
             chunk_size=self.config.chunk_size,
             block_size=block_size_of(self._groups),
             hash_key_id=hash_key_id(namespace.hash_key),
+            group_roots=tuple(group.namespace.root() for group in groups),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -13,16 +14,138 @@ import pytest_asyncio
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing import records
-from lmcache_async.testing.records import check_record, key_of, small_arena
+from lmcache_async.testing.records import check_record, key_of, record, small_arena
 from lmcache_async.testing.steps import DEADLINE_S
-from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 
 ARENA_SLABS = 48
 """Number of records that the arena of a test holds at the same time."""
+
+
+class TierRig:
+    """An open tier, the memory for its records, and its calls by chunk number.
+
+    Args:
+        tier: The tier, bound to `arena`.
+        arena: Memory of the calls.
+        length: Payload bytes of each chunk, by number.
+        readonly: Pass read-only buffers to `put`, as an engine does.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        arena: Arena,
+        length: Callable[[int], int] = lambda _: 5000,
+        *,
+        readonly: bool = True,
+    ) -> None:
+        self.tier = tier
+        self.arena = arena
+        self.length = length
+        self._readonly = readonly
+
+    @property
+    def statistics(self) -> TierStatistics:
+        return self.tier.statistics()
+
+    @property
+    def leases_content(self) -> bool:
+        """Whether `get` returns leases of the stored content and does not call `allocate`."""
+        return self.tier.capabilities.in_arena or self.tier.capabilities.own_memory
+
+    async def allocate(self, nbytes: int) -> Buffer:
+        return await self.arena.lease(nbytes, timeout_s=5)
+
+    @contextlib.contextmanager
+    def items(self, numbers: Iterable[int]) -> Iterator[list[tuple[ChunkKey, Buffer]]]:
+        """Provide sealed records in buffers that are released after the block."""
+        items = []
+        for number in numbers:
+            buffer = record(self.arena, number, self.length(number))
+            if self._readonly:
+                with buffer:
+                    buffer = buffer.lend(_Caller())
+            items.append((key_of(number), buffer))
+        try:
+            yield items
+        finally:
+            release_all([buffer for _, buffer in items if not buffer.released])
+
+    async def put(self, *numbers: int) -> None:
+        """Put these chunks, one after the other."""
+        for number in numbers:
+            with self.items([number]) as [(key, buffer)]:
+                await self.tier.put(key, buffer)
+
+    async def put_many(self, numbers: Iterable[int]) -> Sequence[TierError | None]:
+        with self.items(numbers) as items:
+            return await self.tier.put_many(items)
+
+    async def get_many(
+        self, numbers: Iterable[int], allocate: Allocate | None = None
+    ) -> Sequence[Buffer | TierError | None]:
+        return await self.tier.get_many([key_of(number) for number in numbers], allocate or self.allocate)
+
+    async def contains(self, number: int) -> bool:
+        return await self.tier.contains(key_of(number))
+
+    async def remove(self, number: int) -> bool:
+        return await self.tier.remove(key_of(number))
+
+    async def holds(self, *numbers: int) -> bool:
+        """Return whether all of the chunks are stored, and assert that their records are right."""
+        all_stored = True
+        for number in numbers:
+            got = await self.tier.get(key_of(number), self.allocate)
+            all_stored &= got is not None
+            if got is not None:
+                with got:
+                    check_record(got, number, self.length(number))
+        return all_stored
+
+    async def stored(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the chunks that `contains` finds."""
+        return [number for number in numbers if await self.contains(number)]
+
+    async def keys(self) -> set[ChunkKey]:
+        """Return the keys that `keys` yields, and assert that none is repeated."""
+        keys = [key async for key in self.tier.keys()]  # noqa: SIM118 - no dict
+        assert len(set(keys)) == len(keys), "keys gave a key twice"
+        return set(keys)
+
+    async def check_leases(self) -> None:
+        """Wait until only the chunks of a tier in the arena are leased. Fail after DEADLINE_S."""
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
+        while (leased := self.arena.statistics().leased_slabs) != (kept := self._kept_in_arena()):
+            assert asyncio.get_running_loop().time() < deadline, (
+                f"{leased} slabs of the arena are leased, and the tier keeps {kept} chunks there: a lease leaks"
+            )
+            await asyncio.sleep(0)
+
+    def scribble(self) -> None:
+        """Overwrite all free memory, so that a read without a lease returns wrong bytes."""
+        statistics = self.arena.statistics()
+        buffers = []
+        for _ in range(statistics.num_slabs - statistics.leased_slabs):
+            if (buffer := self.arena.lease_nowait(self.arena.slab_bytes)) is not None:
+                buffer.view[:] = b"\xee" * buffer.nbytes
+                buffers.append(buffer)
+        release_all(buffers)
+
+    def _kept_in_arena(self) -> int:
+        return self.statistics.chunks if self.tier.capabilities.in_arena else 0
+
+
+@contextlib.asynccontextmanager
+async def opened_rig(tier: Tier, arena: Arena) -> AsyncIterator[TierRig]:
+    """Bind and open a tier."""
+    tier.bind(arena)
+    async with tier:
+        yield TierRig(tier, arena)
 
 
 class Cases:
@@ -53,16 +176,13 @@ class Cases:
         return type(tier)(tier.config)
 
     def limit(self, tier: Tier, max_bytes: int) -> Tier | None:
-        """Return a new, empty tier with a capacity, not opened.
+        """Return a new, empty tier with a capacity, not opened; None if tiers of this kind have no limit.
 
         The default works for a config with a field `max_bytes`.
 
         Args:
             tier: Tier of the fixture, not opened.
             max_bytes: Capacity in bytes.
-
-        Returns:
-            The tier, or None if tiers of this kind have no limit.
         """
         if "max_bytes" not in type(tier.config).model_fields:
             return None
@@ -105,9 +225,13 @@ class Cases:
     @pytest_asyncio.fixture
     async def opened(self, tier: Tier, arena: Arena) -> AsyncIterator[Tier]:
         """`tier`, bound and opened; closed after the test."""
-        tier.bind(arena)
-        async with tier:
-            yield tier
+        async with opened_rig(tier, arena) as rig:
+            yield rig.tier
+
+    @pytest.fixture
+    def rig(self, opened: Tier, arena: Arena) -> TierRig:
+        """The calls of `opened` by chunk number."""
+        return TierRig(opened, arena)
 
 
 async def in_time(call: Awaitable[T]) -> T:
@@ -127,73 +251,11 @@ class _Caller:
         """Do nothing: the tier releases the lease."""
 
 
-def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
-    """Return the sealed record of chunk `number` in a read-only buffer, as an engine passes it to `put`."""
-    with records.record(arena, number, payload_bytes) as buffer:
-        return buffer.lend(_Caller())
-
-
-async def put(tier: Tier, arena: Arena, numbers: Iterable[int], payload_bytes: int = 5000) -> None:
-    """Put these chunks, one after the other."""
-    for number in numbers:
-        with record(arena, number, payload_bytes) as buffer:
-            await tier.put(key_of(number), buffer)
-
-
-async def holds(tier: Tier, number: int, allocate: Allocate, payload_bytes: int = 5000) -> bool:
-    """Return whether the chunk is stored, and assert that its record is right."""
-    got = await tier.get(key_of(number), allocate)
-    if got is None:
-        return False
-    with got:
-        check_record(got, number, payload_bytes)
-    return True
-
-
 def release_all(results: object) -> None:
     """Release the buffers of a result of `get` or `get_many`. Other results are ignored."""
     for result in results if isinstance(results, list) else [results]:
         if isinstance(result, Buffer):
             result.release()
-
-
-async def listed(tier: Tier) -> set[ChunkKey]:
-    """Return the keys that `keys` yields, and assert that none is repeated."""
-    keys = [key async for key in tier.keys()]  # noqa: SIM118 - no dict
-    assert len(set(keys)) == len(keys), "keys gave a key twice"
-    return set(keys)
-
-
-async def leases_are_back(tier: Tier, arena: Arena) -> None:
-    """Wait until only the chunks of a tier in the arena are leased. Fail after DEADLINE_S."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while (leased := arena.statistics().leased_slabs) != (kept := chunks_in_arena(tier)):
-        assert asyncio.get_running_loop().time() < deadline, (
-            f"{leased} slabs of the arena are leased, and the tier keeps {kept} chunks there: a lease leaks"
-        )
-        await asyncio.sleep(0)
-
-
-def chunks_in_arena(tier: Tier) -> int:
-    """Number of leases of the arena that the tier may hold."""
-    return tier.statistics().chunks if tier.capabilities.in_arena else 0
-
-
-def leases_content(tier: Tier) -> bool:
-    """Whether `get` returns leases of the stored content and does not call `allocate`."""
-    return tier.capabilities.in_arena or tier.capabilities.own_memory
-
-
-def scribble(arena: Arena) -> None:
-    """Overwrite all free memory, so that a read without a lease returns wrong bytes."""
-    statistics = arena.statistics()
-    buffers = []
-    for _ in range(statistics.num_slabs - statistics.leased_slabs):
-        if (buffer := arena.lease_nowait(arena.slab_bytes)) is not None:
-            buffer.view[:] = b"\xee" * buffer.nbytes
-            buffers.append(buffer)
-    for buffer in buffers:
-        buffer.release()
 
 
 def are_answers(results: Iterable[object]) -> bool:

@@ -9,17 +9,9 @@ import pytest_asyncio
 
 from lmcache_async.errors import TierFullError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.testing.conformance.base import (
-    Cases,
-    are_answers,
-    holds,
-    in_time,
-    leases_are_back,
-    put,
-    record,
-)
+from lmcache_async.testing.conformance.base import Cases, TierRig, are_answers, in_time, opened_rig
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of
-from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.base import Tier
 
 ROOM = 6
 """Capacity of the limited tier, in full slabs."""
@@ -29,107 +21,102 @@ class LimitedCases(Cases):
     """Fixtures of the tests of limits."""
 
     @pytest_asyncio.fixture
-    async def limited(self, tier: Tier, arena: Arena) -> AsyncIterator[Tier | None]:
+    async def limited(self, tier: Tier, arena: Arena) -> AsyncIterator[TierRig | None]:
         """An open tier with a capacity of six full records; None if tiers of its kind have no limit."""
         limited = self.limit(tier, ROOM * SLAB_BYTES)
         if limited is None:
             yield None
             return
-        limited.bind(arena)
-        async with limited:
-            yield limited
+        async with opened_rig(limited, arena) as rig:
+            rig.length = lambda _: MAX_PAYLOAD_BYTES
+            yield rig
 
 
 class CapacityCases(LimitedCases):
     """`max_bytes` is never exceeded. A full tier evicts chunks or raises TierFullError."""
 
-    async def test_a_tier_without_a_limit_declares_none(self, limited: Tier | None, tier: Tier) -> None:
+    async def test_a_tier_without_a_limit_declares_none(self, limited: TierRig | None, tier: Tier) -> None:
         if limited is None:
             assert tier.statistics().max_bytes is None, (
                 "statistics() names a limit: override `limit` in the test class, so that it can be tested"
             )
         else:
-            assert limited.statistics().max_bytes is not None, "a limited tier's statistics() names no limit"
+            assert limited.statistics.max_bytes is not None, "a limited tier's statistics() names no limit"
 
     async def test_a_full_tier_stays_within_its_limit_and_serves_what_it_says_it_has(
-        self, limited: Tier | None, arena: Arena, allocate: Allocate
+        self, limited: TierRig | None
     ) -> None:
         if limited is None:
             return
-        max_bytes = limited.statistics().max_bytes
-        assert max_bytes is not None
         taken = 0
         for number in range(3 * ROOM):
             try:
-                await put(limited, arena, [number], MAX_PAYLOAD_BYTES)
+                await limited.put(number)
             except TierFullError:
                 continue
             taken += 1
-            assert 0 < limited.statistics().bytes <= max_bytes
-            assert await holds(limited, number, allocate, MAX_PAYLOAD_BYTES), "put has ended, it is not there"
-        held = [number for number in range(3 * ROOM) if await limited.contains(key_of(number))]
+            assert _bytes_within_limit(limited) > 0
+            assert await limited.holds(number), "put has ended, it is not there"
+        held = await limited.stored(range(3 * ROOM))
 
         assert 0 < len(held) <= ROOM
-        assert len(held) == taken - limited.statistics().evictions
-        for number in held:
-            assert await holds(limited, number, allocate, MAX_PAYLOAD_BYTES)
-        await leases_are_back(limited, arena)
+        assert len(held) == taken - limited.statistics.evictions
+        assert await limited.holds(*held)
+        await limited.check_leases()
 
-    async def test_small_records_do_not_slip_past_the_limit(
-        self, limited: Tier | None, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_small_records_do_not_slip_past_the_limit(self, limited: TierRig | None) -> None:
         if limited is None:
             return
-        max_bytes = limited.statistics().max_bytes
-        assert max_bytes is not None
+        limited.length = lambda number: number % 300
         for number in range(200):
-            buffer = record(arena, number, number % 300)
-            [answer] = await limited.put_many([(key_of(number), buffer)])
-            buffer.release()
+            [answer] = await limited.put_many([number])
             assert answer is None or isinstance(answer, TierFullError)
-            assert limited.statistics().bytes <= max_bytes
-        held = [number for number in range(200) if await limited.contains(key_of(number))]
+            _bytes_within_limit(limited)
+        held = await limited.stored(range(200))
 
         assert held
-        assert all([await holds(limited, number, allocate, number % 300) for number in held])
+        assert await limited.holds(*held)
 
     async def test_many_puts_at_once_into_a_small_tier_end_within_its_limit(
-        self, limited: Tier | None, arena: Arena, allocate: Allocate
+        self, limited: TierRig | None
     ) -> None:
         if limited is None:
             return
-        max_bytes = limited.statistics().max_bytes
-        assert max_bytes is not None
-        items = [(key_of(number), record(arena, number, MAX_PAYLOAD_BYTES)) for number in range(16)]
-        halves = asyncio.gather(limited.put_many(items[:8]), limited.put_many(items[8:]))
+        halves = asyncio.gather(limited.put_many(range(8)), limited.put_many(range(8, 16)))
         while not halves.done():
-            assert limited.statistics().bytes <= max_bytes
+            _bytes_within_limit(limited)
             await asyncio.sleep(0)
         answers = [answer for half in await in_time(halves) for answer in half]
-        for _, buffer in items:
-            buffer.release()
 
         assert len(answers) == 16
         assert are_answers(answers)
         assert None in answers, "none of them was taken"
-        assert 0 < limited.statistics().bytes <= max_bytes
-        held = [number for number in range(16) if await limited.contains(key_of(number))]
+        assert _bytes_within_limit(limited) > 0
+        held = await limited.stored(range(16))
         assert held
-        assert all([await holds(limited, number, allocate, MAX_PAYLOAD_BYTES) for number in held])
-        await leases_are_back(limited, arena)
+        assert await limited.holds(*held)
+        await limited.check_leases()
 
-    async def test_a_removal_makes_room(self, limited: Tier | None, arena: Arena, allocate: Allocate) -> None:
-        if limited is None or not limited.capabilities.removes:
+    async def test_a_removal_makes_room(self, limited: TierRig | None) -> None:
+        if limited is None or not limited.tier.capabilities.removes:
             return
-        await put(limited, arena, range(ROOM - 1), MAX_PAYLOAD_BYTES)
-        full = limited.statistics().bytes
-        assert await limited.remove(key_of(0))
-        assert limited.statistics().bytes < full
-        evictions = limited.statistics().evictions
-        await put(limited, arena, [ROOM], MAX_PAYLOAD_BYTES)
+        await limited.put(*range(ROOM - 1))
+        full = limited.statistics.bytes
+        assert await limited.remove(0)
+        assert limited.statistics.bytes < full
+        evictions = limited.statistics.evictions
+        await limited.put(ROOM)
 
-        assert limited.statistics().evictions == evictions
-        assert await holds(limited, ROOM, allocate, MAX_PAYLOAD_BYTES)
+        assert limited.statistics.evictions == evictions
+        assert await limited.holds(ROOM)
+
+
+def _bytes_within_limit(limited: TierRig) -> int:
+    """Return the bytes of the tier, and assert that they do not exceed its limit."""
+    statistics = limited.statistics
+    assert statistics.max_bytes is not None
+    assert statistics.bytes <= statistics.max_bytes
+    return statistics.bytes
 
 
 class SuffixEvictionConformance(LimitedCases):
@@ -139,34 +126,28 @@ class SuffixEvictionConformance(LimitedCases):
     limited tier must have a capacity of exactly six full records.
     """
 
-    async def test_a_full_tier_keeps_what_is_newest(
-        self, limited: Tier | None, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_a_full_tier_keeps_what_is_newest(self, limited: TierRig | None) -> None:
         assert limited is not None, "a tier that evicts has a limit: override `limit`"
-        for number in range(3 * ROOM):
-            await put(limited, arena, [number], MAX_PAYLOAD_BYTES)
-        held = [number for number in range(3 * ROOM) if await limited.contains(key_of(number))]
+        await limited.put(*range(3 * ROOM))
+        held = await limited.stored(range(3 * ROOM))
 
         assert held == list(range(2 * ROOM, 3 * ROOM))
-        assert limited.statistics().evictions == 2 * ROOM
-        assert all([await holds(limited, number, allocate, MAX_PAYLOAD_BYTES) for number in held])
+        assert limited.statistics.evictions == 2 * ROOM
+        assert await limited.holds(*held)
 
-    async def test_use_keeps_a_chunk(self, limited: Tier | None, arena: Arena, allocate: Allocate) -> None:
+    async def test_use_keeps_a_chunk(self, limited: TierRig | None) -> None:
         assert limited is not None
-        await put(limited, arena, range(ROOM), MAX_PAYLOAD_BYTES)
-        assert await holds(limited, 0, allocate, MAX_PAYLOAD_BYTES)
-        await put(limited, arena, [50], MAX_PAYLOAD_BYTES)
+        await limited.put(*range(ROOM))
+        assert await limited.holds(0)
+        await limited.put(50)
 
-        assert await limited.contains(key_of(0))
-        assert not await limited.contains(key_of(1))
+        assert await limited.contains(0)
+        assert not await limited.contains(1)
 
-    async def test_a_full_tier_gives_up_suffixes_before_their_prefixes(
-        self, limited: Tier | None, arena: Arena
-    ) -> None:
+    async def test_a_full_tier_gives_up_suffixes_before_their_prefixes(self, limited: TierRig | None) -> None:
         assert limited is not None
         old = [key_of(number) for number in range(4)]
-        await limited.contains_many(old)  # as a lookup does: the keys are of one prompt
-        for numbers in (range(4), range(10, 14)):  # one call for each, so that the first is the oldest
-            await put(limited, arena, numbers, MAX_PAYLOAD_BYTES)
+        await limited.tier.contains_many(old)  # as a lookup does: the keys are of one prompt
+        await limited.put(*range(4), *range(10, 14))  # one call for each, so that the first is the oldest
 
-        assert await limited.contains_many(old) == [True, True, False, False]
+        assert await limited.tier.contains_many(old) == [True, True, False, False]

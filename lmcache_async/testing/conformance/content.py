@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.conformance.base import (
-    Cases,
-    holds,
-    leases_are_back,
-    leases_content,
-    listed,
-    put,
-    record,
-    scribble,
-)
-from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, check_record, key_of
-from lmcache_async.testing.records import record as writable_record
-from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.testing.conformance.base import Cases, TierRig, opened_rig, release_all
+from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, check_record, is_proven, key_of, record
+from lmcache_async.tiers.base import Tier, TierStatistics
 
 LENGTHS = (
     *(0, 1, 2, 3, 5, 7, 13, 63, 64, 65, 511, 512, 513, 1000),
@@ -29,153 +21,363 @@ LENGTHS = (
 
 ODD_KEYS = (bytes(16), b"\xff" * 16, b"../../etc/passwd", b"a/b\n\r\t \"'*?;&|\x00%", b"con.aux.nul..  .")
 
+EDITS: dict[str, Callable[[bytes], bytes]] = {
+    "first byte flipped": lambda content: _flipped(content, 0),
+    "header flipped": lambda content: _flipped(content, 100),
+    "payload flipped": lambda content: _flipped(content, len(content) // 2 + 1),
+    "last byte flipped": lambda content: _flipped(content, len(content) - 1),
+    "last byte cut": lambda content: content[:-1],
+    "cut to a page": lambda content: content[:4096],
+    "cut in half": lambda content: content[: len(content) // 2],
+    "empty": lambda _: b"",
+    "longer": lambda content: content + bytes(4096),
+    "zeros": lambda content: bytes(len(content)),
+    "first half zeros": lambda content: bytes(len(content) // 2) + content[len(content) // 2 :],
+}
+
 
 class ContentCases(Cases):
     """Tests of one record at a time."""
 
-    async def test_a_record_of_any_length_comes_back_to_the_byte(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_a_record_of_any_length_comes_back_to_the_byte(self, rig: TierRig) -> None:
+        rig.length = LENGTHS.__getitem__
+        for number in range(len(LENGTHS)):
+            await rig.put(number)
+            assert await rig.contains(number)
         for number, length in enumerate(LENGTHS):
-            await put(opened, arena, [number], length)
-            assert await opened.contains(key_of(number))
-        for number, length in enumerate(LENGTHS):
-            assert await holds(opened, number, allocate, length), f"a record of {length} bytes is lost"
-        await leases_are_back(opened, arena)
+            assert await rig.holds(number), f"a record of {length} bytes is lost"
+        await rig.check_leases()
 
-    async def test_any_sixteen_bytes_are_a_key(self, opened: Tier, arena: Arena, allocate: Allocate) -> None:
+    async def test_any_sixteen_bytes_are_a_key(self, rig: TierRig) -> None:
         numbers = [int.from_bytes(key, "big") for key in ODD_KEYS]
-        await put(opened, arena, numbers)
+        await rig.put(*numbers)
 
         for number in numbers:
-            assert await holds(opened, number, allocate), f"the record of key {key_of(number)!r} is lost"
-        if opened.capabilities.lists:
-            assert await listed(opened) == {key_of(number) for number in numbers}
+            assert await rig.holds(number), f"the record of key {key_of(number)!r} is lost"
+        if rig.tier.capabilities.lists:
+            assert await rig.keys() == {key_of(number) for number in numbers}
 
-    async def test_what_was_never_put_is_a_miss(self, opened: Tier, arena: Arena, allocate: Allocate) -> None:
-        await put(opened, arena, [2])
+    async def test_what_was_never_put_is_a_miss(self, rig: TierRig) -> None:
+        await rig.put(2)
 
-        assert not await opened.contains(key_of(1))
-        assert await opened.get(key_of(1), allocate) is None
-        assert not await opened.remove(key_of(1))
-        assert await opened.count_prefix([key_of(1)]) == 0
+        assert not await rig.contains(1)
+        assert not await rig.holds(1)
+        assert not await rig.remove(1)
+        assert await rig.tier.count_prefix([key_of(1)]) == 0
 
-    async def test_put_leaves_the_callers_buffer_and_lease_alone(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_put_leaves_the_callers_buffer_and_lease_alone(self, rig: TierRig) -> None:
         for verb in ("put", "put_many"):
-            buffer = record(arena, 1)
-            content = bytes(buffer.view)
-            if verb == "put":
-                await opened.put(key_of(1), buffer)
-            else:
-                assert await opened.put_many([(key_of(1), buffer)]) == [None]
+            with rig.items([1]) as items:
+                [(key, buffer)] = items
+                content = bytes(buffer.view)
+                if verb == "put":
+                    await rig.tier.put(key, buffer)
+                else:
+                    assert await rig.tier.put_many(items) == [None]
 
-            assert not buffer.released, f"{verb} released the caller's lease"
-            assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
-            buffer.release()
-            await leases_are_back(opened, arena)
-            scribble(arena)
-            assert await holds(opened, 1, allocate)
+                assert not buffer.released, f"{verb} released the caller's lease"
+                assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
+            await rig.check_leases()
+            rig.scribble()
+            assert await rig.holds(1)
 
     async def test_what_a_tier_outside_the_arena_keeps_does_not_follow_the_callers_buffer(
-        self, opened: Tier, arena: Arena, allocate: Allocate
+        self, rig: TierRig
     ) -> None:
-        if opened.capabilities.in_arena:
+        if rig.tier.capabilities.in_arena:
             return
-        with writable_record(arena, 1) as buffer:
-            await opened.put(key_of(1), buffer)
+        with record(rig.arena, 1) as buffer:
+            await rig.tier.put(key_of(1), buffer)
             assert not buffer.shared, "put has ended, and the tier holds a lease of the caller's memory"
             buffer.view[:] = bytes(buffer.nbytes)
 
-        assert await holds(opened, 1, allocate)
+        assert await rig.holds(1)
 
-    async def test_a_buffer_got_is_the_callers_and_stays_right(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
-        await put(opened, arena, [1, 2])
-        got = await opened.get(key_of(1), allocate)
+    async def test_a_buffer_got_is_the_callers_and_stays_right(self, rig: TierRig) -> None:
+        await rig.put(1, 2)
+        got = await rig.tier.get(key_of(1), rig.allocate)
         assert got is not None
-        of_arena = 0 <= got.address - arena.address < len(arena.region)
-        if opened.capabilities.own_memory:
+        of_arena = 0 <= got.address - rig.arena.address < len(rig.arena.region)
+        if rig.tier.capabilities.own_memory:
             assert not of_arena, "the buffer is of allocate's, and own_memory says that it is not"
             assert got.shared, "others read this memory, and the buffer says that it is the caller's alone"
         else:
             assert of_arena, "the buffer is not of allocate's"
         for number in (2, 3, 4):
-            await put(opened, arena, [number])
-            assert await holds(opened, number, allocate)
-        await opened.remove(key_of(1))
-        scribble(arena)
+            await rig.put(number)
+            assert await rig.holds(number)
+        await rig.remove(1)
+        rig.scribble()
         check_record(got, 1)
         got.release()
-        await leases_are_back(opened, arena)
+        await rig.check_leases()
 
-    async def test_two_buffers_of_one_chunk_are_independent(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
-        await put(opened, arena, [1])
-        first = await opened.get(key_of(1), allocate)
-        second = await opened.get(key_of(1), allocate)
+    async def test_two_buffers_of_one_chunk_are_independent(self, rig: TierRig) -> None:
+        await rig.put(1)
+        first = await rig.tier.get(key_of(1), rig.allocate)
+        second = await rig.tier.get(key_of(1), rig.allocate)
         assert first is not None
         assert second is not None
-        if not leases_content(opened):  # otherwise both are leases of one chunk
+        if not rig.leases_content:  # otherwise both are leases of one chunk
             assert not first.shared, "a buffer of allocate's has a second lease"
             first.view[:] = bytes(first.nbytes)
         first.release()
 
         check_record(second, 1)
         second.release()
-        assert await holds(opened, 1, allocate)
-        await leases_are_back(opened, arena)
+        assert await rig.holds(1)
+        await rig.check_leases()
 
-    async def test_putting_a_chunk_again_leaves_one_whole_chunk(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
-        await put(opened, arena, [1])
-        size = opened.statistics().bytes
+    async def test_putting_a_chunk_again_leaves_one_whole_chunk(self, rig: TierRig) -> None:
+        await rig.put(1)
+        size = rig.statistics.bytes
         for _ in range(3):
-            await put(opened, arena, [1])
-            assert await opened.contains(key_of(1))
-            assert await holds(opened, 1, allocate)
+            await rig.put(1)
+            assert await rig.contains(1)
+            assert await rig.holds(1)
 
-        assert opened.statistics().chunks in {0, 1}
-        assert opened.statistics().bytes == size, "a second put of a chunk is counted again"
-        await leases_are_back(opened, arena)
+        assert rig.statistics.chunks in {0, 1}
+        assert rig.statistics.bytes == size, "a second put of a chunk is counted again"
+        await rig.check_leases()
 
-    async def test_a_get_without_memory_raises_and_harms_nothing(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_a_get_without_memory_raises_and_harms_nothing(self, rig: TierRig) -> None:
         async def refuse(nbytes: int) -> Buffer:
             raise BudgetExceededError(f"no {nbytes} bytes for this test")
 
-        await put(opened, arena, [1])
-        if not leases_content(opened):  # otherwise `allocate` is not called
+        await rig.put(1)
+        if not rig.leases_content:  # otherwise `allocate` is not called
             with pytest.raises((BudgetExceededError, TierError)):
-                await opened.get(key_of(1), refuse)
-        await leases_are_back(opened, arena)
-        assert await holds(opened, 1, allocate)
+                await rig.tier.get(key_of(1), refuse)
+        await rig.check_leases()
+        assert await rig.holds(1)
 
-    async def test_a_tier_of_many_keys_mixes_none_of_them_up(
-        self, opened: Tier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_a_tier_of_many_keys_mixes_none_of_them_up(self, rig: TierRig) -> None:
+        rig.length = lambda number: number % 50
         batch = 32
         for start in range(0, self.many_keys, batch):
-            numbers = range(start, min(start + batch, self.many_keys))
-            items = [(key_of(number), record(arena, number, number % 50)) for number in numbers]
-            refused = [error for error in await opened.put_many(items) if error is not None]
-            for _, buffer in items:
-                buffer.release()
-            assert not refused or opened.statistics().max_bytes is not None, refused[0]
+            answers = await rig.put_many(range(start, min(start + batch, self.many_keys)))
+            refused = [error for error in answers if error is not None]
+            assert not refused or rig.statistics.max_bytes is not None, refused[0]
         asked = range(0, self.many_keys, 7)
-        found = [number for number in asked if await holds(opened, number, allocate, number % 50)]
+        found = [number for number in asked if await rig.holds(number)]
 
-        if not opened.statistics().evictions:
+        if not rig.statistics.evictions:
             assert found == list(asked)
         assert found, "all records are lost"
-        assert not await opened.contains(key_of(self.many_keys))
-        if opened.capabilities.lists:
-            held = await listed(opened)
-            assert held >= {key_of(number) for number in found}
-            assert opened.statistics().chunks in {0, len(held)}
-        await leases_are_back(opened, arena)
+        assert not await rig.contains(self.many_keys)
+
+
+class BatchCases(Cases):
+    """Batch methods return one result for each key, in order."""
+
+    async def test_batches_keep_their_order(self, rig: TierRig) -> None:
+        assert await rig.put_many(range(8)) == [None] * 8
+        rig.scribble()
+        asked = [3, 99, 0, 7, 98, 1, 2, 6, 5, 4]
+
+        results = await rig.get_many(asked)
+
+        assert [result is None for result in results] == [number > 7 for number in asked]
+        await _check_got(rig, asked, results)
+
+    async def test_an_empty_batch_is_an_empty_answer(self, rig: TierRig) -> None:
+        assert await rig.put_many([]) == []
+        assert await rig.get_many([]) == []
+        assert await rig.tier.contains_many([]) == []
+        assert await rig.tier.count_prefix([]) == 0
+
+    async def test_a_key_may_come_twice_in_a_batch(self, rig: TierRig) -> None:
+        assert await rig.put_many((1, 2, 1)) == [None] * 3
+
+        results = await rig.get_many((2, 1, 2))
+
+        assert all(isinstance(result, Buffer) for result in results)
+        await _check_got(rig, (2, 1, 2), results)
+
+    async def test_a_batch_may_be_longer_than_what_moves_at_once(self, rig: TierRig) -> None:
+        rig.length = lambda _: 100
+        numbers = range(rig.arena.num_slabs // 2)
+        assert await rig.put_many(numbers) == [None] * len(numbers)
+
+        results = await rig.get_many(numbers)
+
+        assert all(isinstance(result, Buffer) for result in results)
+        await _check_got(rig, numbers, results)
+
+    async def test_a_batch_that_finds_memory_for_some_brings_those(self, rig: TierRig) -> None:
+        await rig.put(*range(6))
+        left = iter(range(3))
+
+        async def scarce(nbytes: int) -> Buffer:
+            if next(left, None) is None:
+                raise BudgetExceededError("no memory left for this test")
+            return await rig.allocate(nbytes)
+
+        await _check_got(rig, range(6), await rig.get_many(range(6), scarce))
+        assert await rig.holds(5)
+
+    async def test_a_prefix_ends_at_the_first_hole(self, rig: TierRig) -> None:
+        await rig.put(0, 1, 3)
+        keys = [key_of(number) for number in range(5)]
+
+        assert await rig.tier.count_prefix(keys) == 2
+        assert await rig.tier.count_prefix(keys[3:]) == 1
+        assert await rig.tier.count_prefix(keys[:2]) == 2
+        assert await rig.tier.contains_many(keys) == [True, True, False, True, False]
+
+
+async def _check_got(
+    rig: TierRig, numbers: Sequence[int], results: Sequence[Buffer | TierError | None]
+) -> None:
+    """Assert that each buffer in the result of a batch is right, and release it."""
+    assert len(results) == len(numbers)
+    for number, result in zip(numbers, results, strict=True):
+        assert result is None or isinstance(result, Buffer | TierError)
+        if isinstance(result, Buffer):
+            check_record(result, number, rig.length(number))
+    release_all(results)
+    await rig.check_leases()
+
+
+class RemovalCases(Cases):
+    """`remove`, `keys`, `clear` and `statistics` agree, as far as the capabilities declare them."""
+
+    async def test_a_removed_chunk_is_gone_and_can_be_put_again(self, rig: TierRig) -> None:
+        await rig.put(1, 2)
+        if not rig.tier.capabilities.removes:
+            assert not await rig.remove(1), "remove says that it did what is not declared"
+            assert await rig.holds(1)
+            return
+        for _ in range(2):
+            assert await rig.remove(1)
+            assert not await rig.contains(1)
+            assert not await rig.holds(1)
+            assert not await rig.remove(1)
+            await rig.put(1)
+            assert await rig.holds(1)
+        assert await rig.holds(2)
+        await rig.check_leases()
+
+    async def test_a_rejected_chunk_is_never_given_again(self, rig: TierRig) -> None:
+        removes = rig.tier.capabilities.removes
+        await rig.put(1, 2)
+        assert await rig.tier.reject(key_of(1), "checksum") is removes
+        assert not await rig.tier.reject(key_of(9), "checksum")
+        if removes:
+            assert not await rig.contains(1)
+            assert not await rig.holds(1)
+            await rig.put(1)
+            assert await rig.holds(1)
+        assert await rig.holds(2)
+        await rig.check_leases()
+
+    async def test_keys_and_clear_speak_of_what_is_there(self, rig: TierRig) -> None:
+        await rig.put(*range(5))
+        if not rig.tier.capabilities.lists:
+            assert await rig.keys() == set(), "keys gives some, and `lists` is not declared"
+            return
+        assert await rig.keys() == {key_of(number) for number in range(5)}
+        if not rig.tier.capabilities.removes:
+            return
+        await rig.remove(3)
+        assert await rig.keys() == {key_of(number) for number in (0, 1, 2, 4)}
+        assert await rig.tier.clear() == 4
+        assert await rig.keys() == set()
+        assert await rig.tier.clear() == 0
+        assert not await rig.holds(1)
+        await rig.put(1)
+        assert await rig.holds(1)
+        await rig.check_leases()
+
+    async def test_statistics_count_what_is_there(self, rig: TierRig) -> None:
+        assert (rig.statistics.chunks, rig.statistics.bytes) == (0, 0)
+        await rig.put(*range(4))
+        statistics = rig.statistics
+        if statistics == TierStatistics():
+            return  # the tier has no statistics
+        assert statistics.chunks == 4
+        assert statistics.bytes > 0
+        assert (statistics.evictions, statistics.corrupt) == (0, 0)
+        if rig.tier.capabilities.removes:
+            for number in range(4):
+                await rig.remove(number)
+            assert (rig.statistics.chunks, rig.statistics.bytes) == (0, 0)
+
+
+class DamageCases(Cases):
+    """Damaged content is a miss, an error, or a record that fails verification.
+
+    The tests apply if the test class overrides `damage`.
+    """
+
+    @pytest.mark.parametrize("edit", EDITS)
+    async def test_damaged_content_is_never_taken_for_right(self, rig: TierRig, edit: str) -> None:
+        await rig.put(1, 2)
+        if not await self.damage(rig.tier, key_of(1), EDITS[edit]):
+            assert await rig.holds(1)
+            return
+        await _get_damaged(rig)
+        await rig.check_leases()
+        assert await rig.holds(2), "damage of one chunk has cost another"
+        await rig.remove(1)  # as the framework does with a corrupt record
+        if rig.tier.capabilities.removes:
+            await rig.put(1)
+            assert await rig.holds(1), "what was damaged once can be stored no more"
+        await rig.check_leases()
+
+    @pytest.mark.parametrize("edit", EDITS)
+    async def test_a_persistent_tier_opens_over_damaged_content(
+        self, tier: Tier, arena: Arena, edit: str
+    ) -> None:
+        async with opened_rig(tier, arena) as rig:
+            await rig.put(1, 2)
+            if not (tier.capabilities.persistent and await self.damage(tier, key_of(1), EDITS[edit])):
+                assert await rig.holds(2)
+                return
+        async with opened_rig(self.reopen(tier), arena) as again:
+            await _get_damaged(again)
+            assert await again.holds(2)
+            await again.check_leases()
+
+    async def test_a_scrub_finds_what_is_damaged_and_leaves_the_rest(self, rig: TierRig) -> None:
+        await rig.put(*range(4))
+        clean = await rig.tier.scrub()
+        assert not clean.corrupt, f"a scrub takes whole records for broken ones: {clean.corrupt}"
+        assert clean.chunks in {0, 4}
+        if await self.damage(rig.tier, key_of(1), EDITS["payload flipped"]):
+            report = await rig.tier.scrub()
+            assert sum(report.corrupt.values()) == bool(clean.chunks)
+            if clean.chunks:
+                assert not await rig.holds(1)
+        assert await rig.holds(0, 2, 3)
+        await rig.check_leases()
+
+    async def test_another_chunks_record_is_not_taken_for_the_one_asked_for(self, rig: TierRig) -> None:
+        await rig.put(1, 2)
+        with record(rig.arena, 2) as other:
+            swapped = await self.damage(rig.tier, key_of(1), lambda _: bytes(other.view))
+        if swapped:
+            await _get_damaged(rig)
+        assert await rig.holds(2)
+        await rig.check_leases()
+
+
+async def _get_damaged(rig: TierRig) -> None:
+    """Get chunk 1, alone and in a batch, and assert that each record that passes verification is right."""
+    results = [*await rig.get_many([1, 2])]
+    assert len(results) == 2
+    try:
+        results.append(await rig.tier.get(key_of(1), rig.allocate))
+    except TierError as error:
+        results.append(error)
+    for number, result in zip((1, 2, 1), results, strict=True):
+        if isinstance(result, Buffer):
+            with result:
+                if is_proven(result, number):
+                    check_record(result, number)
+
+
+def _flipped(content: bytes, position: int) -> bytes:
+    changed = bytearray(content)
+    changed[position] ^= 0x10
+    return bytes(changed)

@@ -10,13 +10,9 @@ from typing import ClassVar
 import pytest
 
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.testing.conformance.batches import BatchCases, RemovalCases
-from lmcache_async.testing.conformance.cancellation import CancellationCases
 from lmcache_async.testing.conformance.capacity import CapacityCases
-from lmcache_async.testing.conformance.content import ContentCases
-from lmcache_async.testing.conformance.damage import DamageCases
-from lmcache_async.testing.conformance.lifecycle import LifecycleCases
-from lmcache_async.testing.conformance.overlap import OverlapCases
+from lmcache_async.testing.conformance.concurrency import CancellationCases, LifecycleCases, OverlapCases
+from lmcache_async.testing.conformance.content import BatchCases, ContentCases, DamageCases, RemovalCases
 from lmcache_async.testing.fakes import DictConfig, DictTier, ForwardingTier, HandleTier
 from lmcache_async.tiers.base import Capabilities, Tier
 from lmcache_async.tiers.handle import TierHandle

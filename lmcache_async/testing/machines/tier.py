@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.conformance.base import are_answers, leases_are_back, listed, release_all, scribble
-from lmcache_async.testing.conformance.damage import EDITS
-from lmcache_async.testing.records import SLAB_BYTES, check_record, is_proven, key_of, record, small_arena
+from lmcache_async.testing.conformance.base import TierRig, are_answers, release_all
+from lmcache_async.testing.conformance.content import EDITS
+from lmcache_async.testing.records import SLAB_BYTES, check_record, is_proven, key_of, small_arena
 from lmcache_async.testing.steps import cancelled_at_await, turns
 from lmcache_async.tiers.base import Tier, TierStatistics
 from lmcache_async.types import ChunkKey
@@ -56,14 +56,13 @@ class TierModel:
             else:
                 self.sure.discard(number)
 
-    def unsure(self, numbers: Iterable[int], *, maybe: Iterable[int]) -> None:
-        """Record overlapping or interrupted calls on `numbers`; `maybe` of these may be stored afterwards."""
+    def unsure(self, numbers: Collection[int], *, maybe: Iterable[int], late: bool = False) -> None:
+        """Record overlapping or interrupted calls on `numbers`; `maybe` of these may be stored afterwards.
+
+        With `late`, a call may still take effect at any later time.
+        """
         self.sure.difference_update(numbers)
         self.maybe.update(maybe)
-
-    def cut_off(self, numbers: Sequence[int], *, maybe: Iterable[int], late: bool) -> None:
-        """Record an interrupted put or removal of `numbers`. With `late`, it may still take effect."""
-        self.unsure(numbers, maybe=maybe)
         if late:
             self.late.update(numbers)
 
@@ -123,7 +122,7 @@ class TierModel:
                 self.sure.clear()
             return
         held = {number for number in range(len(self._lengths)) if key_of(number) in keys}
-        assert len(held) == len(keys), "there are keys that nobody has put"
+        assert len(held) == len(keys), "the tier has keys that were never put"
         assert statistics.chunks in {0, len(held)}, f"{statistics.chunks} are counted, {len(held)} listed"
         if self._reliable:
             assert held <= self.maybe, f"chunks {held - self.maybe} are listed and not there"
@@ -218,6 +217,7 @@ class TierMachine(RuleBasedStateMachine):
 
     async def open(self) -> None:
         self.tier = self.make_tier(self.directory, self.max_bytes)
+        self.rig = TierRig(self.tier, self.arena, LENGTHS.__getitem__, readonly=False)
         self.tier.bind(self.arena)
         await self.tier.__aenter__()
         self.model.opened(self.tier.statistics())
@@ -240,7 +240,7 @@ class TierMachine(RuleBasedStateMachine):
     def get_one(self, number: int) -> None:
         async def get() -> Buffer | TierError | None:
             try:
-                return await self.tier.get(key_of(number), self.allocate)
+                return await self.tier.get(key_of(number), self.rig.allocate)
             except TierError as error:
                 return error
 
@@ -262,7 +262,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def remove(self, number: int) -> None:
-        removed = self.run(self.tier.remove(key_of(number)))
+        removed = self.run(self.rig.remove(number))
         assert self.tier.capabilities.removes or not removed
         if self.tier.capabilities.removes:
             self.model.removed(number, removed)
@@ -291,7 +291,7 @@ class TierMachine(RuleBasedStateMachine):
                 self._put(puts[:3], sure=False),
                 self._get(gets),
                 self._put(puts[3:], sure=False),
-                *(self.tier.remove(key_of(number)) for number in removals),
+                *map(self.rig.remove, removals),
             )
 
         self.run(together())
@@ -330,27 +330,23 @@ class TierMachine(RuleBasedStateMachine):
             self.arena.close()
             shutil.rmtree(self.directory)
 
-    async def allocate(self, nbytes: int) -> Buffer:
-        return await self.arena.lease(nbytes, timeout_s=5)
-
     async def _check_sound(self) -> None:
-        await leases_are_back(self.tier, self.arena)
-        scribble(self.arena)
+        await self.rig.check_leases()
+        self.rig.scribble()
         statistics = self.tier.statistics()
-        keys = await listed(self.tier) if self.tier.capabilities.lists else None
+        keys = await self.rig.keys() if self.tier.capabilities.lists else None
         self.model.check_held(statistics, keys)
 
     async def _put(self, numbers: list[int], *, sure: bool = True) -> None:
-        items = [(key_of(number), record(self.arena, number, LENGTHS[number])) for number in numbers]
         answers: Sequence[TierError | None]
-        try:
-            answers = await self.tier.put_many(items)
-        except TierError as error:  # an error of the whole batch
-            answers = [error] * len(items)
-        for number, (_, buffer) in zip(numbers, items, strict=True):
-            check_record(buffer, number, LENGTHS[number])  # the caller's buffer is unchanged
-            buffer.release()
-        assert len(answers) == len(items)
+        with self.rig.items(numbers) as items:
+            try:
+                answers = await self.tier.put_many(items)
+            except TierError as error:  # an error of the whole batch
+                answers = [error] * len(items)
+            for number, (_, buffer) in zip(numbers, items, strict=True):
+                check_record(buffer, number, LENGTHS[number])  # the caller's buffer is unchanged
+        assert len(answers) == len(numbers)
         assert are_answers(answers)
         if sure:
             self.model.put(numbers, answers)
@@ -358,7 +354,7 @@ class TierMachine(RuleBasedStateMachine):
     async def _get(self, numbers: list[int]) -> None:
         answers: Sequence[Buffer | TierError | None]
         try:
-            answers = await self.tier.get_many([key_of(number) for number in numbers], self.allocate)
+            answers = await self.rig.get_many(numbers)
         except TierError as error:
             answers = [error] * len(numbers)
         assert len(answers) == len(numbers), f"{len(answers)} answers for {len(numbers)} keys"
@@ -370,37 +366,29 @@ class TierMachine(RuleBasedStateMachine):
         finally:
             release_all([*answers])
         for number in wrong:  # as the framework does with corrupt records
-            self.model.removed(number, await self.tier.remove(key_of(number)))
+            self.model.removed(number, await self.rig.remove(number))
 
     async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
         if verb.startswith("get") and self.model.sure:
             numbers = sorted(self.model.sure)  # a miss has few awaits
         keys = [key_of(number) for number in numbers]
         if verb.startswith("put"):
-            self.model.cut_off(numbers, maybe=numbers, late=self.late_effects)
-            items = [(key_of(number), record(self.arena, number, LENGTHS[number])) for number in numbers]
-            put: Coroutine[Any, Any, Any] = (
-                self.tier.put_many(items) if verb == "put" else self.tier.put(*items[0])
-            )
-            await cancelled_at_await(put, awaits)
-            for _, buffer in items:
-                buffer.release()
-            scribble(self.arena)
-        elif verb.startswith("get"):
-            alone = verb == "get one"
-            get: Coroutine[Any, Any, Any] = (
-                self.tier.get(keys[0], self.allocate) if alone else self.tier.get_many(keys, self.allocate)
-            )
-            task = await cancelled_at_await(get, awaits)
+            self.model.unsure(numbers, maybe=numbers, late=self.late_effects)
+            with self.rig.items(numbers) as items:
+                call = self.tier.put_many(items) if verb == "put" else self.tier.put(*items[0])
+                await cancelled_at_await(call, awaits)
+            self.rig.scribble()
+        elif verb == "get":
+            task = await cancelled_at_await(self.rig.get_many(numbers), awaits)
             if not task.cancelled() and not isinstance(task.exception(), TierError):
-                await self._take_answers(numbers[:1] if alone else numbers, _as_list(task.result()))
+                await self._take_answers(numbers, task.result())
+        elif verb == "get one":
+            task = await cancelled_at_await(self.tier.get(keys[0], self.rig.allocate), awaits)
+            if not task.cancelled() and not isinstance(task.exception(), TierError):
+                await self._take_answers(numbers[:1], [task.result()])
         elif verb == "remove":
-            self.model.cut_off(numbers[:1], maybe=(), late=self.late_effects)
+            self.model.unsure(numbers[:1], maybe=(), late=self.late_effects)
             await cancelled_at_await(self.tier.remove(keys[0]), awaits)
         else:
             await cancelled_at_await(self.tier.count_prefix(keys), awaits)
         await turns(5)  # let tasks of the cancelled call end
-
-
-def _as_list(result: Any) -> list[Any]:
-    return result if isinstance(result, list) else [result]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self
 
 from pydantic import model_validator
@@ -30,7 +32,6 @@ from lmcache_async.tiers.middleware.base import (
     Next,
     Results,
 )
-from lmcache_async.tiers.middleware.circuit import Circuit, CircuitRules, CircuitState, CircuitStatistics
 from lmcache_async.tiers.middleware.deadline import OptionalSeconds
 from lmcache_async.tiers.results import memory_was_short
 
@@ -83,6 +84,144 @@ class BreakerConfig(LayerConfig):
         return self
 
 
+class CircuitState(StrEnum):
+    """State of a circuit.
+
+    CLOSED: all calls are admitted. OPEN: none. HALF_OPEN: a few, as probes of whether the tier has recovered.
+    """
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitStatistics:
+    """Statistics of a circuit.
+
+    Attributes:
+        state: Current state.
+        opened: Number of times that the circuit has opened.
+        refused: Calls that were not admitted.
+        failures: Failed calls in the window.
+        calls: Calls in the window.
+    """
+
+    state: CircuitState
+    opened: int
+    refused: int
+    failures: int
+    calls: int
+
+
+class Circuit:
+    """Admits or refuses calls by the results of earlier calls, without I/O and without a clock.
+
+    Times are seconds of any monotonic clock.
+
+    Args:
+        options: Conditions under which the circuit opens and closes.
+        overdue_s: Seconds after which a running call counts as failed, whatever its result.
+    """
+
+    def __init__(self, options: BreakerConfig, overdue_s: float) -> None:
+        self._options = options
+        self._overdue_s = overdue_s
+        self._state = CircuitState.CLOSED
+        self._running: dict[object, float] = {}  # permit -> start, in order of start
+        self._window: deque[tuple[float, bool]] = deque(maxlen=options.window_calls)
+        self._passed_probes = 0
+        self._until = 0.0
+        self._pause_s = options.pause_s
+        self._opened = 0
+        self._refused = 0
+
+    @property
+    def state(self) -> CircuitState:
+        """State as of the last method call."""
+        return self._state
+
+    def admits(self, now: float) -> bool:
+        """Return whether `enter` would admit a call."""
+        self._sweep(now)
+        if self._state is CircuitState.OPEN:
+            return now >= self._until
+        return self._state is CircuitState.CLOSED or self._has_room_for_a_probe()
+
+    def enter(self, now: float) -> object | None:
+        """Admit a call and return its permit, to be passed to `leave` once; None if it is refused."""
+        if not self.admits(now):
+            self._refused += 1
+            return None
+        if self._state is CircuitState.OPEN:
+            self._become(CircuitState.HALF_OPEN)
+        permit = object()
+        self._running[permit] = now
+        return permit
+
+    def leave(self, permit: object, now: float, *, failed: bool | None) -> None:
+        """Record the end of a call. With `failed=None` it does not count: its caller cancelled it early."""
+        self._sweep(now)
+        if self._running.pop(permit, None) is not None and failed is not None:
+            self._decide(now, failed=failed)
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until the next probe; 0 if the circuit is not open."""
+        return max(0.0, self._until - now) if self._state is CircuitState.OPEN else 0.0
+
+    def statistics(self, now: float) -> CircuitStatistics:
+        self._sweep(now)
+        return CircuitStatistics(
+            state=self._state,
+            opened=self._opened,
+            refused=self._refused,
+            failures=sum(failed for _, failed in self._window),
+            calls=len(self._window),
+        )
+
+    def _sweep(self, now: float) -> None:
+        """Count overdue calls as failed. Calls of a tier that hangs may never end."""
+        while self._running:
+            oldest, start = next(iter(self._running.items()))
+            if now - start < self._overdue_s:
+                return
+            del self._running[oldest]
+            self._decide(now, failed=True)
+
+    def _decide(self, now: float, *, failed: bool) -> None:
+        options, window = self._options, self._window
+        if self._state is CircuitState.HALF_OPEN:
+            if failed:
+                self._pause_s = min(2 * self._pause_s, options.max_pause_s)
+                self._open(now)
+                return
+            self._passed_probes += 1
+            if self._passed_probes >= options.probes:
+                self._pause_s = options.pause_s
+                self._become(CircuitState.CLOSED)
+            return
+        window.append((now, failed))
+        while window[0][0] < now - options.window_s:
+            window.popleft()
+        failures = sum(failed for _, failed in window)
+        if failed and len(window) >= options.min_calls and failures >= options.failure_rate * len(window):
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._become(CircuitState.OPEN)
+        self._opened += 1
+        self._until = now + self._pause_s
+
+    def _become(self, state: CircuitState) -> None:
+        self._state = state
+        self._running.clear()  # calls admitted in an earlier state do not count any more
+        self._window.clear()
+        self._passed_probes = 0
+
+    def _has_room_for_a_probe(self) -> bool:
+        return len(self._running) + self._passed_probes < self._options.probes
+
+
 @dataclass(frozen=True, slots=True)
 class BreakerStatistics(LayerStatistics):
     """The three circuits of a breaker, each with its own state.
@@ -120,21 +259,7 @@ class BreakerLayer(Layer):
             Kind.READ: options.slow_s,
             Kind.WRITE: options.slow_write_s or context.timeout_s,
         }
-        self._circuits = {
-            kind: Circuit(
-                CircuitRules(
-                    window_calls=options.window_calls,
-                    window_s=options.window_s,
-                    min_calls=options.min_calls,
-                    failure_rate=options.failure_rate,
-                    overdue_s=min(slow_s[kind], context.timeout_s),
-                    pause_s=options.pause_s,
-                    max_pause_s=options.max_pause_s,
-                    probes=options.probes,
-                )
-            )
-            for kind in Kind
-        }
+        self._circuits = {kind: Circuit(options, min(slow_s[kind], context.timeout_s)) for kind in Kind}
         self._logged = dict.fromkeys(Kind, CircuitState.CLOSED)
         self._now = 0.0
 

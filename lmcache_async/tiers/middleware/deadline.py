@@ -7,19 +7,13 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from lmcache_async.config.values import Seconds, parse_seconds, unless_none
+from lmcache_async.config.values import Seconds, unless_none
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.tiers.contract import ContractError
 from lmcache_async.tiers.middleware.base import Call, Kind, Layer, LayerConfig, LayerContext, Next, Results
 from lmcache_async.tiers.results import release_results
 
-
-def _parse_optional_seconds(value: object) -> float | None:
-    value = unless_none(value)
-    return None if value is None else parse_seconds(value)
-
-
-OptionalSeconds = Annotated[float | None, BeforeValidator(_parse_optional_seconds)]
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(unless_none)]
 
 
 class DeadlineConfig(LayerConfig):
@@ -72,14 +66,7 @@ class DeadlineLayer(Layer):
         return len(self._late)
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until the calls abandoned so far have ended.
-
-        Args:
-            timeout_s: Deadline in seconds.
-
-        Returns:
-            False if the deadline has passed.
-        """
+        """Wait until the calls abandoned so far have ended. Return False if `timeout_s` has passed before."""
         if not self._late:
             return True
         _, running = await asyncio.wait(set(self._late), timeout=timeout_s)

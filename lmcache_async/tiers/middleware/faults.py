@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lmcache_async.config.values import Probability, Seed, Wait, parse_names, parse_probability, unless_none
+from lmcache_async.config.values import Probability, Seed, Wait, parse_names, unless_none
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
@@ -34,12 +34,7 @@ DAMAGES: tuple[Damage, ...] = ("flip", "truncate", "other")
 _REMEMBERED_KEYS = 256
 
 
-def _parse_optional_probability(value: object) -> float | None:
-    value = unless_none(value)
-    return None if value is None else parse_probability(value)
-
-
-OwnProbability = Annotated[float | None, BeforeValidator(_parse_optional_probability)]
+OwnProbability = Annotated[Probability | None, BeforeValidator(unless_none)]
 
 
 class VerbFaults(LayerConfig):

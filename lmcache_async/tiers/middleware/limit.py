@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, model_validator
 
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import NameText, OptionalSize, parse_count, parse_name, unless_none
+from lmcache_async.config.values import Count, NameText, OptionalSize, parse_name, unless_none
 from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
@@ -30,11 +30,6 @@ from lmcache_async.tiers.middleware.base import (
 from lmcache_async.tiers.results import check_results, release_results
 
 
-def _parse_optional_count(value: object) -> int | None:
-    value = unless_none(value)
-    return None if value is None else parse_count(value)
-
-
 def _parse_share(value: object) -> str:
     return "" if value in ("", None) else parse_name(value)
 
@@ -48,7 +43,7 @@ class LimitConfig(LayerConfig):
         share: Layers of one engine with the same `share` share the limits.
     """
 
-    max_calls: Annotated[int | None, BeforeValidator(_parse_optional_count)] = None
+    max_calls: Annotated[Count | None, BeforeValidator(unless_none)] = None
     max_bytes: OptionalSize = None
     share: Annotated[str, BeforeValidator(_parse_share, json_schema_input_type=NameText | Literal[""])] = ""
 
@@ -74,39 +69,16 @@ class LimitStatistics(LayerStatistics):
     bytes: BudgetStatistics | None
 
 
-class _Budgets:
-    """Budgets of calls and bytes, granted in order of arrival."""
+class _Budgets(NamedTuple):
+    """Budgets of calls and bytes, granted in order of arrival; None if they are not limited."""
 
-    def __init__(self, options: LimitConfig) -> None:
-        self.calls = None if options.max_calls is None else ByteBudget(options.max_calls)
-        self.bytes = None if options.max_bytes is None else ByteBudget(options.max_bytes)
+    calls: ByteBudget | None
+    bytes: ByteBudget | None
 
-    @asynccontextmanager
-    async def held(self, nbytes: int, deadline: float, tier: str) -> AsyncIterator[None]:
-        """Hold the budget of a call in the block. A request above a whole budget takes all of it."""
-        calls = _held(self.calls, 1, "max_calls", deadline, tier)
-        async with calls, _held(self.bytes, nbytes, "max_bytes", deadline, tier):
-            yield
-
-
-@asynccontextmanager
-async def _held(
-    budget: ByteBudget | None, amount: int, option: str, deadline: float, tier: str
-) -> AsyncIterator[None]:
-    if budget is None:
-        yield
-        return
-    amount = min(amount, budget.max_bytes)
-    left_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    try:
-        await budget.reserve(amount, timeout_s=left_s)
-    except BudgetExceededError as error:
-        bound = f"{option} of {budget.max_bytes}"
-        raise TierUnavailableError(f"tier {tier!r}: no room under {bound} within {left_s:.3g} s") from error
-    try:
-        yield
-    finally:
-        budget.release(amount)
+    @classmethod
+    def of(cls, options: LimitConfig) -> _Budgets:
+        limits = (options.max_calls, options.max_bytes)
+        return cls(*(None if limit is None else ByteBudget(limit) for limit in limits))
 
 
 class LimitLayer(Layer):
@@ -124,12 +96,10 @@ class LimitLayer(Layer):
         super().__init__(options, context)
         self._max_bytes = options.max_bytes
         self._record_bytes = 0
-
-        def make() -> _Budgets:
-            return _Budgets(options)
-
         self._budgets = (
-            context.shared.join(options.share, options, context.where, make) if options.share else make()
+            context.shared.join(options.share, options, context.where, lambda: _Budgets.of(options))
+            if options.share
+            else _Budgets.of(options)
         )
 
     def bind(self, arena: Arena) -> None:
@@ -151,14 +121,13 @@ class LimitLayer(Layer):
             sizes = [self._record_bytes if call.kind is Kind.READ else 0] * call.chunks
         parts = split(sizes, self._max_bytes)
         if len(parts) <= 1:
-            async with self._budgets.held(sum(sizes), call.deadline, self.context.tier):
+            async with self._held(sum(sizes), call.deadline):
                 return await next(call)
         results: list[Result] = []
         try:
             for start, stop in parts:
-                held = self._budgets.held(sum(sizes[start:stop]), call.deadline, self.context.tier)
                 try:
-                    async with held:
+                    async with self._held(sum(sizes[start:stop]), call.deadline):
                         answers = await next(call.part(range(start, stop)))
                     check_results(call.verb, answers, stop - start)
                     results += answers
@@ -169,13 +138,29 @@ class LimitLayer(Layer):
             raise
         return results
 
+    @asynccontextmanager
+    async def _held(self, nbytes: int, deadline: float) -> AsyncIterator[None]:
+        """Hold the room of a call in the block. A request above a whole budget takes all of it."""
+        wanted = ((self._budgets.calls, 1, "max_calls"), (self._budgets.bytes, nbytes, "max_bytes"))
+        with ExitStack() as held:
+            for budget, amount, option in wanted:
+                if budget is None:
+                    continue
+                taken = min(amount, budget.max_bytes)
+                left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+                try:
+                    await budget.reserve(taken, timeout_s=left_s)
+                except BudgetExceededError as error:
+                    bound = f"{option} of {budget.max_bytes}"
+                    raise TierUnavailableError(
+                        f"tier {self.context.tier!r}: no room under {bound} within {left_s:.3g} s"
+                    ) from error
+                held.callback(budget.release, taken)
+            yield
+
 
 def split(sizes: Sequence[int], max_bytes: int | None) -> list[tuple[int, int]]:
     """Group neighbouring chunks into parts of at most `max_bytes`; a larger chunk is a part of its own.
-
-    Args:
-        sizes: Bytes of each chunk.
-        max_bytes: Maximum bytes of a part; None for no limit.
 
     Returns:
         (start, stop) of each part, in order.

@@ -136,12 +136,7 @@ class RetryLayer(Layer):
             raise
 
     async def _pause(self, taken: int, deadline: float) -> bool:
-        """Wait for the next attempt. Return False if no attempt or no time is left.
-
-        Args:
-            taken: Number of pauses of the call so far.
-            deadline: Deadline of the call, in time of the loop.
-        """
+        """Wait for the next attempt after `taken` pauses. Return False if no attempt or no time is left."""
         # The exponent is capped to prevent an overflow of the float; 2 ** 60 exceeds every bound in use.
         bound = min(self._retry.max_s, self._retry.base_s * 2.0 ** min(taken, 60))
         if taken + 1 < self._retry.attempts:

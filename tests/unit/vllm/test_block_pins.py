@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_async.integration.vllm.scheduler import BlockPins
+from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.request import BoundarySpan
+from lmcache_async.integration.vllm.scheduler import BlockPins, StoreQueue
 
 
 @pytest.fixture
@@ -69,3 +74,21 @@ def test_references_are_those_that_the_pool_counts(pool: BlockPool, pins: BlockP
     pins.unpin(1)
     pool.free_blocks(theirs)
     assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]
+
+
+@pytest.mark.parametrize(("first", "stored"), [(0, True), (2, True), (3, False)])
+def test_a_boundary_is_stored_only_while_its_whole_window_exists(
+    pool: BlockPool, pins: BlockPins, first: int, stored: bool
+):
+    """Blocks 2 to 4 are needed; vLLM has replaced those before `first` by the null block."""
+    groups = (KVGroup(0, 16), KVGroup(1, 16, window=40))
+    metrics: Any = SimpleNamespace(skipped=lambda *_: None)
+    tracker: Any = SimpleNamespace(keys=None)
+    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    blocks = pool.get_new_blocks(5)
+    table = [pool.null_block] * first + blocks[first:]
+
+    added = queue.add_boundary(1, tracker, BoundarySpan(80), [blocks, table], epoch=0, now=0.0)
+
+    assert added == stored
+    assert pins.pinned_blocks == (3 if stored else 0)

@@ -26,17 +26,22 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
+    group_namespace,
     namespace_of,
     unsupported_reason,
 )
+from lmcache_async.integration.vllm.groups import groups_of
 from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
+
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
 
 
 @pytest.fixture
@@ -306,7 +311,9 @@ def test_batch_invariance_is_supported_where_vllm_caches_prefixes_with_it(
 
 
 @pytest.mark.parametrize("kind", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
-def test_the_remedy_for_local_attention_is_named_and_works(config: Any, setup: Setup, kind: Any):
+def test_attention_windows_are_supported_beside_full_attention_and_alone(
+    config: Any, setup: Setup, kind: Any
+):
     full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
     size = {"sliding_window": 64} if kind is SlidingWindowSpec else {"attention_chunk_size": 64}
@@ -317,10 +324,40 @@ def test_the_remedy_for_local_attention_is_named_and_works(config: Any, setup: S
         made = changed(made, "cache_config.kv_cache_layout", "LBNHC")
         return with_groups(setup, *get_kv_cache_groups(made, dict(layers)))
 
-    reason = str(unsupported_reason(config, groups(disabled=False)))
-    assert "2 KV cache groups" in reason
-    assert "--disable-hybrid-kv-cache-manager" in reason
+    hybrid = groups(disabled=False)
+    assert unsupported_reason(config, hybrid) is None
     assert unsupported_reason(config, groups(disabled=True)) is None
+    assert unsupported_reason(config, with_groups(setup, group(layers["layer.1"]))) is None
+    found = {each.kind for each in groups_of(hybrid)}
+    assert found == {"full", "window=64" if kind is SlidingWindowSpec else "local=64"}
+
+
+def test_windows_need_failures_by_request(config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    """VLLM 0.31 and older take them by block, which several groups share."""
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
+
+    reason = str(unsupported_reason(config, with_groups(setup, full, group(WINDOW))))
+
+    assert "vLLM 0.32" in reason
+    assert "--disable-hybrid-kv-cache-manager" in reason
+    assert unsupported_reason(config, with_groups(setup, full)) is None
+
+
+def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
+    wider = dataclasses.replace(WINDOW, sliding_window=65)
+    roots = []
+    for spec in (WINDOW, wider):
+        cache = with_groups(setup, full, group(spec))
+        whole, groups = namespace_of(config, cache, engine, "layout"), groups_of(cache)
+        roots += [group_namespace(whole, each, groups, "layout").root() for each in groups]
+    alone = with_groups(setup, full)
+    whole = namespace_of(config, alone, engine, "layout")
+
+    assert len({*roots}) == 3  # full attention has the same one in both models
+    assert group_namespace(whole, groups_of(alone)[0], groups_of(alone), "layout") == whole
 
 
 def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup):
@@ -333,23 +370,17 @@ def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup):
     assert "--disable" not in reason
 
 
-def test_sliding_windows_alone_have_a_remedy_of_their_own(config: Any, setup: Setup):
-    window = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
-    )
-
-    assert "--disable-sliding-window" in str(unsupported_reason(config, with_groups(setup, group(window))))
-
-
 def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
-    window = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
-    )
+    eagle = SimpleNamespace(method="eagle", model="draft")
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOW, "b": WINDOW})
     reasons = [
         unsupported_reason(config, with_groups(setup, full, full)),
         unsupported_reason(config, with_groups(setup)),
-        unsupported_reason(config, with_groups(setup, group(window))),
+        unsupported_reason(
+            changed(config, "speculative_config", eagle), with_groups(setup, full, group(WINDOW))
+        ),
+        unsupported_reason(config, with_groups(setup, group(several))),
         unsupported_reason(config, with_groups(setup, dataclasses.replace(full, enable_kv_transfer=False))),
         unsupported_reason(
             changed(config, "parallel_config.decode_context_parallel_size", 2), kv_cache_config(setup)
@@ -359,7 +390,9 @@ def test_what_is_not_supported_is_named(config: Any, setup: Setup):
         ),
     ]
     for reason, word in zip(
-        reasons, ("2 KV", "0 KV", "SlidingWindow", "transferred", "context", "calculate"), strict=True
+        reasons,
+        ("2 KV", "no KV", "draft", "several sizes", "transferred", "context", "calculate"),
+        strict=True,
     ):
         assert reason is not None
         assert word in reason
@@ -391,6 +424,6 @@ def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, 
     side = WorkerConnector.of_vllm(config, kv_cache_config(setup), open_engine=open_engine)
     layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
     with pytest.raises(ConfigError, match="far enough"):
-        side.open(layout, Rig().namespace)
+        side.open(EngineGroup(layout, Rig().namespace))
 
     assert opened == [3]

@@ -6,7 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
-from lmcache_async.integration.vllm.config import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 
 

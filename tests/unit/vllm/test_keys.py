@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given
 
 from lmcache_async.hashing import ChunkHasher, Extra
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.keys import PIECE_TOKENS, RequestKeys
 from lmcache_async.integration.vllm.lookup_server import Identity
 
@@ -89,3 +90,55 @@ def test_the_candidates_at_a_hole_are_what_a_shorter_prompt_stored_there():
         keys = [chunk.key for chunk in longer.hole_candidates(1)[rank]]
         assert shorter.tail.keys[rank] in keys
         assert len(keys) == 3
+
+
+WINDOW, LOCAL = KVGroup(1, 2, window=6), KVGroup(2, 2, local=16)
+GROUP_ROOTS = ((b"0" * 16, b"1" * 16, b"2" * 16),) * 3
+
+
+def grouped(tokens: list[int], **options: object) -> RequestKeys:
+    chain = RequestKeys("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
+    chain.open(ROOTS, IDENTITY, "", group_roots=GROUP_ROOTS)
+    chain.extend(len(tokens), lambda: None)
+    return chain
+
+
+@given(boundary=st.integers(1, 30).map(lambda blocks: 2 * blocks))
+def test_a_group_needs_its_window_or_its_attention_chunk(boundary):
+    assert WINDOW.first_needed(boundary) == max(0, boundary - 6)  # five tokens, in three blocks
+    assert LOCAL.first_needed(boundary) == boundary // 16 * 16
+    assert KVGroup(0, 2).first_needed(boundary) == 0
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=40, max_size=60),
+    others=st.lists(st.integers(0, 2), min_size=40, max_size=60),
+    boundary=st.integers(1, 20).map(lambda blocks: 2 * blocks),
+)
+def test_boundary_keys_are_equal_exactly_for_equal_tokens_before_the_boundary(tokens, others, boundary):
+    ours, theirs = grouped(tokens), grouped(others)
+
+    for group in (WINDOW, LOCAL):
+        same = tokens[:boundary] == others[:boundary]
+        if group.first_needed(boundary) < boundary:
+            assert (ours.boundary_keys(group, boundary) == theirs.boundary_keys(group, boundary)) == same
+
+
+def test_boundary_keys_are_those_of_one_rank_one_group_and_one_position():
+    chain = grouped(list(range(48)))
+    keys = [chain.boundary_keys(group, at) for group in (WINDOW, LOCAL) for at in (12, 14, 24)]
+
+    twin = KVGroup(0, 2, window=WINDOW.window)  # the same tokens in another namespace
+    keys.append(chain.boundary_keys(twin, 24))
+
+    flat = [each[at : at + 16] for ranks in keys for each in ranks[:2] for at in range(0, len(each), 16)]
+    assert len(set(flat)) == len(flat)
+    assert all(ranks[0] == ranks[2] for ranks in keys)  # these ranks have the same root
+    assert [len(each) // 16 for each in chain.boundary_keys(LOCAL, 30)] == [2, 2, 2]
+    assert chain.boundary_keys(LOCAL, 32) == (b"", b"", b"")  # an attention chunk begins there
+
+
+def test_an_image_before_the_boundary_is_part_of_its_keys():
+    plain, image = grouped([7] * 40), grouped([7] * 40, extras=(Extra(2, 4, "image"),))
+
+    assert plain.boundary_keys(WINDOW, 30) != image.boundary_keys(WINDOW, 30)

@@ -19,8 +19,9 @@ from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
-from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.lookup import LookupClient
+from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.lookup import Answer, Lookup, LookupClient, Query
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from lmcache_async.integration.vllm.lookup import Answer, Lookup
 
 CHUNK, BLOCK = 8, 2
 
@@ -73,15 +73,33 @@ class KeySet:
 class Ranks:
     """Two ranks with a server each, and one client."""
 
-    def __init__(self, directory: Path, until: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        until: Callable[[Callable[[], bool]], None],
+        groups: tuple[KVGroup, ...] = (),
+    ) -> None:
         self.until = until
+        self.groups = groups
         self.engines = [KeySet(), KeySet()]
         self.roots = [b"0" * 16, b"1" * 16]
         self.paths = [socket_path(directory, "engine", rank) for rank in (0, 1)]
         self.loop = LoopThread("servers")
-        self.identities = [Identity(PROTOCOL, root, "xxh3_128", CHUNK, BLOCK) for root in self.roots]
+        self.identities = [
+            Identity(
+                PROTOCOL,
+                root,
+                "xxh3_128",
+                CHUNK,
+                BLOCK,
+                group_roots=tuple(bytes([number]) + root[1:] for number in range(len(groups))),
+            )
+            for root in self.roots
+        ]
         self.servers: list[LookupServer] = []
-        self.client = LookupClient(self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0)
+        self.client = LookupClient(
+            self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, groups=groups
+        )
         self._answers: dict[str, Answer] = {}
 
     def serve(self, rank: int) -> None:
@@ -119,6 +137,17 @@ class Ranks:
         hasher = ChunkHasher(root, chunk_size=CHUNK)
         self.engines[rank].keys.update(hasher.extend_keys(tokens))
         self.engines[rank].keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
+
+    def hold_boundary(self, rank: int, tokens: list[int], boundary: int, *, but: int | None = None) -> None:
+        """This rank has what each group needs there, except for one group."""
+        keys = RequestKeys("r", tokens, len(tokens))
+        roots = [identity.group_roots for identity in self.identities]
+        keys.open(self.roots, self.identities[0], "", group_roots=roots)
+        keys.extend(len(tokens), lambda: None)
+        for group in self.groups:
+            if not group.is_full and group.index != but:
+                packed = keys.boundary_keys(group, boundary)[rank]
+                self.engines[rank].keys.update(packed[at : at + 16] for at in range(0, len(packed), 16))
 
 
 @pytest.fixture
@@ -471,3 +500,87 @@ def test_a_connection_accepted_while_the_server_closes_is_ended(socket_dir: Path
 
     # The engine's loop. asyncio's own, of Python 3.11, forgets what it accepted of a server that is closed.
     uvloop.run(close_soon_after_a_connection())
+
+
+GROUPS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * CHUNK), KVGroup(2, BLOCK, local=4 * CHUNK))
+
+
+@pytest.fixture
+def windows(socket_dir: Path, until) -> Iterator[Ranks]:
+    made = Ranks(socket_dir, until, GROUPS)
+    yield made
+    made.close()
+
+
+def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(windows: Ranks):
+    windows.serve_all()
+    tokens = list(range(10 * CHUNK))
+    for rank in (0, 1):
+        windows.hold(rank, tokens)
+        windows.hold_boundary(rank, tokens, 3 * CHUNK)
+        windows.hold_boundary(rank, tokens, 5 * CHUNK)
+        windows.hold_boundary(rank, tokens, 6 * CHUNK, but=1 + rank)  # a group of each rank lacks it
+    windows.hold_boundary(0, tokens, 8 * CHUNK)  # only one rank has it
+
+    answer = windows.ask(tokens)
+
+    assert (answer.chunks, answer.boundary, answer.hit_tokens(CHUNK)) == (10, 5 * CHUNK, 5 * CHUNK)
+    assert not answer.resident
+
+
+def test_a_boundary_inside_of_the_last_chunk_is_found_and_one_token_is_left(windows: Ranks):
+    windows.serve_all()
+    tokens = list(range(4 * CHUNK))
+    for rank in (0, 1):
+        windows.hold(rank, tokens)
+        for boundary in (4 * CHUNK, 4 * CHUNK - BLOCK, 3 * CHUNK):
+            windows.hold_boundary(rank, tokens, boundary)
+
+    assert windows.ask(tokens).boundary == 4 * CHUNK - BLOCK
+
+
+def test_full_attention_alone_or_windows_alone_are_no_hit(windows: Ranks):
+    windows.serve_all()
+    chunks, boundaries = list(range(4 * CHUNK)), list(range(1, 4 * CHUNK + 1))
+    for rank in (0, 1):
+        windows.hold(rank, chunks)
+        windows.hold_boundary(rank, boundaries, 3 * CHUNK)
+
+    assert windows.ask(chunks).hit_tokens(CHUNK) == 0
+    assert windows.ask(boundaries).hit_tokens(CHUNK) == 0
+
+
+def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ranks):
+    windows.serve_all()
+    tokens = [7] * (200 * CHUNK)
+    for rank in (0, 1):
+        windows.hold(rank, tokens)
+        windows.hold_boundary(rank, tokens, CHUNK)
+
+    assert windows.ask(tokens).boundary == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("groups", "answer", "kept"),
+    [
+        (GROUPS, Answer(4, boundary=4 * CHUNK - BLOCK), True),  # one token is left to compute
+        (GROUPS, Answer(4, boundary=3 * CHUNK), False),
+        ((), Answer(4), True),
+        ((), Answer(3), False),
+    ],
+)
+def test_a_promise_of_a_whole_prompt_is_kept_by_the_last_position_where_it_can_continue(groups, answer, kept):
+    promise = Promise("p", 4 * CHUNK, "0" * 32, "0" * 32, 1.0)
+    lookup = Lookup("r#1", 4 * CHUNK, 0, 0.0, promise, 1.0)
+
+    assert Query([], groups).keeps(promise, lookup, answer, CHUNK) == kept
+
+
+def test_a_boundary_that_one_group_lacks_on_every_rank_is_no_hit(windows: Ranks):
+    windows.serve_all()
+    tokens = list(range(6 * CHUNK))
+    for rank in (0, 1):
+        windows.hold(rank, tokens)
+        windows.hold_boundary(rank, tokens, 5 * CHUNK, but=2)  # the records of the first group are there
+
+    assert windows.ask(tokens).hit_tokens(CHUNK) == 0

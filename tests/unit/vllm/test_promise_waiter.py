@@ -21,6 +21,7 @@ from lmcache_async.integration.vllm.lookup import (
     Lookup,
     PendingLookup,
     PromiseWaiter,
+    Query,
     pause_s,
 )
 from lmcache_async.integration.vllm.lookup_server import Identity
@@ -89,7 +90,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.ranks = [Rank(0), Rank(1)]
-        self.waiting = PromiseWaiter(self.ranks, timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
+        self.waiting = PromiseWaiter(Query(self.ranks), timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
         self.counts = self.waiting.counts
 
     def put(self, tokens: list[int], at: float, **options: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
@@ -48,7 +49,7 @@ def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPoli
         "layerwise_tokens": 0,
         "decide": decider.decide,
     }
-    return RequestPolicy(chunk_size=CHUNK, block_sizes=(BLOCK,), **{**given, **options})
+    return RequestPolicy(chunk_size=CHUNK, **{"groups": (KVGroup(0, BLOCK),), **given, **options})
 
 
 def keys_of(num_tokens: int, *, hashed: bool = True) -> RequestKeys:
@@ -364,3 +365,77 @@ class TrackerMachine(RuleBasedStateMachine):
 
 
 TestTracker = TrackerMachine.TestCase
+
+
+WINDOWS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=6))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "partial_chunks", "boundaries"),
+    [
+        (21, True, [20]),
+        (20, True, [18, 20]),
+        (24, True, [22, 24]),
+        (21, False, [16]),
+        (24, False, [16, 24]),
+        (2, True, [2]),
+    ],
+)
+def test_windows_are_stored_where_a_later_request_can_continue(
+    prompt: int, partial_chunks: bool, boundaries: list[int]
+) -> None:
+    tracker = tracker_of(prompt, policy(groups=WINDOWS, partial_chunks=partial_chunks))
+
+    assert tracker.plan_boundaries(boundaries[0] - 1) == []
+    assert [span.boundary for span in tracker.plan_boundaries(prompt)] == boundaries
+    assert tracker.plan_boundaries(prompt) == []  # once
+
+
+def test_one_group_of_full_attention_has_no_boundaries() -> None:
+    tracker = tracker_of(21)
+    tracker.junction_found(16)
+
+    assert tracker.plan_boundaries(21) == []
+
+
+def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
+    tracker = tracker_of(40, policy(groups=WINDOWS))
+    answer(tracker, ask(tracker), Answer(4, boundary=22))
+    tracker.local_found(0)
+
+    assert tracker.offer(0.0, ready=True).tokens == 22
+    admission = tracker.admitted(22)
+    assert admission.plan.hit_tokens == 22
+    # Another prompt shares four chunks, so the next one that does can continue after them.
+    assert [span.boundary for span in tracker.plan_boundaries(40)] == [32, 38, 40]
+
+
+def test_a_hit_of_several_groups_is_loaded_as_a_whole_or_not_at_all() -> None:
+    slow = LoadPolicy(PrefillClock(lambda: 0.0, tokens_per_s=10.0), CHUNK)
+    costs = ((2, 0.0), (4, 2.0))
+    for boundary, tokens in ((None, 16), (32, 32)):
+        tracker = tracker_of(40, policy(slow, groups=WINDOWS if boundary else (KVGroup(0, BLOCK),)))
+        answer(tracker, ask(tracker), Answer(4, costs=costs, boundary=boundary))
+        tracker.local_found(0)
+        assert tracker.offer(0.0, ready=True).tokens == tokens
+
+
+def test_after_a_failed_load_the_boundaries_are_stored_again() -> None:
+    tracker = tracker_of(40, policy(groups=WINDOWS))
+    answer(tracker, ask(tracker), Answer(5, boundary=38))
+    tracker.local_found(0)
+    tracker.offer(0.0, ready=True)
+    tracker.admitted(38)
+    tracker.load_started(38)
+    tracker.skip_stored(0)
+    tracker.load_tokens_failed(0)
+    tracker.load_ended()
+
+    assert [span.boundary for span in tracker.plan_boundaries(40)] == [38, 40]
+
+
+def test_a_model_of_windows_alone_stores_no_chunks() -> None:
+    tracker = tracker_of(40, policy(groups=(KVGroup(0, BLOCK, window=6),)))
+
+    assert tracker.plan_stores(40, (), 100) == []
+    assert [span.boundary for span in tracker.plan_boundaries(40)] == [38, 40]

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
-from lmcache_async.integration.vllm.config import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
@@ -950,3 +950,14 @@ def test_whatever_happens_every_block_comes_back_and_only_computed_ones_are_read
 
     assert not bench.scheduler.has_work
     assert bench.pool.get_num_free_blocks() == 200
+
+
+def test_requests_of_older_vllms_have_no_shared_prefix_boundary():
+    """VLLM 0.31 and older; a model with one group needs none."""
+    bench = Bench()
+    request = bench.request(64)
+    del request.shared_prefix_boundary
+
+    bench.allocate(request, 0, 64)
+
+    assert bench.scheduler.tracker(request.request_id) is not None

@@ -16,10 +16,11 @@ import torch
 
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.integration.vllm import worker as worker_module
-from lmcache_async.integration.vllm.config import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import WorkerConnector
@@ -93,7 +94,12 @@ def job(job_id: int = 1, *, blocks: tuple[int, ...] = (10, 11, 12, 13, 14), epoc
 class Worker(WorkerConnector):
     """A worker connector with a test's engine."""
 
-    def __init__(self, engine: Engine, socket_dir: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        socket_dir: Path,
+        groups: tuple[KVGroup, ...] = (KVGroup(0, BLOCK), KVGroup(1, BLOCK)),
+    ) -> None:
         self.engine = engine
         self.closed = False
 
@@ -105,7 +111,7 @@ class Worker(WorkerConnector):
         super().__init__(
             load_config(env={}, extra={"chunk_size": CHUNK}),
             rank=1,
-            groups=(KVGroup(0, BLOCK), KVGroup(1, BLOCK)),
+            groups=groups,
             socket=socket_path(socket_dir, "engine", 1),
             open_engine=open_engine,
         )
@@ -122,7 +128,7 @@ def layout() -> KVLayout:
 @pytest.fixture
 def worker(socket_dir: Path, layout: KVLayout) -> Iterator[Worker]:
     side = Worker(Engine(), socket_dir)
-    side.open(layout, NAMESPACE)
+    side.open(EngineGroup(layout, NAMESPACE))
     yield side
     side.engine.gate.set()
     side.close()
@@ -206,6 +212,22 @@ def test_a_job_with_two_groups_ends_once_with_the_failures_of_both(worker: Worke
     assert finished(worker, until) == (["r1"], {14, 5})
     assert copied(worker, until) == {8: 1}
     assert len(worker.engine.retrieved) == len(worker.engine.stored) == 2
+
+
+def test_a_load_with_windows_fails_as_a_whole_request(socket_dir: Path, layout: KVLayout, until: Until):
+    """VLLM cannot map block ids of several groups to requests."""
+    side = Worker(Engine(), socket_dir, (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * BLOCK)))
+    side.open(EngineGroup(layout, NAMESPACE), EngineGroup(layout, replace(NAMESPACE, model="n")))
+    (first,) = job().parts
+    both = replace(job(), parts=(first, replace(first, group=1)))
+    side.engine.hit_chunks = 2
+    side.begin_step(StepMetadata(loads=(both,)))
+    side.start_stores()
+
+    assert finished(side, until) == (["r1"], set())
+    assert side.take_failed_requests() == {"r1"}
+    assert [request.group for request in side.engine.retrieved] == [0, 1]
+    side.close()
 
 
 def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Until):
@@ -316,7 +338,7 @@ async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker
 
 def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout: KVLayout):
     side = Worker(Engine(), socket_dir)
-    side.open(layout, NAMESPACE)
+    side.open(EngineGroup(layout, NAMESPACE))
     side.close()
     side.close()
 
@@ -326,7 +348,7 @@ def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout
 
 def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVLayout):
     side = Worker(Engine(), socket_dir)
-    side.open(layout, NAMESPACE)
+    side.open(EngineGroup(layout, NAMESPACE))
     side.close()
     side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
     side.start_stores()
@@ -341,7 +363,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
 ):
     loops = BrokenLoops(monkeypatch)
     side = Worker(Engine(), socket_dir)
-    side.open(layout, NAMESPACE)
+    side.open(EngineGroup(layout, NAMESPACE))
     side.engine.gate.clear()
     side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
     side.start_stores()
@@ -370,7 +392,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
         socket=socket_path(socket_dir, "engine", 0),
     )
     with pytest.raises(ConfigError, match="nonsense"):
-        side.open(layout, NAMESPACE)
+        side.open(EngineGroup(layout, NAMESPACE))
 
 
 # Layer-wise loads
@@ -382,7 +404,7 @@ def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
     layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
     side = Worker(Engine(), socket_dir)
-    side.open(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE)
+    side.open(EngineGroup(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE))
     yield side
     side.engine.gate.set()
     side.close()

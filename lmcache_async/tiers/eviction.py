@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-from lmcache_async.tiers.eviction.base import EvictionPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 # Number of remembered predecessors of chunks that are not stored yet (looked up, store still to come): the number
 # of stored chunks, within these bounds. Most chunks looked up in a full tier are never stored, so their entries
@@ -20,8 +16,12 @@ MIN_HINTS = 1 << 12
 MAX_HINTS = 1 << 16
 
 
-class LRUPolicy(EvictionPolicy):
-    """Evicts the least recently used chunk that has no stored continuation.
+class LRUPolicy:
+    """Selects the chunks that a full tier deletes: the least recently used one that has no stored continuation.
+
+    The policy orders keys; the tier that owns it moves the bytes. It has no I/O and no clock and is used on one
+    thread. A chunk is usable only while all chunks before it in its prompt are stored, so a suffix is evicted
+    before its prefix. The policy receives keys only, no prompts; `touch` is its only source for their order.
 
     Two rules keep prefixes longer than suffixes:
 
@@ -51,6 +51,15 @@ class LRUPolicy(EvictionPolicy):
         self._hints: OrderedDict[ChunkKey, ChunkKey] = OrderedDict()
 
     def add(self, key: ChunkKey, size: int) -> None:
+        """Record a chunk that is now stored.
+
+        Args:
+            key: The chunk.
+            size: Its size, in the unit of the tier (bytes or slabs).
+
+        Raises:
+            ValueError: The key is stored already.
+        """
         if key in self._sizes:
             raise ValueError(f"chunk {key.hex()} is held already")
         self._sizes[key] = size
@@ -61,6 +70,15 @@ class LRUPolicy(EvictionPolicy):
             self._link(key, parent if parent in self._sizes else self._nearest(parent))
 
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool = True) -> None:
+        """Record the use or lookup of consecutive chunks of one prompt.
+
+        Keys that are not stored count too: a bounded number of their positions is remembered.
+
+        Args:
+            keys: Keys in prefix order.
+            gapless: False if chunks between two of `keys` may have been left out. The pair is then treated as
+                neighbours only if no nearer neighbour is known.
+        """
         self.touch_each(keys)
         if len(keys) < 2:
             return
@@ -87,6 +105,7 @@ class LRUPolicy(EvictionPolicy):
             hints.popitem(last=False)
 
     def touch_each(self, keys: Sequence[ChunkKey]) -> None:
+        """Record the use of chunks of one or several prompts, each prompt's in prefix order."""
         queue, sizes = self._queue, self._sizes
         for key in reversed(keys):
             if key in queue:
@@ -95,9 +114,11 @@ class LRUPolicy(EvictionPolicy):
                 queue[key] = None
 
     def before(self, key: ChunkKey) -> ChunkKey | None:
+        """Return the known predecessor of a stored chunk in its prompt; None if it is not known."""
         return self._parents.get(key)
 
     def discard(self, key: ChunkKey) -> bool:
+        """Remove a key that is not stored any more. Return whether it was recorded."""
         size = self._sizes.pop(key, None)
         if size is None:
             return False
@@ -109,6 +130,17 @@ class LRUPolicy(EvictionPolicy):
     def evict(
         self, wanted: int, evictable: Callable[[ChunkKey], bool], *, last_resort: bool = False
     ) -> list[ChunkKey]:
+        """Select chunks to delete and remove them from the policy.
+
+        Args:
+            wanted: Total size to free, in the unit of `add`.
+            evictable: Returns False for a chunk that is in use; such a chunk counts as touched.
+            last_resort: If nothing else is left, also select chunks before one that is in use.
+
+        Returns:
+            Chunks with a total size of at least `wanted`, in the order of deletion; an empty list if that is
+            not possible.
+        """
         if wanted > self._total:
             return []
         freed = 0
@@ -215,3 +247,7 @@ class LRUPolicy(EvictionPolicy):
             self._queue.move_to_end(key, last=False)
             if parent is not None:
                 self._link(key, parent)
+
+
+EvictionPolicy: TypeAlias = LRUPolicy
+"""Name of the interface of policies in version 0.1. There is one policy."""

@@ -1,0 +1,88 @@
+"""KV cache groups of a model: which tokens each of them needs to continue a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of the model that share a block table in vLLM.
+
+    A group of full attention needs every token to continue a request. Its chunks are stored one by one. Another group
+    needs only the last tokens: these are stored together, for single positions ("boundaries") of a request.
+
+    Attributes:
+        index: Position in vLLM's list of groups, and of the group's table among those of a request.
+        block_size: Tokens per block.
+        window: Tokens that a query attends to, itself included; 0 without a sliding window.
+        local: Tokens of an attention chunk, which queries do not look beyond; 0 without chunked local attention.
+        layers: Names of the layers.
+    """
+
+    index: int
+    block_size: int
+    window: int = 0
+    local: int = 0
+    layers: tuple[str, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        return not (self.window or self.local)
+
+    @property
+    def kind(self) -> str:
+        """The attention of the group, part of its namespace."""
+        return f"window={self.window}" if self.window else f"local={self.local}" if self.local else "full"
+
+    def first_needed(self, num_tokens: int) -> int:
+        """First token, on a block boundary, whose KV is needed to continue after `num_tokens` tokens."""
+        first = 0
+        if self.window:
+            first = max(0, num_tokens - self.window + 1)
+        elif self.local:
+            first = num_tokens - num_tokens % self.local
+        return first - first % self.block_size
+
+
+def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
+    """The KV groups of the model."""
+    return tuple(_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
+
+
+def _group(index: int, group: Any) -> KVGroup:
+    spec = group.kv_cache_spec
+    kind = kind_of(spec)
+    return KVGroup(
+        index,
+        int(spec.block_size),
+        window=int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0,
+        local=int(spec.attention_chunk_size) if kind == "ChunkedLocalAttentionSpec" else 0,
+        layers=tuple(group.layer_names),
+    )
+
+
+def kind_of(spec: Any) -> str:
+    return type(spec).__name__
+
+
+def leading_group(groups: Sequence[KVGroup]) -> KVGroup:
+    """The group whose namespace is the root of the chunk keys: that of full attention, if there is one."""
+    return next((group for group in groups if group.is_full), groups[0])
+
+
+def block_size_of(groups: Sequence[KVGroup]) -> int:
+    """Tokens that fill whole blocks of every group."""
+    return math.lcm(*(group.block_size for group in groups))
+
+
+def specs_of(kv_cache_config: Any) -> Iterator[Any]:
+    """The spec of each group, or of each of its layers if they differ in size."""
+    for group in kv_cache_config.kv_cache_groups:
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        yield from inner.values() if isinstance(inner, dict) else (group.kv_cache_spec,)

@@ -1,0 +1,314 @@
+"""Tests of concurrent calls, of cancellation at every await of every method, and of opening and closing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.conformance.base import Cases, TierRig, in_time, opened_rig, release_all
+from lmcache_async.testing.conformance.content import LENGTHS
+from lmcache_async.testing.records import key_of
+from lmcache_async.testing.steps import cancelled_at_await, cancelled_at_each_await, turns
+from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.types import ChunkKey
+
+CHUNKS = 4
+"""Chunks of a batch."""
+
+Items = Sequence[tuple[ChunkKey, Buffer]]
+Verb = Callable[[Tier, Items, Allocate], Coroutine[Any, Any, Any]]
+
+WRITES: dict[str, Verb] = {
+    "put": lambda tier, items, _: tier.put(*items[0]),
+    "put_many": lambda tier, items, _: tier.put_many(items),
+}
+VERBS = WRITES | {
+    "get": lambda tier, items, allocate: tier.get(items[0][0], allocate),
+    "get_many": lambda tier, items, allocate: tier.get_many([key for key, _ in items], allocate),
+    "remove": lambda tier, items, _: tier.remove(items[0][0]),
+    "contains": lambda tier, items, _: tier.contains(items[0][0]),
+    "contains_many": lambda tier, items, _: tier.contains_many([key for key, _ in items]),
+    "count_prefix": lambda tier, items, _: tier.count_prefix([key for key, _ in items]),
+    "clear": lambda tier, *_: tier.clear(),
+    "scrub": lambda tier, *_: tier.scrub(),
+}
+
+
+class OverlapCases(Cases):
+    """Concurrent calls see no partial effect of each other."""
+
+    async def test_puts_of_one_chunk_at_the_same_time_leave_one_whole_chunk(self, rig: TierRig) -> None:
+        await in_time(asyncio.gather(*(rig.put(1) for _ in range(8))))
+
+        assert await rig.holds(1)
+        assert rig.statistics.chunks in {0, 1}
+        if rig.tier.capabilities.lists:
+            assert await rig.keys() == {key_of(1)}
+        await rig.check_leases()
+
+    async def test_batches_of_the_same_chunks_at_the_same_time_store_each_once(self, rig: TierRig) -> None:
+        batches = [range(5), range(4, -1, -1), range(5)]
+        answers = await in_time(asyncio.gather(*map(rig.put_many, batches)))
+
+        assert answers == [[None] * 5] * 3
+        assert await rig.holds(*range(5))
+        assert rig.statistics.chunks in {0, 5}
+        await rig.check_leases()
+
+    async def test_a_get_during_a_put_finds_all_or_nothing(self, rig: TierRig) -> None:
+        for number in range(10):
+            await in_time(
+                asyncio.gather(rig.holds(number), rig.put(number), rig.holds(number), rig.contains(number))
+            )
+            assert await rig.holds(number)
+        await rig.check_leases()
+
+    async def test_a_get_during_a_removal_finds_all_or_nothing(self, rig: TierRig) -> None:
+        await rig.put(*range(10))
+        for number in range(10):
+            await in_time(asyncio.gather(rig.holds(number), rig.remove(number), rig.holds(number)))
+            assert await rig.holds(number) is not rig.tier.capabilities.removes
+        await rig.check_leases()
+
+    async def test_a_storm_of_calls_ends_and_every_answer_is_right(self, rig: TierRig) -> None:
+        for seed in range(3):
+            await in_time(_storm(random.Random(seed), rig))
+
+            for number in range(6):
+                assert await rig.contains(number) is await rig.holds(number)
+        await rig.check_leases()
+
+    async def test_gets_and_puts_of_other_chunks_do_not_disturb_each_other(self, rig: TierRig) -> None:
+        await rig.put(*range(8))
+        answers = await in_time(asyncio.gather(*map(rig.holds, range(8)), *map(rig.put, range(8, 16))))
+
+        assert answers[:8] == [True] * 8
+        assert await rig.holds(*range(16))
+        await rig.check_leases()
+
+
+async def _storm(seeded: random.Random, rig: TierRig) -> None:
+    """Run eight tasks of ten random calls each on six keys. `holds` fails if a record is wrong."""
+    calls: tuple[Any, ...] = (rig.holds, rig.holds, rig.put, rig.put, rig.contains, rig.remove)
+
+    async def call() -> None:
+        for _ in range(10):
+            number = seeded.randrange(6)
+            await seeded.choice(calls)(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(call())
+
+
+class CancellationCases(Cases):
+    """A cancelled call ends, holds no lease, reads no buffer afterwards, and stores whole chunks or none."""
+
+    @pytest.mark.parametrize("verb", VERBS)
+    async def test_a_call_cancelled_at_any_await_leaves_the_tier_whole_and_no_lease(
+        self, rig: TierRig, verb: str
+    ) -> None:
+        async def start(attempt: int) -> Any:
+            with rig.items(_numbers(verb, attempt)) as items:
+                return await VERBS[verb](rig.tier, items, _with_more_awaits(rig.allocate))
+
+        attempt = 0
+        await _prepare(rig, verb)
+        async for task in cancelled_at_each_await(start):
+            if not task.cancelled():
+                release_all(task.result())
+            rig.scribble()  # a read after the cancellation would return wrong bytes
+            await rig.check_leases()
+            await rig.holds(*_numbers(verb, attempt))
+            attempt += 1
+            await _prepare(rig, verb)
+        await rig.put(*range(CHUNKS))
+        assert await rig.holds(*range(CHUNKS)), "it works no more"
+
+    @pytest.mark.parametrize("verb", VERBS)
+    async def test_a_cancellation_is_not_swallowed(self, rig: TierRig, verb: str) -> None:
+        await _prepare(rig, verb)
+        with rig.items(range(CHUNKS)) as items:
+            for number in range(10):
+                task = await cancelled_at_await(VERBS[verb](rig.tier, items, rig.allocate), number)
+                if not task.cancelled():
+                    release_all(task.result())
+                    break  # the call has no more awaits
+        await rig.check_leases()
+
+    @pytest.mark.parametrize("verb", ["get", "get_many"])
+    async def test_a_read_cancelled_while_it_waits_for_memory_holds_none(
+        self, rig: TierRig, verb: str
+    ) -> None:
+        if rig.leases_content:
+            return  # it allocates no memory
+        await rig.put(*range(CHUNKS))
+        waiting = asyncio.Event()
+        left = iter(range(CHUNKS - 1 if verb == "get_many" else 0))
+
+        async def scarce(nbytes: int) -> Buffer:
+            if next(left, None) is not None:
+                return await rig.allocate(nbytes)
+            waiting.set()
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError("the wait ended without a cancellation")
+
+        with rig.items(range(CHUNKS)) as items:
+            task = asyncio.ensure_future(VERBS[verb](rig.tier, items, scarce))
+            await in_time(waiting.wait())
+            task.cancel()
+            await in_time(asyncio.wait({task}))
+
+        assert task.cancelled()
+        await rig.check_leases()
+        assert await rig.holds(0)
+
+
+def _numbers(verb: str, attempt: int) -> range:
+    """Return new chunks for each write, so that none is stored yet, and the same ones for other calls."""
+    start = CHUNKS * attempt if verb in WRITES else 0
+    return range(start, start + CHUNKS)
+
+
+async def _prepare(rig: TierRig, verb: str) -> None:
+    """Store the chunks that the next call reads or removes."""
+    if verb not in WRITES:
+        await rig.put(*range(CHUNKS))
+
+
+def _with_more_awaits(allocate: Allocate) -> Allocate:
+    """Wrap `allocate` with an await before and after it, as when other callers wait for memory too."""
+
+    async def slow(nbytes: int) -> Buffer:
+        await asyncio.sleep(0)
+        buffer = await allocate(nbytes)
+        try:
+            await asyncio.sleep(0)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    return slow
+
+
+class LifecycleCases(Cases):
+    """A tier works while it is open. Content that it keeps after closing is complete."""
+
+    async def test_a_persistent_tier_has_its_chunks_after_it_was_reopened(
+        self, tier: Tier, arena: Arena
+    ) -> None:
+        async with opened_rig(tier, arena) as rig:
+            rig.length = LENGTHS.__getitem__
+            await rig.put(*range(len(LENGTHS)))
+            removed = await rig.remove(0)
+            before = rig.statistics
+        if not tier.capabilities.persistent:
+            assert arena.statistics().leased_slabs == 0
+            return
+        for _ in range(2):
+            async with opened_rig(self.reopen(tier), arena) as again:
+                again.length = LENGTHS.__getitem__
+                found = again.statistics
+                assert (found.chunks, found.bytes) == (before.chunks, before.bytes)
+                assert await again.contains(0) is not removed
+                for number, length in list(enumerate(LENGTHS))[1:]:
+                    assert await again.contains(number)
+                    assert await again.holds(number), f"{length} bytes are lost"
+                assert await again.tier.count_prefix([key_of(number) for number in (1, 2, 99)]) == 2
+                assert not await again.contains(99)
+
+    async def test_what_a_persistent_tier_has_after_cancelled_puts_is_whole(
+        self, tier: Tier, arena: Arena
+    ) -> None:
+        async with opened_rig(tier, arena) as rig:
+            for number in range(12):
+                task = asyncio.ensure_future(rig.put(number))
+                await turns(number)
+                task.cancel()
+                await in_time(asyncio.wait({task}))
+        if not tier.capabilities.persistent:
+            return
+        async with opened_rig(self.reopen(tier), arena) as again:
+            for number in range(12):
+                assert await again.contains(number) is await again.holds(number)
+            await again.put(*range(12))
+            assert await again.holds(*range(12))
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 5])
+    async def test_closing_with_calls_in_flight_ends_them_and_gives_every_lease_back(
+        self, tier: Tier, arena: Arena, steps: int
+    ) -> None:
+        tier.bind(arena)
+        await tier.__aenter__()
+        rig = TierRig(tier, arena)
+        await rig.put(*range(4))
+        with rig.items(range(4, 10)) as items:
+            calls: list[Coroutine[Any, Any, Any]] = [
+                tier.put_many(items[:3]),
+                tier.put(*items[3]),
+                tier.get_many([key_of(number) for number in range(4)], rig.allocate),
+                tier.get(key_of(0), rig.allocate),
+                tier.remove(key_of(3)),
+                tier.contains(key_of(1)),
+            ]
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            await turns(steps)
+            await in_time(tier.__aexit__(None, None, None))
+            await in_time(asyncio.wait(tasks))
+            for task in tasks:
+                error = None if task.cancelled() else task.exception()
+                assert error is None or isinstance(error, TierError | BudgetExceededError), (
+                    f"a call during the closing raised {error!r}, not a TierError"
+                )
+                if not task.cancelled() and error is None:
+                    release_all(task.result())
+        assert arena.statistics().leased_slabs == 0, "closed, and leases are not back"
+        if tier.capabilities.persistent:
+            async with opened_rig(self.reopen(tier), arena) as again:
+                for number in range(10):
+                    assert await again.contains(number) is await again.holds(number)
+                assert await again.holds(*range(3)), "lost by the closing"
+
+    async def test_a_closed_tier_answers_with_tier_errors_or_rightly(self, tier: Tier, arena: Arena) -> None:
+        async with opened_rig(tier, arena) as rig:
+            await rig.put(1)
+        calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: rig.put(2),
+            lambda: rig.contains(1),
+            lambda: rig.holds(1),
+            lambda: rig.remove(5),
+        ]
+        for call in calls:
+            with contextlib.suppress(TierError):
+                assert await in_time(call()) in {None, True, False}
+        assert arena.statistics().leased_slabs == 0, "a closed tier keeps leases"
+
+    async def test_an_error_within_the_block_closes_the_tier_and_is_not_swallowed(
+        self, tier: Tier, arena: Arena
+    ) -> None:
+        async def fail() -> None:
+            async with opened_rig(tier, arena) as rig:
+                await rig.put(1)
+                raise LookupError("of this test")
+
+        with pytest.raises(LookupError, match="of this test"):
+            await fail()
+        assert arena.statistics().leased_slabs == 0
+        if tier.capabilities.persistent:
+            async with opened_rig(self.reopen(tier), arena) as again:
+                assert await again.holds(1)
+
+    async def test_the_tier_is_an_honest_async_context(self, tier: Tier, arena: Arena) -> None:
+        tier.bind(arena)
+        async with tier as entered:
+            assert entered is tier
+            await TierRig(tier, arena).check_leases()
