@@ -51,14 +51,27 @@ class Weights:
     def constant(self, name: str, size: int, value: float) -> None:
         self.tensors[f"{name}.weight"] = torch.full((size,), value)
 
-    def mlp(self, name: str, hidden: int, *, bias: bool = False) -> None:
-        for part, gain in (("gate_proj", 1.0), ("up_proj", 1.0), ("down_proj", 0.5)):
-            self.linear(f"{name}.{part}", hidden, hidden, gain=gain, bias=bias)
+    def mlp(self, name: str, hidden: int, *, size: int = 0, bias: bool = False) -> None:
+        size = size or hidden
+        self.linear(f"{name}.gate_proj", size, hidden, bias=bias)
+        self.linear(f"{name}.up_proj", size, hidden, bias=bias)
+        self.linear(f"{name}.down_proj", hidden, size, gain=0.5, bias=bias)
 
     def attention(self, name: str, *, bias: bool = False) -> None:
         for part, gain in (("q_proj", 2.2), ("k_proj", 2.2), ("v_proj", 1.0)):
             self.linear(f"{name}.{part}", HEADS * HEAD_SIZE, HIDDEN, gain=gain, bias=bias)
         self.linear(f"{name}.o_proj", HIDDEN, HEADS * HEAD_SIZE)
+
+    def recurrent(self, name: str, keys: int, values: int) -> None:
+        """A Gated DeltaNet layer with this number of key heads and value heads."""
+        channels = (2 * keys + values) * HEAD_SIZE
+        self.tensors[f"{name}.conv1d.weight"] = self._normal(channels, 1, 4) / 2
+        self.tensors[f"{name}.A_log"] = torch.linspace(-5.0, -2.0, values)
+        self.tensors[f"{name}.dt_bias"] = torch.ones(values)
+        self.linear(f"{name}.in_proj_qkvz", channels + values * HEAD_SIZE, HIDDEN)
+        self.linear(f"{name}.in_proj_ba", 2 * values, HIDDEN)
+        self.linear(f"{name}.out_proj", HIDDEN, values * HEAD_SIZE)
+        self.constant(f"{name}.norm", HEAD_SIZE, 1.0)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator)
@@ -311,6 +324,70 @@ def make_windows_only_model(directory: Path) -> Path:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
+    return _write(directory, config, weights)
+
+
+def make_recurrent_model(directory: Path) -> Path:
+    """Write a Qwen3-Next: three layers with a recurrent state (Gated DeltaNet), then one of full attention.
+
+    vLLM's kernel for CPUs wants states of 64 by 64 numbers and bfloat16. The states decay slowly, so that they depend
+    on tokens far back.
+    """
+    layers, keys, values, experts, expert_size = 4, 2, 2, 4, 64
+    weights = Weights(seed=6)
+    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN)
+    weights.linear("lm_head", VOCABULARY, HIDDEN, gain=2.0)
+    weights.constant("model.norm", HIDDEN, 0.0)  # one is added to it
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        weights.constant(f"{name}.input_layernorm", HIDDEN, 0.0)
+        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 0.0)
+        if layer < layers - 1:
+            weights.recurrent(f"{name}.linear_attn", keys, values)
+            weights.mlp(f"{name}.mlp", HIDDEN)
+        else:
+            weights.attention(f"{name}.self_attn")
+            weights.linear(f"{name}.self_attn.q_proj", 2 * HEADS * HEAD_SIZE, HIDDEN, gain=2.2)  # with a gate
+            weights.constant(f"{name}.self_attn.q_norm", HEAD_SIZE, 0.0)
+            weights.constant(f"{name}.self_attn.k_norm", HEAD_SIZE, 0.0)
+            weights.linear(f"{name}.mlp.gate", experts, HIDDEN)
+            weights.linear(f"{name}.mlp.shared_expert_gate", 1, HIDDEN)
+            for expert in (*(f"experts.{index}" for index in range(experts)), "shared_expert"):
+                weights.mlp(f"{name}.mlp.{expert}", HIDDEN, size=expert_size)
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": HEAD_SIZE,
+        "linear_value_head_dim": HEAD_SIZE,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": expert_size,
+        "shared_expert_intermediate_size": expert_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(layers - 1)),
+        "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    weights.tensors = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
     return _write(directory, config, weights)
 
 

@@ -14,18 +14,9 @@ from lmcache_async.memory.header import read_header
 from tests.integration.model_families import WINDOW, make_sliding_window_model, make_windows_only_model
 from tests.integration.vllm_answers import Question, assert_same, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+from tests.integration.vllm_records import change_first_payload_byte, namespace_of
 
 pytestmark = pytest.mark.vllm
-
-
-def namespace_of(record: Path) -> str:
-    return read_header(memoryview(record.read_bytes())).namespace
-
-
-def change_first_payload_byte(record: Path) -> None:
-    content = bytearray(record.read_bytes())
-    content[read_header(memoryview(content)).header_bytes] ^= 0x40
-    record.write_bytes(content)
 
 
 @pytest.fixture(scope="module")

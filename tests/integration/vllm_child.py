@@ -6,6 +6,7 @@ and each engine is a fork of that one. Whatever vLLM prints goes to the engine's
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -33,6 +34,7 @@ _IMPORTS = (
 _MODELS = {
     "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2",
     "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
+    "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next",
 }
 _IMAGE_MODELS = {"Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl"}
 
@@ -216,6 +218,17 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
     os._exit(0)  # to take down the interpreter with all of vLLM in it takes seconds
 
 
+def _copy_states_without_triton() -> None:
+    """VLLM copies recurrent states from block to block with a Triton kernel, which a CPU does not have."""
+    from vllm.v1.worker import mamba_utils
+
+    def batch_memcpy(sources: Any, targets: Any, sizes: Any) -> None:
+        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+    mamba_utils.batch_memcpy = batch_memcpy
+
+
 def main() -> None:
     """Fork an engine for each message, which carries the engine's channel and its log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
@@ -226,6 +239,7 @@ def main() -> None:
     registry = importlib.import_module("vllm").ModelRegistry
     for architecture, module in (_MODELS | (_IMAGE_MODELS if images else {})).items():
         registry.register_model(architecture, getattr(importlib.import_module(module), architecture))
+    _copy_states_without_triton()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
     gc.freeze()
     calls.sendall(b".")

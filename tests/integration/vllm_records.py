@@ -26,3 +26,15 @@ def change_one_byte(path: Path) -> None:
     place = int(np.flatnonzero((abs(numbers) >= 2) & (abs(numbers) < 8))[0])
     content[start + 4 * place + 3] ^= 0x04  # of the exponent
     path.write_bytes(content)
+
+
+def namespace_of(record: Path) -> str:
+    """The text of the namespace of a record."""
+    return read_header(memoryview(record.read_bytes())).namespace
+
+
+def change_first_payload_byte(record: Path) -> None:
+    """Flip one bit of the payload."""
+    content = bytearray(record.read_bytes())
+    content[read_header(memoryview(content)).header_bytes] ^= 0x40
+    record.write_bytes(content)

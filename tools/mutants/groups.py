@@ -8,6 +8,7 @@ VLLM = "lmcache_async/integration/vllm"
 TEST_KEYS = ("tests/unit/vllm/test_keys.py",)
 TEST_LOOKUP = ("tests/unit/vllm/test_lookup.py",)
 TEST_PINS = ("tests/unit/vllm/test_block_pins.py",)
+TEST_SCHEDULER = ("tests/unit/vllm/test_scheduler.py",)
 TEST_WORKER = ("tests/unit/vllm/test_worker.py",)
 
 GROUPS = (
@@ -42,9 +43,30 @@ GROUPS = (
     Mutation(
         "groups: blocks outside of the window are stored",
         f"{VLLM}/scheduler.py",
-        "or any(block.is_null for block in needed[-1])",
-        "or False",
+        "held = all(block.ref_cnt and not block.is_null for block in needed[-1])",
+        "held = True",
         TEST_PINS,
+    ),
+    Mutation(
+        "groups: a recurrent state is read by its position in the block table",
+        f"{VLLM}/scheduler.py",
+        "            if group.state:\n",
+        "            if False:\n",
+        TEST_PINS,
+    ),
+    Mutation(
+        "groups: states are stored that vLLM did not offer for all groups",
+        f"{VLLM}/scheduler.py",
+        "if group.index in states else []",
+        "if group.index in states else blocks[group.index][start:stop]",
+        TEST_PINS,
+    ),
+    Mutation(
+        "groups: vLLM's longer common prefix is replaced",
+        f"{VLLM}/scheduler.py",
+        "(shared := tracker.shared_tokens) > request.shared_prefix_boundary",
+        "(shared := tracker.shared_tokens)",
+        TEST_SCHEDULER,
     ),
     Mutation(
         "groups: a failed load is not reported",

@@ -47,6 +47,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of the machine
 
 _SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
+_STATE = frozenset({"MambaSpec"})
 _NOT_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})  # a prefix changes the order of their sums
 
 
@@ -222,11 +223,13 @@ def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
         return backend
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    spec = next(specs_of(kv_cache_config))
-    isa = _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
-    )
-    return f"{backend}/{isa}"
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    formats = {
+        _get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)
+        for spec in specs_of(kv_cache_config)
+        if kind_of(spec) not in _STATE
+    }
+    return f"{backend}/{'+'.join(sorted(formats))}"
 
 
 def _speculative(config: Any) -> str:
@@ -279,9 +282,10 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     described = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))})"
     if not all(group.enable_kv_transfer for group in groups):
         return "vLLM does not allow the model's KV cache to be transferred"
-    if unknown := sorted(kinds - _SUPPORTED - _WINDOWED):
+    if unknown := sorted(kinds - _SUPPORTED - _WINDOWED - _STATE):
         return (
-            f"the KV cache is a {', '.join(unknown)}; full attention, MLA and attention windows are supported"
+            f"the KV cache is a {', '.join(unknown)};"
+            " full attention, MLA, attention windows and recurrent states are supported"
         )
     if kinds <= _SUPPORTED and len(groups) == 1:
         return None
@@ -292,7 +296,9 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     }
     if inner & _WINDOWED:
         return f"{described}, of layers with windows of several sizes; one size for each group is supported"
-    advice = ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
+    advice = ""
+    if not kinds & _STATE:  # vLLM cannot treat a recurrent state as full attention
+        advice = ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
     if transfer_results() is None:
         return f"{described}, which needs vLLM 0.32 or newer{advice}"
     if sum(group.is_full for group in groups_of(kv_cache_config)) > 1:
@@ -302,6 +308,12 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return f"{described} and a draft model ({speculative.method}), which is supported with one group only{advice}"
     if not all(getattr(group.kv_cache_spec, "prefix_cacheable", True) for group in groups):
         return f"{described}, of which vLLM does not cache every one"
+    modes = {spec.mamba_cache_mode for spec in specs_of(kv_cache_config) if kind_of(spec) in _STATE}
+    if modes - {"align"}:
+        return (
+            f"{described}, and vLLM keeps recurrent states in mode {min(modes)!r}. Start vLLM with"
+            " --enable-prefix-caching --mamba-cache-mode align"
+        )
     if kv_cache_config.cache_hit_alignment_tokens not in (None, block_size_of(groups_of(kv_cache_config))):
         return f"{described}, with hits that end inside of a block"
     return None

@@ -22,6 +22,7 @@ class KVGroup:
         block_size: Tokens per block.
         window: Tokens that a query attends to, itself included; 0 without a sliding window.
         local: Tokens of an attention chunk, which queries do not look beyond; 0 without chunked local attention.
+        state: Description of the recurrent state (Mamba, GDN, KDA), of which a block holds one; "" without.
         layers: Names of the layers.
     """
 
@@ -29,21 +30,29 @@ class KVGroup:
     block_size: int
     window: int = 0
     local: int = 0
+    state: str = ""
     layers: tuple[str, ...] = ()
 
     @property
     def is_full(self) -> bool:
-        return not (self.window or self.local)
+        return not (self.window or self.local or self.state)
 
     @property
     def kind(self) -> str:
-        """The attention of the group, part of its namespace."""
+        """The attention or state of the group, part of its namespace."""
+        if self.state:
+            return f"state={self.state}"
         return f"window={self.window}" if self.window else f"local={self.local}" if self.local else "full"
 
     def first_needed(self, num_tokens: int) -> int:
-        """First token, on a block boundary, whose KV is needed to continue after `num_tokens` tokens."""
+        """First token, on a block boundary, whose block is needed to continue after `num_tokens` tokens.
+
+        Of a recurrent state this is the last block, which holds the state after all of these tokens.
+        """
         first = 0
-        if self.window:
+        if self.state:
+            first = max(0, num_tokens - self.block_size)
+        elif self.window:
             first = max(0, num_tokens - self.window + 1)
         elif self.local:
             first = num_tokens - num_tokens % self.local
@@ -63,8 +72,14 @@ def _group(index: int, group: Any) -> KVGroup:
         int(spec.block_size),
         window=int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0,
         local=int(spec.attention_chunk_size) if kind == "ChunkedLocalAttentionSpec" else 0,
+        state=_state_text(spec) if kind == "MambaSpec" else "",
         layers=tuple(group.layer_names),
     )
+
+
+def _state_text(spec: Any) -> str:
+    parts = (f"{dtype}{list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return f"{spec.mamba_type.name}:{'+'.join(parts)}".replace(" ", "")
 
 
 def kind_of(spec: Any) -> str:

@@ -697,6 +697,7 @@ class Query:
         self._bounded = [group for group in groups if not group.is_full]
         self._unit = block_size_of(groups) if groups else 0
         self._has_chunks = not groups or len(self._bounded) < len(groups)
+        self._has_states = any(group.state for group in groups)
 
     async def __call__(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Return the longest stored prefix that every KV group can serve on every rank.
@@ -743,13 +744,13 @@ class Query:
         """Positions where a boundary may be stored, longest first.
 
         These are all block boundaries of the last chunk, where an earlier prompt may have ended, and the ends of
-        chunks before it. One token is left to compute.
+        chunks before it. VLLM offers recurrent states at any block boundary. One token is left to compute.
         """
         size, unit = keys.identity.chunk_size, self._unit
         last = min(answer.hit_tokens(size), lookup.num_tokens - 1) // unit * unit
         if last <= 0:
             return []
-        start = (last - 1) // size * size
+        start = 0 if self._has_states else (last - 1) // size * size
         return [*range(last, start, -unit), *range(start, 0, -size)]
 
     async def _first_boundaries(

@@ -19,7 +19,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import RequestPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import RequestKeys
@@ -138,6 +138,11 @@ class RequestPolicy:
         """Whether the model has nothing but full attention, so that a hit may end at any block."""
         return all(group.is_full for group in self.groups)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a group is a recurrent state, so that vLLM chooses the boundaries."""
+        return any(group.state for group in self.groups)
+
     def blocks_of(self, num_tokens: int) -> int:
         """Number of blocks with these tokens, of the groups that are stored chunk by chunk."""
         return sum(num_tokens // group.block_size for group in self.groups if group.is_full)
@@ -151,9 +156,9 @@ class RequestPolicy:
         """Positions where a later request can continue a prompt: the same prompt again, and a longer one.
 
         At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
-        chunks.
+        chunks. With a recurrent state they are the boundaries that vLLM offers, see `RequestTracker.states_offered`.
         """
-        if self.one_group:
+        if self.one_group or self.has_states:
             return []
         unit = self.block_size if self.partial_chunks else self.chunk_size
         found = {tokens // unit * unit for tokens in (num_prompt_tokens - 1, num_prompt_tokens)}
@@ -355,6 +360,7 @@ class RequestTracker:
         self._finished = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
         self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
+        self._known_boundary = 0  # found by the lookup
 
     @property
     def phase(self) -> Phase:
@@ -537,10 +543,7 @@ class RequestTracker:
         state = self._lookup
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
-        if answer is not None and self._policy.has_chunks:
-            shared = answer.chunks * self._policy.chunk_size
-            if shared > max(hit, self._local_tokens):
-                self.junction_found(shared)
+        self.junction_found(self.shared_tokens)
         decided, why = self._decision(state)
         plan = RequestPlan(
             request_id=self.request_id,
@@ -587,6 +590,7 @@ class RequestTracker:
         self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
         self._cursor.tail_pending = self._tail_tokens > 0
         self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
+        self._known_boundary = 0
         return first
 
     def load_ended(self) -> Release | None:
@@ -629,7 +633,8 @@ class RequestTracker:
         answer, size = state.answer, self._policy.chunk_size
         chunks = answer.chunks if state.verdict is None else min(answer.chunks, state.verdict.tokens // size)
         cursor.next_chunk = max(cursor.next_chunk, chunks)
-        if answer.boundary is not None and self._boundaries:
+        if answer.boundary is not None:
+            self._known_boundary = answer.boundary
             self._boundaries = [each for each in self._boundaries if each != answer.boundary]
         ends_there = chunks == self.keys.num_prompt_tokens // size
         if ends_there and answer.partial_tokens >= self._tail_tokens:
@@ -665,10 +670,33 @@ class RequestTracker:
         self._boundaries = self._boundaries[len(due) :]
         return [BoundarySpan(boundary) for boundary in due]
 
+    @property
+    def shared_tokens(self) -> int:
+        """Leading tokens, in whole chunks, that another request had too, if they are more than the hit; else 0."""
+        answer = self._lookup.answer if self._lookup is not None else None
+        if answer is None or not self._policy.has_chunks:
+            return 0
+        size = self._policy.chunk_size
+        shared = answer.chunks * size
+        return shared if shared > max(answer.hit_tokens(size), self._local_tokens) else 0
+
+    def states_offered(self, boundaries: Iterable[int]) -> None:
+        """VLLM has the recurrent states after these numbers of tokens, for the stores of this step only."""
+        prompt, known = self.keys.num_prompt_tokens, self._known_boundary
+        self._boundaries = sorted(
+            boundary
+            for boundary in boundaries
+            if boundary % self._policy.block_size == 0
+            and boundary != known
+            and (self._policy.generated_tokens or boundary <= prompt)
+        )
+
     def junction_found(self, num_tokens: int) -> None:
         """Other requests share `num_tokens` leading tokens, so they can continue at the end of a chunk before."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
-        if boundary and not self._policy.one_group and boundary not in self._boundaries:
+        if boundary and not (
+            self._policy.one_group or self._policy.has_states or boundary in self._boundaries
+        ):
             self._boundaries = sorted([*self._boundaries, boundary])
 
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
@@ -715,6 +743,7 @@ class RequestTracker:
             cursor.next_chunk, cursor.stored_skipped = 0, False
             cursor.tail_pending = self._tail_tokens > 0
             self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
+            self._known_boundary = 0
 
     def _due_boundaries(self, computed_tokens: int) -> list[int]:
         if not self._may_store or self._loading or self.keys.failed:

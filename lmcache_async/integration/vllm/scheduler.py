@@ -107,6 +107,9 @@ class BlockPins:
         self._pool = block_pool
         self._max_blocks = max(1, int(block_pool.num_gpu_blocks * self._max_fraction))
 
+    def block(self, block_id: int) -> Any:
+        return self._pool.blocks[block_id]
+
     def pin(self, job_id: int, blocks: Sequence[Any]) -> None:
         """Pin blocks that a request holds, so that none of them is in the pool's free queue."""
         for block in blocks:
@@ -229,6 +232,7 @@ class StoreQueue:
         span: BoundarySpan,
         blocks: Sequence[Sequence[Any]],
         *,
+        states: Mapping[int, int],
         epoch: int,
         now: float,
     ) -> bool:
@@ -236,17 +240,23 @@ class StoreQueue:
 
         Args:
             blocks: All blocks of the request for each group of vLLM.
+            states: By group, the id of the block with the recurrent state at the boundary. The table does not show
+                which block that is.
 
         Returns:
             Whether the blocks exist and are pinned.
         """
-        needed = []
+        needed: list[Sequence[Any]] = []
         for group in self._bounded:
             start = group.first_needed(span.boundary) // group.block_size
             stop = span.boundary // group.block_size
-            needed.append(blocks[group.index][start:stop])
-            if len(needed[-1]) != stop - start or any(block.is_null for block in needed[-1]):
-                return False  # outside of the window by now
+            if group.state:
+                needed.append([self._pins.block(states[group.index])] if group.index in states else [])
+            else:
+                needed.append(blocks[group.index][start:stop])
+            held = all(block.ref_cnt and not block.is_null for block in needed[-1])
+            if not held or len(needed[-1]) != stop - start:
+                return False  # outside of the window by now, or not offered
         if sum(map(len, needed)) > self._pins.room:
             self._metrics.skipped("blocks", sum(1 for some in needed if some))
             return False
@@ -495,6 +505,8 @@ class SchedulerConnector:
         offer = tracker.offer(now, ready=self._client.ready)
         if offer.late:
             self.metrics.lookup_late()
+        if self._policy.has_states and (shared := tracker.shared_tokens) > request.shared_prefix_boundary:
+            request.shared_prefix_boundary = shared  # vLLM ends a step there and offers the states
         return offer.tokens, offer.is_async
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
@@ -531,8 +543,12 @@ class SchedulerConnector:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
             if tracker is not None and tracker.stores:
+                states: dict[int, dict[int, int]] = {}
+                if self._policy.has_states:
+                    states = _offered_states(request_id, output.kv_connector_block_state)
+                    tracker.states_offered(states)
                 # Tokens beyond the known ones are drafts or not sampled yet.
-                self._plan_stores(tracker, tracker.known_after(num_tokens))
+                self._plan_stores(tracker, tracker.known_after(num_tokens), states)
         self.load_policy.prefill.begin(sum(output.num_scheduled_tokens.values()))
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
@@ -590,7 +606,7 @@ class SchedulerConnector:
                 self._pins.pinned_blocks,
             )
         self._add_stores(tracker, spans)
-        self._add_boundaries(tracker, computed)
+        self._add_boundaries(tracker, computed, {})
         return tracker.promise(self._config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
@@ -779,7 +795,9 @@ class SchedulerConnector:
 
     # Stores
 
-    def _plan_stores(self, tracker: RequestTracker, computed_tokens: int) -> None:
+    def _plan_stores(
+        self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]
+    ) -> None:
         tracker.skip_stored(self._client.epoch)
         needed = tracker.tokens_to_hash(computed_tokens)
         if not needed:
@@ -788,9 +806,11 @@ class SchedulerConnector:
             self._client.hash(tracker.keys, tracker.num_tokens)
         spans = tracker.plan_stores(computed_tokens, self._stores.keys_in_flight, self._pins.room)
         self._add_stores(tracker, spans)
-        self._add_boundaries(tracker, computed_tokens)
+        self._add_boundaries(tracker, computed_tokens, states)
 
-    def _add_boundaries(self, tracker: RequestTracker, computed_tokens: int) -> None:
+    def _add_boundaries(
+        self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]
+    ) -> None:
         spans = tracker.plan_boundaries(computed_tokens)
         if not spans:
             return
@@ -798,7 +818,13 @@ class SchedulerConnector:
         for span in spans:
             self._next_job += 1
             self._stores.add_boundary(
-                self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now
+                self._next_job,
+                tracker,
+                span,
+                blocks,
+                states=states.get(span.boundary, {}),
+                epoch=self._client.epoch,
+                now=now,
             )
 
     def _add_stores(self, tracker: RequestTracker, spans: Sequence[StoreSpan]) -> None:
@@ -832,6 +858,15 @@ def _warn_of_lost_writes(
             timeout_s,
             config.shutdown_timeout_s,
         )
+
+
+def _offered_states(request_id: str, block_state: Any) -> dict[int, dict[int, int]]:
+    """The blocks with recurrent states that vLLM offers in a step: ids by number of tokens and group."""
+    states: dict[int, dict[int, int]] = {}
+    if block_state is not None:
+        for group, block_id, boundary in block_state.boundary_state_offloads.get(request_id, ()):
+            states.setdefault(boundary, {})[group] = block_id
+    return states
 
 
 def _loadable(blocks: Sequence[Any]) -> list[int]:

@@ -576,7 +576,10 @@ class WorkerConnector:
                 own = {name: kv_caches[name] for name in group.layers if name in kv_caches}
             layouts.append(
                 KVLayout.from_block_views(
-                    own, num_blocks=kv_cache_config.num_blocks, block_size=group.block_size
+                    own,
+                    num_blocks=kv_cache_config.num_blocks,
+                    block_size=group.block_size,
+                    kind="pages" if group.state else "heads",
                 )
             )
         namespace = namespace_of(vllm_config, kv_cache_config, self.config, layouts[0].text)

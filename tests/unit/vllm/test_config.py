@@ -348,25 +348,43 @@ def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
     engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
     wider = dataclasses.replace(WINDOW, sliding_window=65)
+    other_shape = dataclasses.replace(STATE, shapes=((2, 8),))
+    other_dtype = dataclasses.replace(STATE, dtypes=(torch.int32,))
     roots = []
-    for spec in (WINDOW, wider):
+    for spec in (WINDOW, wider, STATE, other_shape, other_dtype):
         cache = with_groups(setup, full, group(spec))
         whole, groups = namespace_of(config, cache, engine, "layout"), groups_of(cache)
         roots += [group_namespace(whole, each, groups, "layout").root() for each in groups]
     alone = with_groups(setup, full)
     whole = namespace_of(config, alone, engine, "layout")
 
-    assert len({*roots}) == 3  # full attention has the same one in both models
+    assert len({*roots}) == 6  # full attention has the same one in all models
     assert group_namespace(whole, groups_of(alone)[0], groups_of(alone), "layout") == whole
 
 
-def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup):
+STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def test_recurrent_states_are_supported_in_the_mode_that_keeps_them_at_block_boundaries(
+    config: Any, setup: Setup
+):
     full = kv_cache_config(setup).kv_cache_groups[0]
-    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    dense = dataclasses.replace(STATE, mamba_cache_mode="all")
 
-    reason = str(unsupported_reason(config, with_groups(setup, full, group(state))))
+    assert unsupported_reason(config, with_groups(setup, full, group(STATE))) is None
+    assert unsupported_reason(config, with_groups(setup, group(STATE))) is None
+    reason = str(unsupported_reason(config, with_groups(setup, full, group(dense))))
+    assert "--mamba-cache-mode align" in reason
+    assert "--disable" not in reason
 
-    assert "MambaSpec" in reason
+
+def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch):
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
+
+    reason = str(unsupported_reason(config, with_groups(setup, full, group(STATE))))
+
+    assert "vLLM 0.32" in reason
     assert "--disable" not in reason
 
 

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -54,6 +55,8 @@ class Rank:
 def spec_of(group: KVGroup) -> KVCacheGroupSpec:
     if group.window:
         spec = SlidingWindowSpec(**SHAPE, sliding_window=group.window)
+    elif group.state:
+        spec = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     elif group.local:
         spec = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=group.local)
     else:
@@ -75,10 +78,13 @@ def usable(groups: list[KVGroup], num_tokens: int, stored: set[tuple[int, bytes]
 def models(draw: st.DrawFn) -> list[KVGroup]:
     groups = [KVGroup(0, BLOCK)]
     for index in range(1, draw(st.integers(2, 3))):
-        if draw(st.booleans()):
-            groups.append(KVGroup(index, BLOCK, window=draw(st.integers(2, 30))))
-        else:
-            groups.append(KVGroup(index, BLOCK, local=BLOCK * draw(st.integers(1, 12))))
+        match draw(st.sampled_from(["window", "local", "state"])):
+            case "window":
+                groups.append(KVGroup(index, BLOCK, window=draw(st.integers(2, 30))))
+            case "local":
+                groups.append(KVGroup(index, BLOCK, local=BLOCK * draw(st.integers(1, 12))))
+            case _:
+                groups.append(KVGroup(index, BLOCK, state="GDN"))
     return groups
 
 
@@ -112,8 +118,8 @@ def test_vllm_can_use_every_hit_and_has_no_longer_one(groups, num_tokens, full_c
     assert hit <= usable(groups, num_tokens, theirs)
     if hit:
         assert usable(groups, hit + 1, theirs) == hit
-    asked = [
-        each for each in boundaries if each % CHUNK == 0 or each > (full_chunks * CHUNK - 1) // CHUNK * CHUNK
-    ]
+    anywhere = any(group.state for group in groups)
+    last_chunk = (full_chunks * CHUNK - 1) // CHUNK * CHUNK
+    asked = [each for each in boundaries if anywhere or each % CHUNK == 0 or each > last_chunk]
     expected = [each for each in asked if each <= min(full_chunks * CHUNK, num_tokens - 1)]
     assert hit >= max(expected, default=0)

@@ -391,6 +391,64 @@ def test_windows_are_stored_where_a_later_request_can_continue(
     assert tracker.plan_boundaries(prompt) == []  # once
 
 
+STATES = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, state="GDN"))
+
+
+def test_recurrent_states_are_stored_when_vllm_offers_them() -> None:
+    tracker = tracker_of(21, policy(groups=STATES))
+
+    assert tracker.plan_boundaries(21) == []
+    tracker.states_offered([16, 8])
+    assert tracker.tokens_to_hash(16) == 16
+    assert [span.boundary for span in tracker.plan_boundaries(16)] == [8, 16]
+    tracker.states_offered([])
+    assert tracker.plan_boundaries(21) == []
+
+
+@pytest.mark.parametrize(("generated_tokens", "boundaries"), [(False, [20]), (True, [20, 24])])
+def test_recurrent_states_after_generated_tokens_are_stored_like_their_chunks(
+    generated_tokens: bool, boundaries: list[int]
+) -> None:
+    tracker = tracker_of(21, policy(groups=STATES, generated_tokens=generated_tokens))
+    tracker.states_offered([20, 24])
+
+    assert [span.boundary for span in tracker.plan_boundaries(30)] == boundaries
+
+
+def test_a_recurrent_state_inside_of_a_block_is_not_stored() -> None:
+    tracker = tracker_of(21, policy(groups=STATES))
+    tracker.states_offered([15])
+
+    assert tracker.plan_boundaries(21) == []
+
+
+def test_a_recurrent_state_that_was_loaded_is_not_stored_again_unless_the_load_failed() -> None:
+    tracker = tracker_of(40, policy(groups=STATES))
+    answer(tracker, ask(tracker), Answer(5, boundary=38))
+    tracker.local_found(0)
+    tracker.offer(0.0, ready=True)
+    tracker.admitted(38)
+    tracker.load_started(38)
+    tracker.skip_stored(0)
+    tracker.load_ended()
+
+    tracker.states_offered([38])
+    assert tracker.plan_boundaries(40) == []
+    tracker.load_tokens_failed(0)
+    tracker.states_offered([38])
+    assert [span.boundary for span in tracker.plan_boundaries(40)] == [38]
+
+
+def test_a_prefix_that_others_have_is_longer_than_the_hit() -> None:
+    tracker = tracker_of(40, policy(groups=STATES))
+    assert tracker.shared_tokens == 0
+    answer(tracker, ask(tracker), Answer(4, boundary=16))
+
+    assert tracker.shared_tokens == 4 * CHUNK
+    tracker.local_found(4 * CHUNK)
+    assert tracker.shared_tokens == 0
+
+
 def test_one_group_of_full_attention_has_no_boundaries() -> None:
     tracker = tracker_of(21)
     tracker.junction_found(16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +70,9 @@ class Client:
         if not self.hashes:
             return
         if not keys.opened:
-            keys.open((b"0" * 16, b"1" * 16), IDENTITY, "")
+            roots = (b"0" * 16, b"1" * 16)
+            group_roots = [[bytes([group]) + root[1:] for group in range(3)] for root in roots]
+            keys.open(roots, IDENTITY, "", group_roots=group_roots)
         keys.extend(num_tokens, lambda: None)
 
     def release(self, lookup: Lookup, answer: Answer | None) -> None:
@@ -93,15 +96,18 @@ class Bench:
         roles: Roles | None = None,
         layerwise_tokens: int = 0,
         groups: int = 1,
+        states: int = 0,
         **options: Any,
     ) -> None:
         self.client = Client()
-        self.groups = groups
+        self.groups = groups + states
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=BLOCK)
         config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
         self.scheduler = SchedulerConnector(
             config,
-            groups=[KVGroup(index, BLOCK) for index in range(groups)],
+            groups=[
+                KVGroup(index, BLOCK, state="" if index < groups else "GDN") for index in range(self.groups)
+            ],
             world_size=RANKS,
             roles=roles or Roles(),
             client=self.client,
@@ -112,7 +118,7 @@ class Bench:
         self.scheduler.bind_cache_manager(
             SimpleNamespace(
                 block_pool=self.pool,
-                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),) * groups),
+                get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks.get(name, []),) * self.groups),
                 evict_blocks=self.evicted.update,
             )
         )
@@ -141,11 +147,14 @@ class Bench:
         blocks = SimpleNamespace(blocks=(self.blocks_of(request, num_tokens),) * self.groups)
         self.scheduler.allocated(request, blocks, external)
 
-    def step(self, *scheduled: tuple[Request, int]) -> StepMetadata:
+    def step(
+        self, *scheduled: tuple[Request, int], states: Mapping[str, list[tuple[int, int, int]]] | None = None
+    ) -> StepMetadata:
         for request, count in scheduled:
             self.blocks_of(request, request.num_computed_tokens + count)
         output = SimpleNamespace(
-            num_scheduled_tokens={request.request_id: count for request, count in scheduled}
+            num_scheduled_tokens={request.request_id: count for request, count in scheduled},
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         )
         metadata = self.scheduler.plan_step(output)
         for request, count in scheduled:
@@ -961,3 +970,43 @@ def test_requests_of_older_vllms_have_no_shared_prefix_boundary():
     bench.allocate(request, 0, 64)
 
     assert bench.scheduler.tracker(request.request_id) is not None
+
+
+def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step() -> None:
+    bench = Bench(states=2)
+    request = bench.request(4 * CHUNK + 3)
+    states = bench.pool.get_new_blocks(2)
+    offers = [(1, states[0].block_id, 4 * CHUNK), (2, states[1].block_id, 4 * CHUNK)]
+
+    metadata = bench.step((request, 4 * CHUNK), states={request.request_id: offers})
+
+    chunks, boundary = metadata.stores
+    assert [part.group for part in chunks.parts] == [0]
+    assert [(part.group, part.start, part.touched_blocks()) for part in boundary.parts] == [
+        (group, 4 * CHUNK - BLOCK, [block]) for group, block, _ in offers
+    ]
+    assert [block.ref_cnt for block in states] == [2, 2]
+    bench.complete(metadata.stores)
+    assert [block.ref_cnt for block in states] == [1, 1]
+
+
+def test_vllm_is_told_where_prompts_with_a_common_prefix_differ() -> None:
+    """It ends a step there and offers the recurrent states."""
+    bench = Bench(states=1)
+    request = bench.request(6 * CHUNK)
+    bench.answer(request, Answer(4, boundary=CHUNK))
+
+    offered, _ = bench.scheduler.match(request, 0)
+
+    assert offered == CHUNK
+    assert request.shared_prefix_boundary == 4 * CHUNK
+
+
+def test_a_longer_common_prefix_that_vllm_knows_is_kept() -> None:
+    bench = Bench(states=1)
+    request = bench.request(6 * CHUNK)
+    request.shared_prefix_boundary = 5 * CHUNK
+    bench.answer(request, Answer(4, boundary=CHUNK))
+    bench.scheduler.match(request, 0)
+
+    assert request.shared_prefix_boundary == 5 * CHUNK
