@@ -244,14 +244,14 @@ class CacheEngine:
         return await self._lookups.prefix(keys, lookup_id)
 
     async def first_present(
-        self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None
+        self, runs: Sequence[Sequence[ChunkKey]], *, lookup_id: str | None = None
     ) -> FirstPresent | None:
-        """Return the first key that a tier has; None if there is none or the deadline expires.
+        """Return the first run of keys that is stored completely; None if there is none or the deadline expires.
 
-        With a `lookup_id` it is pinned, in addition to earlier pins of that id, if it is in host memory.
+        With a `lookup_id` its chunks in host memory are pinned, in addition to earlier pins of that id.
         """
         self._check_open()
-        return await self._lookups.first(keys, lookup_id)
+        return await self._lookups.first(runs, lookup_id)
 
     def unpin(self, lookup_id: str) -> None:
         """Release the pins of a lookup. Unknown ids are ignored."""

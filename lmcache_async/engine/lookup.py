@@ -47,7 +47,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class FirstPresent:
-    """Position of the first stored key, and whether it is pinned in host memory."""
+    """Position of the first stored run of keys, and whether some of it is pinned in host memory."""
 
     position: int
     pinned: bool
@@ -225,22 +225,26 @@ class Lookups:
             self._spawn(self._costs.measure(keys[stale], tiers[stale]))
         return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned, costs=costs)
 
-    async def first(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> FirstPresent | None:
-        """Return the first key that a tier has. Its pin is added to those of the same id."""
-        found = await self._find(keys)
+    async def first(self, runs: Sequence[Sequence[ChunkKey]], lookup_id: str | None) -> FirstPresent | None:
+        """Return the first run of keys that the tiers have completely. Its pins are added to those of the same id."""
+        found = await self._find(runs)
         if found is None:
             return None
         position, tiers = found
-        pinned = await self._pin([keys[position]], tiers, lookup_id) if lookup_id is not None else 0
+        pinned = await self._pin(runs[position], tiers, lookup_id) if lookup_id is not None else 0
         return FirstPresent(position, pinned=pinned > 0)
 
-    async def _find(self, keys: Sequence[ChunkKey]) -> tuple[int, Sequence[int]] | None:
+    async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
+        """Query the first run alone, because it is often the one, and then all others at the same time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                for position, key in enumerate(keys):
-                    tiers, _ = await self._stack.plan([key])
-                    if tiers:
-                        return position, tiers
+                for start, stop in ((0, 1), (1, len(runs))):
+                    async with asyncio.TaskGroup() as group:
+                        plans = [group.create_task(self._stack.plan(run)) for run in runs[start:stop]]
+                    for position, plan in enumerate(plans, start):
+                        tiers, _ = plan.result()
+                        if len(tiers) == len(runs[position]):
+                            return position, tiers
         return None
 
     async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:

@@ -50,7 +50,7 @@ good = st.sampled_from(
     [
         {"id": 1, "op": "hello"},
         {"id": 2, "op": "lookup", "lookup_id": "r#1", "keys": bytes(64), "tail": bytes(32)},
-        {"id": 3, "op": "first", "lookup_id": "a", "keys": bytes(32)},
+        {"id": 3, "op": "first", "lookup_id": "a", "keys": bytes(32), "counts": b"\x01\x00\x01\x00"},
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},
         {"id": 1, **asdict(IDENTITY)},
@@ -103,9 +103,9 @@ class Engine:
         del lookup_id
         return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys), costs=())
 
-    async def first_present(self, keys, *, lookup_id=None):
+    async def first_present(self, runs, *, lookup_id=None):
         del lookup_id
-        return SimpleNamespace(position=0, pinned=True) if keys else None
+        return SimpleNamespace(position=0, pinned=True) if runs else None
 
     def unpin(self, lookup_id):
         assert isinstance(lookup_id, str)

@@ -47,7 +47,7 @@ class Engine:
         await self.gate.wait()
         return SimpleNamespace(count=len(keys), by_tier=Counter(cpu=len(keys)), pinned=len(keys), costs=())
 
-    async def first_present(self, keys, *, lookup_id=None):
+    async def first_present(self, runs, *, lookup_id=None):
         return None
 
     def unpin(self, lookup_id):

@@ -280,7 +280,7 @@ async def test_questions_to_a_silent_tier_end_at_the_retrieves_deadline():
         async with asyncio.timeout(5):  # a call to the tier may take 30 s
             keys = [chunk.key for chunk in engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())]
             assert (await engine.lookup_keys(keys)).count == 0
-            assert await engine.first_present(keys) is None
+            assert await engine.first_present([keys]) is None
 
 
 async def test_device_memory_is_free_before_a_slow_tier_has_written():

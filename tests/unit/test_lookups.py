@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from lmcache_async.engine.lookup import FirstPresent
 from lmcache_async.hashing import RequestNamespace
+from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
 from tests.support.tiers import Made
 
@@ -23,6 +26,10 @@ async def store(rig, engine, tokens=TOKENS):
 
 def keys_of(engine, tokens=TOKENS):
     return [chunk.key for chunk in engine._chunks(np.array(tokens, np.int32), RequestNamespace())]
+
+
+def alone(keys):
+    return [[key] for key in keys]
 
 
 def tiers_of(engine):
@@ -54,9 +61,9 @@ async def test_no_more_is_pinned_than_there_is_room_for():
         second = await engine.lookup_keys(keys, lookup_id="b")
 
         assert (first.count, first.pinned, second.count, second.pinned) == (3, 3, 5, 1)
-        assert await engine.first_present(keys, lookup_id="c") == FirstPresent(0, pinned=False)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=False)
         engine.unpin("a")
-        assert await engine.first_present(keys, lookup_id="c") == FirstPresent(0, pinned=True)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=True)
 
 
 async def test_a_second_lookup_of_the_same_id_ends_the_former_pin():
@@ -94,7 +101,7 @@ async def test_what_is_only_in_a_slower_tier_is_there_but_not_pinned():
 
         assert (result.count, result.pinned, dict(result.by_tier)) == (5, 3, {"cpu": 3, "dict": 2})
         assert engine.statistics().pinned_chunks == 3
-        assert await engine.first_present(keys[1:], lookup_id="b") == FirstPresent(0, pinned=False)
+        assert await engine.first_present(alone(keys[1:]), lookup_id="b") == FirstPresent(0, pinned=False)
         assert engine.statistics().pinned_chunks == 3
 
 
@@ -105,12 +112,12 @@ async def test_first_present_is_the_first_that_any_tier_has():
         keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
         await tiers_of(engine)[0].remove(keys[0])
 
-        assert await engine.first_present([*strangers, *keys]) == FirstPresent(5, pinned=False)
-        assert await engine.first_present([strangers[0], *keys[1:]]) == FirstPresent(1, pinned=False)
-        assert await engine.first_present([strangers[0], *keys[1:]], lookup_id="a") == FirstPresent(
+        assert await engine.first_present(alone([*strangers, *keys])) == FirstPresent(5, pinned=False)
+        assert await engine.first_present(alone([strangers[0], *keys[1:]])) == FirstPresent(1, pinned=False)
+        assert await engine.first_present(alone([strangers[0], *keys[1:]]), lookup_id="a") == FirstPresent(
             1, pinned=True
         )
-        assert await engine.first_present(strangers, lookup_id="a") is None
+        assert await engine.first_present(alone(strangers), lookup_id="a") is None
         assert await engine.first_present([], lookup_id="a") is None
         assert engine.statistics().pinned_chunks == 1
 
@@ -124,7 +131,7 @@ async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
         keys = keys_of(engine)
         await engine.lookup_keys(keys, lookup_id="a")
 
-        assert await engine.first_present(keys_of(engine, tail), lookup_id="a") == FirstPresent(
+        assert await engine.first_present(alone(keys_of(engine, tail)), lookup_id="a") == FirstPresent(
             0, pinned=True
         )
         assert engine.statistics().pinned_chunks == 6
@@ -133,3 +140,42 @@ async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
         engine.unpin("a")
         assert engine.statistics().pinned_chunks == 0
         assert await store(rig, engine, OTHERS) == 5
+
+
+async def test_a_run_of_keys_is_present_only_if_all_of_it_is():
+    rig, made = Rig(), Made()
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await store(rig, engine)
+        keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
+        await tiers_of(engine)[0].remove(keys[1])
+        runs = [[strangers[0], keys[0]], [keys[0], strangers[0]], keys[:3], keys[3:]]
+
+        assert await engine.first_present(runs, lookup_id="a") == FirstPresent(2, pinned=True)
+        assert engine.statistics().pinned_chunks == 2  # the third is in the slower tier only
+        assert await engine.first_present(runs[:2], lookup_id="a") is None
+        engine.unpin("a")
+        assert engine.statistics().pinned_chunks == 0
+
+
+class CountingTier(ForwardingTier):
+    """Counts the queries that run at the same time."""
+
+    running = most = 0
+
+    async def contains_many(self, keys):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return await super().contains_many(keys)
+
+
+async def test_all_runs_but_the_first_are_queried_at_the_same_time():
+    rig, made = Rig(), Made(CountingTier)
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await store(rig, engine)
+        keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
+        await tiers_of(engine)[0].remove(keys[0])
+
+        assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, pinned=False)
+        assert made.tier.most == 4

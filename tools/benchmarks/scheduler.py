@@ -64,10 +64,10 @@ class KnownKeys:
         return LookupResult(count=count, by_tier={"cpu": count}, pinned=count)
 
     async def first_present(
-        self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None
+        self, runs: Sequence[Sequence[ChunkKey]], *, lookup_id: str | None = None
     ) -> FirstPresent | None:
         del lookup_id
-        position = next((at for at, key in enumerate(keys) if key in self.keys), None)
+        position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
         return FirstPresent(position, pinned=True) if position is not None else None
 
     def unpin(self, lookup_id: str) -> None:

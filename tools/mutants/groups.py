@@ -5,8 +5,8 @@ from __future__ import annotations
 from tools.mutants.mutation import Mutation
 
 VLLM = "lmcache_async/integration/vllm"
+TEST_ENGINE = ("tests/unit/test_lookups.py",)
 TEST_KEYS = ("tests/unit/vllm/test_keys.py",)
-TEST_LOOKUP = ("tests/unit/vllm/test_lookup.py",)
 TEST_PINS = ("tests/unit/vllm/test_block_pins.py",)
 TEST_SCHEDULER = ("tests/unit/vllm/test_scheduler.py",)
 TEST_WORKER = ("tests/unit/vllm/test_worker.py",)
@@ -35,10 +35,10 @@ GROUPS = (
     ),
     Mutation(
         "groups: a part of a boundary counts as all of it",
-        f"{VLLM}/lookup_server.py",
-        "            if result.count == count:",
-        "            if result.count:",
-        TEST_LOOKUP,
+        "lmcache_async/engine/lookup.py",
+        "if len(tiers) == len(runs[position]):",
+        "if tiers:",
+        TEST_ENGINE,
     ),
     Mutation(
         "groups: blocks outside of the window are stored",

@@ -715,7 +715,8 @@ class Query:
             answer = Answer(chunks=full, partial_tokens=rest)
         if not self._bounded:
             return answer
-        return replace(answer, boundary=await self._boundary(keys, lookup, answer), resident=False)
+        boundary, pinned = await self._boundary(keys, lookup, answer)
+        return replace(answer, boundary=boundary, pinned=answer.pinned or pinned, resident=False)
 
     def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
         """Whether an answer has all promised tokens that the request can use."""
@@ -724,21 +725,28 @@ class Query:
             tokens = min(tokens, (lookup.num_tokens - 1) // self._unit * self._unit)
         return answer.hit_tokens(chunk_size) >= tokens
 
-    async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> int:
-        """The longest part of a stored prefix after which every group can continue; 0 if there is none."""
+    async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> tuple[int, bool]:
+        """The longest part of a stored prefix after which every group can continue; 0 if there is none.
+
+        The second value is whether a rank holds leases for it.
+        """
         left = self._candidates(keys, lookup, answer)
-        asked = FIRST_BOUNDARIES
+        asked, pinned = FIRST_BOUNDARIES, False
         while left:
             some, left = left[:asked], left[asked:]
             while some:
-                firsts = await self._first_boundaries(keys, lookup, some)
-                if firsts is None or min(firsts) < 0:
+                replies = await self._first_boundaries(keys, lookup, some)
+                if replies is None:
+                    return 0, True  # the ranks that did answer may hold leases
+                pinned = pinned or any(_flag(reply, "first_pinned") for reply in replies)
+                firsts = [_number(reply, "first", -1, len(some) - 1) for reply in replies]
+                if min(firsts) < 0:
                     break
                 if len(set(firsts)) == 1:
-                    return some[firsts[0]]
+                    return some[firsts[0]], pinned
                 some = some[max(firsts) :]  # the ranks differ: one of them has nothing longer
             asked *= 4
-        return 0
+        return 0, pinned
 
     def _candidates(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> list[int]:
         """Positions where a boundary may be stored, longest first.
@@ -755,26 +763,14 @@ class Query:
 
     async def _first_boundaries(
         self, keys: RequestKeys, lookup: Lookup, boundaries: Sequence[int]
-    ) -> list[int] | None:
-        """For each rank the index of the first boundary that is stored there, or -1."""
+    ) -> list[Message] | None:
+        """Query each rank for the first boundary that is stored there."""
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
             for group in self._bounded:
                 for rank, made in enumerate(keys.boundary_keys(group, boundary)):
                     packed[rank][index] += made
-        messages = [
-            {
-                "op": "boundary",
-                "lookup_id": lookup.lookup_id,
-                "keys": b"".join(each),
-                "counts": pack_counts([len(made) // KEY_BYTES for made in each]),
-            }
-            for each in packed
-        ]
-        replies = await _ask_all(self.ranks, messages)
-        if replies is None:
-            return None
-        return [_number(reply, "first", -1, len(boundaries) - 1) for reply in replies]
+        return await _ask_all(self.ranks, [_first_message(lookup.lookup_id, each) for each in packed])
 
     async def _prefix(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
@@ -830,8 +826,7 @@ async def is_stored(ranks: Sequence[RankConnection], lookup_id: str, keys: Seque
     Raises:
         ValueError: The answer of a rank is invalid.
     """
-    messages = [{"op": "first", "lookup_id": lookup_id, "keys": key} for key in keys]
-    replies = await _ask_all(ranks, messages)
+    replies = await _ask_all(ranks, [_first_message(lookup_id, [key]) for key in keys])
     return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
 
 
@@ -842,9 +837,18 @@ async def _first_of_all(
     if not candidates[0]:
         return []
     return await _ask_all(
-        ranks,
-        [{"op": "first", "lookup_id": lookup_id, "keys": _pack(chunks)} for chunks in candidates],
+        ranks, [_first_message(lookup_id, [chunk.key for chunk in chunks]) for chunks in candidates]
     )
+
+
+def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
+    """Ask for the first of these runs of keys that is stored completely."""
+    return {
+        "op": "first",
+        "lookup_id": lookup_id,
+        "keys": b"".join(runs),
+        "counts": pack_counts([len(run) // KEY_BYTES for run in runs]),
+    }
 
 
 def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:

@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -229,18 +230,28 @@ def pack_counts(counts: Sequence[int]) -> bytes:
     return b"".join(map(_COUNT.pack, counts))
 
 
+def _runs(keys: Sequence[ChunkKey], counts: Sequence[int]) -> list[Sequence[ChunkKey]]:
+    """Split keys into runs of these lengths."""
+    if sum(counts) != len(keys) or 0 in counts:
+        raise ValueError(f"{len(keys)} keys cannot be split into runs of {counts!r:.40}")
+    ends = list(accumulate(counts))
+    return [keys[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
 class Lookups(Protocol):
     """The parts of the engine that the server uses."""
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
 
-    async def first_present(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
+    async def first_present(
+        self, runs: Sequence[Sequence[ChunkKey]], *, lookup_id: str | None = None
+    ) -> Any: ...
 
     def unpin(self, lookup_id: str) -> None: ...
 
 
 class LookupServer:
-    """Serves `hello`, `lookup`, `first`, `boundary`, `unpin` and `clear` on a unix socket.
+    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket.
 
     Args:
         clear: Clears the cache; called with the new epoch and whether only memory is cleared.
@@ -363,15 +374,8 @@ class LookupServer:
         match message:
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
                 return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail))
-            case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys)}:
-                return await self._first(lookup_id, unpack_keys(keys))
-            case {
-                "op": "boundary",
-                "lookup_id": str(lookup_id),
-                "keys": bytes(keys),
-                "counts": bytes(counts),
-            }:
-                return await self._boundary(lookup_id, unpack_keys(keys), unpack_counts(counts))
+            case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys), "counts": bytes(counts)}:
+                return await self._first(lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
                 self._unpin(lookup_id)
                 return None
@@ -383,7 +387,7 @@ class LookupServer:
 
     async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
         result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
-        first = await self._first(lookup_id, tail if result.count == len(keys) else [])
+        first = await self._first(lookup_id, [[key] for key in tail] if result.count == len(keys) else [])
         return {
             "count": result.count,
             "pinned": result.pinned,
@@ -392,23 +396,11 @@ class LookupServer:
             **first,
         }
 
-    async def _first(self, lookup_id: str, keys: list[ChunkKey]) -> Message:
-        found = await self._engine.first_present(keys, lookup_id=lookup_id) if keys else None
+    async def _first(self, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
+        found = await self._engine.first_present(runs, lookup_id=lookup_id) if runs else None
         if found is None:
             return {"first": -1, "first_pinned": False}
         return {"first": found.position, "first_pinned": found.pinned}
-
-    async def _boundary(self, lookup_id: str, keys: list[ChunkKey], counts: list[int]) -> Message:
-        """The first of several boundaries whose keys are all stored. `counts` has their numbers of keys."""
-        if sum(counts) != len(keys):
-            raise ValueError(f"{len(keys)} keys, but {sum(counts)} are counted")
-        start = 0
-        for position, count in enumerate(counts):
-            result = await self._engine.lookup_keys(keys[start : start + count])
-            if result.count == count:
-                return {"first": position, "first_pinned": False}
-            start += count
-        return {"first": -1, "first_pinned": False}
 
     def _claim(self, message: Message) -> str | None:
         """The lookup id that this message may pin for. Its `unpin` may be served before the message."""

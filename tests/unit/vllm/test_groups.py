@@ -36,18 +36,16 @@ class Rank:
 
     async def call(self, message: dict[str, object]) -> dict[str, object]:
         keys = unpack_keys(message["keys"])  # type: ignore[arg-type]
-        if message["op"] == "boundary":
+        if message["op"] == "first":
             start = 0
             for position, count in enumerate(unpack_counts(message["counts"])):  # type: ignore[arg-type]
                 if self.stored.issuperset(keys[start : start + count]):
-                    return {"first": position}
+                    return {"first": position, "first_pinned": False}
                 start += count
-            return {"first": -1}
-        candidates = unpack_keys(message["tail"]) if message["op"] == "lookup" else keys  # type: ignore[arg-type]
-        first = next((at for at, key in enumerate(candidates) if key in self.stored), -1)
+            return {"first": -1, "first_pinned": False}
+        tail = unpack_keys(message["tail"])  # type: ignore[arg-type]
+        first = next((at for at, key in enumerate(tail) if key in self.stored), -1)
         found = {"first": first, "first_pinned": False}
-        if message["op"] == "first":
-            return found
         count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
         return found | {"count": count, "pinned": 0, "tiers": {}, "costs": b""}
 

@@ -55,8 +55,8 @@ class KeySet:
         self.pins[lookup_id] += 1
         return LookupResult(count=count, by_tier={"cpu": count}, pinned=count if self.in_memory else 0)
 
-    async def first_present(self, keys, *, lookup_id=None):
-        position = next((at for at, key in enumerate(keys) if key in self.keys), None)
+    async def first_present(self, runs, *, lookup_id=None):
+        position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
         return None if position is None else FirstPresent(position, pinned=self.partial_in_memory)
 
     def unpin(self, lookup_id):
@@ -526,6 +526,21 @@ def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(w
 
     assert (answer.chunks, answer.boundary, answer.hit_tokens(CHUNK)) == (10, 5 * CHUNK, 5 * CHUNK)
     assert not answer.resident
+
+
+def test_leases_of_a_boundary_are_released(windows: Ranks):
+    """Also if the records of full attention hold none, or if another rank lacks the boundary."""
+    windows.serve_all()
+    tokens = list(range(10 * CHUNK))
+    for rank in (0, 1):
+        windows.engines[rank].in_memory = False
+        windows.hold(rank, tokens)
+        windows.hold_boundary(rank, tokens, 5 * CHUNK)
+    windows.hold_boundary(0, tokens, 8 * CHUNK)
+
+    assert windows.ask(tokens).pinned
+    windows.engines[0].partial_in_memory = windows.engines[1].partial_in_memory = False
+    assert not windows.ask(tokens).pinned
 
 
 def test_a_boundary_inside_of_the_last_chunk_is_found_and_one_token_is_left(windows: Ranks):
