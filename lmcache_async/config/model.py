@@ -370,8 +370,9 @@ class VLLMConfig(Section):
         Annotated[Path, BeforeValidator(_parse_directory)] | None, BeforeValidator(unless_none)
     ] = None
     """Directory of the sockets between scheduler and workers; none for a private temporary one."""
-    reset_cache: Literal["all", "memory"] = "all"
-    """Tiers that are cleared when vLLM resets its prefix cache: all, or memory only."""
+    reset_cache: Literal["all", "memory", "new_namespace"] = "all"
+    """What a reset of vLLM's prefix cache clears: all tiers, or memory only. With new_namespace nothing that was stored
+    before is found any more, and other tiers than memory keep it for other processes."""
 
 
 class EngineConfig(Section):

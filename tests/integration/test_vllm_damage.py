@@ -70,6 +70,27 @@ def test_a_damaged_record_is_never_used(
     assert_same(again, reference(question))
 
 
+def test_a_reset_may_hide_what_was_stored_before_and_keep_it_for_others(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    question = Question(tokens("new namespace", 800))
+    hiding = connector(disk=tmp_path / "kv", **{"vllm.reset_cache": "new_namespace"})
+    with engines.started(hiding) as engine:
+        answers = []
+        for _ in range(2):
+            answers += [engine.ask(question)]
+            engine.settle()
+            answers += [engine.ask(question)]
+            engine.forget()
+        engine.close()
+    with engines.started(connector(disk=tmp_path / "kv")) as other:
+        answers.append(other.ask(question))
+
+    assert [answer.cached_tokens > 0 for answer in answers] == [False, True, False, True, True]
+    for answer in answers:
+        assert_same(answer, reference(question))
+
+
 def test_the_directory_may_vanish_while_the_engine_runs(
     engine: Engine, reference: Reference, disk: Path
 ) -> None:

@@ -66,7 +66,7 @@ def message(**sources) -> str:
         ({"retrieve": {"max_in_flight_bytes": "1MiB"}}, "retrieve.max_in_flight_bytes: a batch of 32 MiB never fits into max_in_flight_bytes of 1 MiB"),
         ({"store.max_pending_write_bytes": "8GiB"}, "store.max_pending_write_bytes: 8 GiB of pending writes never fit into arena.max_bytes of 4 GiB"),
         ({"vllm": {"max_pinned_fraction": 2}}, "vllm.max_pinned_fraction is 2: expected a fraction above 0 and at most 1"),
-        ({"vllm": {"reset_cache": "al"}}, "vllm.reset_cache is 'al': expected 'all' or 'memory'; did you mean all?"),
+        ({"vllm": {"reset_cache": "al"}}, "vllm.reset_cache is 'al': expected 'all', 'memory' or 'new_namespace'; did you mean all?"),
         ({"vllm": {"socket_dir": 3}}, "vllm.socket_dir is 3: expected the path of a directory"),
     ],
 )  # fmt: skip

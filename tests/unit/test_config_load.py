@@ -56,7 +56,7 @@ settings = st.fixed_dictionaries(
         ("store", "stages"): st.sampled_from(['["hash", "write"]', "hash,write"]),
         ("store", "batch_bytes"): sizes,
         ("retrieve", "timeout_s"): st.floats(0.1, 100),
-        ("vllm", "reset_cache"): st.sampled_from(["all", "memory"]),
+        ("vllm", "reset_cache"): st.sampled_from(["all", "memory", "new_namespace"]),
         ("vllm", "socket_dir"): st.just("/run/kv"),
         ("", "tiers"): st.sampled_from(
             ['["cpu", {"name": "disk", "path": "/x", "max_bytes": "1GiB"}]', "cpu"]

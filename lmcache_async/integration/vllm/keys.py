@@ -113,6 +113,18 @@ class RequestKeys:
     _group_roots: tuple[tuple[bytes, ...], ...] = ()
     _hashers: dict[bytes, ChunkHasher] = field(default_factory=dict)
 
+    def with_tags(self, tags: tuple[tuple[str, str], ...]) -> RequestKeys:
+        """The keys of the same request in another namespace, not hashed yet."""
+        return RequestKeys(
+            self.request_id,
+            self.source,
+            self.num_prompt_tokens,
+            adapter=self.adapter,
+            cache_salt=self.cache_salt,
+            tags=tags,
+            extras=self.extras,
+        )
+
     def key(self, rank: int, chunk: int) -> bytes:
         return self.keys[rank][chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
 

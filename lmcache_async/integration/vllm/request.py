@@ -734,8 +734,14 @@ class RequestTracker:
         digests = self.keys.digests(tokens, self._policy.chunk_size)
         return None if digests is None else Promise(self.request_id[:64], tokens, *digests, wait_s)
 
-    def cache_reset(self) -> None:
-        """The cache was reset. KV computed before the reset is not stored."""
+    def cache_reset(self, keys: RequestKeys | None = None) -> None:
+        """The cache was reset. KV computed before the reset is not stored.
+
+        Args:
+            keys: Keys of the request from now on, if its namespace has changed.
+        """
+        if keys is not None:
+            self.keys = keys
         if self._loading or self._request.num_computed_tokens:
             self._may_store = False
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -433,6 +434,7 @@ class SchedulerConnector:
         self._plans: deque[RequestPlan] = deque(maxlen=MAX_PLANS)
         self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
         self._manager: Any = None
+        self._reset_tags: tuple[tuple[str, str], ...] = ()  # follow the tags of every request
 
     # Called through the connector's methods, whose names are in the comments.
 
@@ -611,9 +613,17 @@ class SchedulerConnector:
 
     def reset(self) -> None:
         """reset_cache: KV that was computed before is not stored any more."""
-        self._client.reset(memory_only=self._config.vllm.reset_cache == "memory")
+        mode = self._config.vllm.reset_cache
+        self._client.reset(memory_only=mode != "all")
+        former = self._reset_tags
+        if mode == "new_namespace":
+            self._reset_tags = (("reset", uuid.uuid4().hex),)
         for tracker in self._trackers.values():
-            tracker.cache_reset()
+            keys = None
+            if self._reset_tags:
+                tags = tracker.keys.tags
+                keys = tracker.keys.with_tags((*tags[: len(tags) - len(former)], *self._reset_tags))
+            tracker.cache_reset(keys)
 
     def stores_answered(self, unshared: Mapping[int, int]) -> None:
         """Tiers have answered stores that are handed over.
@@ -706,7 +716,7 @@ class SchedulerConnector:
                 and request.prompt_token_ids is not None
                 and self._media.all_by_content(request.mm_features)
             )
-            keys = _keys_of(request, options.tags)
+            keys = _keys_of(request, (*options.tags, *self._reset_tags))
             tracker = RequestTracker(
                 request,
                 keys,

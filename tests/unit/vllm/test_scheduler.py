@@ -42,6 +42,7 @@ class Client:
         self.released: list[Lookup] = []
         self.answers: list[Answered] = []
         self._request_ids: dict[str, str] = {}
+        self.memory_only: list[bool] = []
 
     def now(self) -> float:
         return self.time
@@ -79,6 +80,7 @@ class Client:
         self.released.append(lookup)
 
     def reset(self, *, memory_only: bool) -> None:
+        self.memory_only.append(memory_only)
         self.epoch += 1
         self.ready = False
 
@@ -927,6 +929,35 @@ def test_kv_computed_before_a_reset_is_not_stored_after_it():
 
     assert {job.request_id for job in jobs} == {waiting.request_id}
     assert {job.epoch for job in jobs} == {1}
+
+
+def test_a_reset_may_change_the_namespace_of_all_requests():
+    bench = Bench(**{"vllm.reset_cache": "new_namespace"})
+    waiting = bench.request(20, params={"tags": {"team": "a"}})
+    before = tracker(bench, waiting).keys
+    roots = []
+    for _ in range(2):
+        bench.scheduler.reset()
+        keys = tracker(bench, waiting).keys
+        new = tracker(bench, bench.request(20, params={"tags": {"team": "a"}})).keys
+        assert keys.tags == new.tags
+        assert keys.tags[0] == ("team", "a")
+        assert keys.num_hashed == 0
+        assert keys.source is before.source
+        roots.append(keys.tags)
+
+    assert len({before.tags, *roots}) == 3
+    assert bench.client.memory_only == [True, True]
+
+
+def test_a_reset_of_all_tiers_keeps_the_namespace():
+    bench = Bench()
+    request = bench.request(20)
+    keys = tracker(bench, request).keys
+    bench.scheduler.reset()
+
+    assert tracker(bench, request).keys is keys
+    assert bench.client.memory_only == [False]
 
 
 @given(data=st.data())
