@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.jobs import Job, JobPart
     from lmcache_async.tiers.handle import Watcher
     from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
+
+T = TypeVar("T")
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -208,7 +210,7 @@ class Transfers:
     async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
         try:
-            loaded = [await self._load_part(job, part, fence, progress) for part in job.parts]
+            loaded = await _all_parts(job, lambda part: self._load_part(job, part, fence, progress))
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
@@ -244,7 +246,7 @@ class Transfers:
         try:
             if job.epoch < self._epoch:
                 return
-            reports = [await self._store_part(job, part, fence) for part in job.parts]
+            reports = await _all_parts(job, lambda part: self._store_part(job, part, fence))
             present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
             unshared = job.num_chunks - present - shared
             if not unshared and not shared:
@@ -325,6 +327,15 @@ class Transfers:
             for job in jobs:
                 if self._storing.pop(job.job_id, None) is not None:
                     self._copied[job.job_id] = 1
+
+
+async def _all_parts(job: Job, run: Callable[[JobPart], Coroutine[Any, Any, T]]) -> list[T]:
+    """Run a coroutine for each part of a job at the same time. If one fails, the others are cancelled."""
+    if len(job.parts) == 1:
+        return [await run(job.parts[0])]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(part)) for part in job.parts]
+    return [task.result() for task in tasks]
 
 
 class LayerwiseLoads:
