@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class StatusClient:
             text = f"{url}: expected an address such as http://127.0.0.1:7421"
             raise StatusError(text, refused=True) from None
         self.url = parts.geturl()
+        self._parts = parts
         path = urljoin(parts.path or "/", "status.json")
         self.path = quote(path, safe="/%:@!$&'()*+,;=~", errors="surrogateescape")
         self._address = f"{parts.scheme}://{parts.netloc}{self.path}"
@@ -112,12 +114,28 @@ class StatusClient:
         if isinstance(cause, ssl.SSLCertVerificationError):
             text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
             return StatusError(f"{self.url}: {text}", refused=True)
-        # A connection that is closed without an answer is a protocol error of httpx, too.
-        if isinstance(error, httpx.ProtocolError | httpx.DecodingError) and "disconnected" not in str(error):
-            return StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True)
-        number = cause.errno if isinstance(cause, OSError) else None
-        why = os.strerror(number) if number and number > 0 else cause
+        if isinstance(error, httpx.ProtocolError | httpx.DecodingError):
+            # httpx has one error for a connection that is closed without an answer and after an incomplete one.
+            if "disconnected" not in str(error):
+                return StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True)
+            if self._answers_without_http():
+                return StatusError(f"{self.url} does not speak HTTP", refused=True)
+        why: object = cause
+        if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
+            why = os.strerror(cause.errno)
         return StatusError(f"nothing answers at {self.url}: {why}; is http.listen set there?")
+
+    def _answers_without_http(self) -> bool:
+        """Whether a request on a second connection is answered with other bytes than HTTP's."""
+        if self._parts.scheme != "http":
+            return False
+        address = (self._parts.hostname or "", self._parts.port or 80)
+        try:
+            with socket.create_connection(address, self._timeout_s) as connection:
+                connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                return not b"HTTP/".startswith(connection.recv(5))
+        except OSError:
+            return False
 
 
 def _from_file(file: Path) -> str:

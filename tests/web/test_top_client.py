@@ -31,7 +31,9 @@ def test_no_answer_is_an_error_message() -> None:
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
         (b"-ERR unknown command\r\n\r\n", 2, "does not speak HTTP"),
-        (b"-ERR unknown command\r\n", 1, "Server disconnected without sending a response"),
+        (b"-ERR unknown command\r\n", 2, "does not speak HTTP"),
+        (b"SSH-2.0", 2, "does not speak HTTP"),
+        (b"HTTP/1.1", 1, "nothing answers"),
         (b"", 1, "nothing answers"),
     ],
 )
@@ -39,18 +41,39 @@ def test_another_server_is_an_error_message(answer: bytes, code: int, says: str)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
         found = call(f"http://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        server.shutdown(socket.SHUT_RDWR)
         thread.join(30)
 
     assert found[0] == code, found
     assert says in found[1]
+
+
+def test_https_at_a_port_without_tls_is_an_error_message() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        code, shown = call(f"https://127.0.0.1:{server.getsockname()[1]}/", "--once")
+        thread.join(30)
+
+    assert code == 1
+    assert "wrong version number" in shown
 
 
 @pytest.mark.parametrize(
