@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -50,7 +51,12 @@ async def request(
         httpx.InvalidURL: The address is invalid.
     """
     data = bytearray()
-    async with asyncio.timeout(timeout_s), client.stream(method, url, json=body) as response:
+    content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    async with (
+        asyncio.timeout(timeout_s),
+        client.stream(method, url, content=content, headers=headers) as response,
+    ):
         async for part in response.aiter_bytes():
             data += part
             if len(data) > MAX_BYTES:

@@ -106,7 +106,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: no JSON: {error}") from None
+                raise ConfigError(f"{where}: not JSON: {error}") from None
 
 
 def _whole(data: bytes) -> Any | None:
@@ -139,8 +139,8 @@ def _prompt_of(row: Any, where: str) -> tuple[Tokens | None, str]:
                 return None, row[name]
         if any(name in row for name in _HASHES):
             raise ConfigError(
-                f"{where}: a trace of block hashes has no tokens, and its hashes are not the keys of records: nothing"
-                " can be found by it; a trace with prompt_token_ids or prompt in each request is needed"
+                f"{where}: a trace of block hashes has no tokens, and its hashes are not the keys of records: use a"
+                " trace with prompt_token_ids or prompt in each request"
             )
         raise ConfigError(
             f"{where}: expected one of {', '.join(dict.fromkeys((*_IDS, *_TEXTS)))}; found {sorted(row)}"

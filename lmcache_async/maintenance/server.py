@@ -71,11 +71,13 @@ async def warm_server(
         timeout_s: Deadline of each request.
 
     Raises:
-        ConfigError: The URL is not an HTTP address.
+        ConfigError: The URL is not an HTTP address, or the server's key is invalid.
         TierUnavailableError: The server cannot be reached, or does not answer in time.
     """
-    base = _base_url(url)
-    async with open_client(os.environ.get(API_KEY, "")) as client:
+    base, key = _base_url(url), os.environ.get(API_KEY, "")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{API_KEY} contains characters that a key cannot have, such as a line break")
+    async with open_client(key) as client:
         report = Requests(url, model or await _first_model(client, base, timeout_s))
 
         async def work(prompt: Prompt) -> int:
@@ -122,5 +124,5 @@ async def _ask(
         raise TierUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
     try:
         return status, json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return status, data[:500].decode("utf-8", "replace")

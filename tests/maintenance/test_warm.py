@@ -211,8 +211,8 @@ def test_an_error_says_why_nothing_can_be_warmed(tmp_path, tiers, options, messa
         ("[1.5]\n", "expected token ids"),
         ("[true]\n", "expected token ids"),
         ("{}\n", "expected one of prompt_token_ids"),
-        ("nonsense\n", "line 1: no JSON"),
-        ("[1, 2]\n" + "[" * 100_000 + "\n", "line 2: no JSON"),
+        ("nonsense\n", "line 1: not JSON"),
+        ("[1, 2]\n" + "[" * 100_000 + "\n", "line 2: not JSON"),
         ("\n", "has no prompts"),
     ],
 )
@@ -269,6 +269,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
             self.server.waiting.set()
             self.server.go_on.wait(60)
             return
+        if body["prompt"] == "nested":
+            self._send(400, b"[" * 100_000)
+            return
         if body["prompt"] == "too long":
             self._say(400, {"message": "the prompt is too long"})
             return
@@ -279,7 +282,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         pass
 
     def _say(self, status, answer):
-        data = json.dumps(answer).encode()
+        self._send(status, json.dumps(answer).encode())
+
+    def _send(self, status, data):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -314,6 +319,28 @@ def test_a_server_gets_one_request_per_prompt_for_one_token(vllm, tmp_path, monk
         "Bearer key",
         {"model": "the-model", "prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0},
     )
+
+
+def test_an_invalid_key_of_the_server_is_refused(vllm, tmp_path, monkeypatch):
+    for key in ("schl\u00fcssel", "two\nlines"):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        refused = invoke("warm", "--url", vllm.url, "--prompts", prompts_of(tmp_path, [1]))
+
+        assert refused.exit_code == 2
+        assert "VLLM_API_KEY contains characters that a key cannot have" in refused.stderr
+
+
+def test_a_text_without_a_utf_8_form_is_sent(vllm, tmp_path):
+    (file := tmp_path / "prompts.jsonl").write_text('"\\ud800"\n')
+
+    assert told("warm", "--url", vllm.url, "--prompts", file)["prompts"] == 1
+    assert vllm.asked[0][2]["prompt"] == "\ud800"
+
+
+def test_a_deeply_nested_answer_is_not_decoded(vllm, tmp_path):
+    prompts = prompts_of(tmp_path, "nested")
+
+    assert told("warm", "--url", vllm.url, "--prompts", prompts, code=1)["refused"] == 1
 
 
 def test_an_unreachable_server_ends_with_2(tmp_path):
