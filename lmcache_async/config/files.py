@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,22 @@ def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
     Raises:
         OSError: The file cannot be read, is not regular or has more than `max_bytes`; `strerror` has the reason.
     """
-    if "\0" in str(path):
-        raise OSError(0, "the name of a file cannot contain a null character")
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
+    try:
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - closed below
+    except ValueError:
+        raise OSError(0, "the name of a file cannot contain a null character or invalid Unicode") from None
+    with file:
+        mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(0, "it is not a regular file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes} bytes")
     return content, stat.S_IMODE(mode)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would block
 
 
 def read_secret_file(path: Path, name: str) -> bytes:
@@ -56,6 +62,19 @@ def read_secret_file(path: Path, name: str) -> bytes:
             " chmod 600 it (in Kubernetes set the secret's defaultMode to 0400)"
         )
     return content
+
+
+def load_certificate(context: ssl.SSLContext, cert_file: Path, key_file: Path | None) -> None:
+    """Load a certificate and its key, which may be in the same file.
+
+    Raises:
+        OSError: A file cannot be used, or the key has a password.
+    """
+
+    def refuse_password() -> str:  # by default OpenSSL would wait for it at the terminal
+        raise OSError("the key has a password; use a key without one")
+
+    context.load_cert_chain(cert_file, key_file, refuse_password)
 
 
 class YAMLTextError(Exception):

@@ -19,12 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from lmcache_async.config.secrets import (
-    SecretFile,
-    SecretText,
-    check_one_source,
-    read_secrets,
-)
+from lmcache_async.config.files import load_certificate
+from lmcache_async.config.secrets import SecretText, check_one_source, read_secrets
 from lmcache_async.config.validation import Origin, disagree, report
 from lmcache_async.config.values import (
     Count,
@@ -163,7 +159,7 @@ def _parse_fingerprint(value: object) -> str:
 class EncryptionConfig(Section):
     """Encryption of records in tiers outside of the process's memory."""
 
-    key_file: SecretFile = None
+    key_file: OptionalFile = None
     """File of the keys, one per line, 32 bytes each in hex or base64. The first encrypts, all decrypt."""
     keys: SecretText = None
     """The keys themselves, separated by spaces or commas; only as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS."""
@@ -325,8 +321,8 @@ class HTTPConfig(Section):
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
-        except (OSError, ssl.SSLError) as error:
+            load_certificate(context, self.tls_cert_file, self.tls_key_file)
+        except OSError as error:
             names = f"http.tls_cert_file: {self.tls_cert_file}, http.tls_key_file: {self.tls_key_file}"
             raise ConfigError(f"{names}: they cannot be used: {error}") from error
         return context
@@ -382,7 +378,7 @@ class EngineConfig(Section):
     """Tokens per chunk."""
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = "xxh3_128"
     """Hash of the chunk keys; blake3 or sha256 if tenants may be hostile."""
-    hash_key_file: SecretFile = None
+    hash_key_file: OptionalFile = None
     """File of a secret of 32 bytes, in hex or base64, as the key of the hash (blake3 or sha256)."""
     hash_key: SecretText = None
     """The secret itself; only as the variable LMCACHE_ASYNC_HASH_KEY."""

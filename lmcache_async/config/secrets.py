@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import BeforeValidator, SecretStr
 
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.validation import KeyPath, disagree
-from lmcache_async.config.values import OptionalFile, unless_none
+from lmcache_async.config.values import unless_none
 from lmcache_async.errors import ConfigError
 
 SECRET_BYTES = 32
@@ -26,18 +25,7 @@ SECRET_PATHS: Mapping[KeyPath, str] = {
 _FORM = f"{SECRET_BYTES} bytes as 64 hex digits or as base64; make one with: openssl rand -hex {SECRET_BYTES}"
 
 
-def _parse_text(value: object) -> object:
-    if isinstance(value, SecretStr):
-        return value
-    if not isinstance(value, str):
-        raise ValueError("expected text")  # noqa: TRY004 - pydantic reads ValueError
-    return value
-
-
-SecretText = Annotated[
-    Annotated[SecretStr, BeforeValidator(_parse_text)] | None, BeforeValidator(unless_none)
-]
-SecretFile = OptionalFile
+SecretText = Annotated[SecretStr | None, BeforeValidator(unless_none)]
 
 
 def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, file_name: str) -> None:
@@ -57,11 +45,10 @@ def read_secrets(
     """
     if text is not None:
         return _parse_keys(text.get_secret_value(), text_name)
-    if file is not None:
-        return _parse_keys(
-            read_secret_file(file, file_name).decode("ascii", "replace"), f"{file_name}: {file}"
-        )
-    return ()
+    if file is None:
+        return ()
+    content = read_secret_file(file, file_name).decode("ascii", "replace")
+    return _parse_keys(content, f"{file_name}: {file}")
 
 
 def _parse_keys(text: str, where: str) -> tuple[bytes, ...]:
@@ -76,13 +63,10 @@ def _parse_keys(text: str, where: str) -> tuple[bytes, ...]:
 
 def _parse_key(word: str, where: str) -> bytes:
     key = b""
-    try:
-        if re.fullmatch(r"[0-9a-fA-F]{64}", word):
-            key = bytes.fromhex(word)
-        elif re.fullmatch(r"[A-Za-z0-9+/_-]{43}=?", word):
-            key = base64.urlsafe_b64decode(word.rstrip("=").replace("+", "-").replace("/", "_") + "=")
-    except (ValueError, binascii.Error):
-        key = b""
+    if re.fullmatch(r"[0-9a-fA-F]{64}", word):
+        key = bytes.fromhex(word)
+    elif re.fullmatch(r"[A-Za-z0-9+/_-]{43}=?", word):
+        key = base64.urlsafe_b64decode(word.rstrip("=").replace("+", "-").replace("/", "_") + "=")
     if len(key) != SECRET_BYTES:
         raise ConfigError(f"{where} has {len(word)} characters; expected {_FORM}")
     if len(set(key)) == 1:

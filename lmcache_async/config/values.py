@@ -166,11 +166,7 @@ def parse_names(value: object) -> tuple[str, ...]:
 
 def check_socket(path: Path) -> Path:
     """Refuse a path that cannot be the path of a Unix socket."""
-    try:
-        usable = bool(path.name) and b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        usable = False
-    if not usable:
+    if not path.name or not _is_encodable(path):
         raise ValueError("expected the path of a socket, such as /run/kv/host.sock")
     return path
 
@@ -256,8 +252,8 @@ def unless_none(value: object) -> object:
 
 def expand_home(text: str | Path) -> Path:
     """Expand `~` in a path. Messages do not contain the path, which may be a misplaced secret."""
-    if "\0" in str(text):
-        raise ValueError("expected a path without null characters")
+    if not _is_encodable(text):
+        raise ValueError("expected a path without null characters or invalid Unicode")
     try:
         return Path(text).expanduser()
     except RuntimeError:  # pydantic would not handle it
@@ -269,6 +265,14 @@ def parse_file(value: object) -> Path:
     if not isinstance(value, str | Path):
         raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic reads ValueError
     return expand_home(value)
+
+
+def _is_encodable(path: str | Path) -> bool:
+    """Whether the operating system accepts the characters of a path."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def _parse_whole(value: object, least: int) -> int:

@@ -1,15 +1,14 @@
 """Options of the s3 tier."""
 
 import re
-from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lmcache_async.config.secrets import SecretFile, SecretText, check_one_source
+from lmcache_async.config.secrets import SecretText, check_one_source
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import Count, Flag, Seconds, Size, unless_none
+from lmcache_async.config.values import Count, Flag, OptionalFile, Seconds, Size, unless_none
 from lmcache_async.tiers.base import TierConfig
 
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}
@@ -62,7 +61,6 @@ def _check_endpoint(value: str) -> str:
 
 
 OptionalText = Annotated[str | None, BeforeValidator(unless_none)]
-OptionalFile = Annotated[Path | None, BeforeValidator(unless_none)]
 OptionalEndpoint = Annotated[
     Annotated[str, AfterValidator(_check_endpoint)] | None, BeforeValidator(unless_none)
 ]
@@ -103,7 +101,7 @@ class S3Config(TierConfig):
     account: OptionalText = None
     access_key_id: OptionalText = None
     secret_key: SecretText = None
-    secret_key_file: SecretFile = None
+    secret_key_file: OptionalFile = None
     session_token: SecretText = None
     service_account_file: OptionalFile = None
     anonymous: Flag = False

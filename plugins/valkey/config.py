@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from lmcache_async.config.files import read_secret_file
+from lmcache_async.config.files import load_certificate, read_secret_file
 from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import (
     Count,
@@ -287,13 +287,13 @@ def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
     ca_file, cert_file, key_file = config.tls_ca_file, config.tls_cert_file, config.tls_key_file
     try:
         context = ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
         raise ConfigError(f"tls_ca_file: {ca_file} cannot be used: {error}") from error
     context.check_hostname = config.tls_check_hostname
     if cert_file is not None:
         try:
-            context.load_cert_chain(cert_file, key_file)
-        except (OSError, ssl.SSLError) as error:
+            load_certificate(context, cert_file, key_file)
+        except OSError as error:
             raise ConfigError(
                 f"tls_cert_file: {cert_file} with tls_key_file {key_file} cannot be used: {error}"
             ) from error

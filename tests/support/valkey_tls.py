@@ -27,8 +27,11 @@ class Authority:
         self.file = directory / f"{name}.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> Path:
+    def issue(self, name: str, *, password: bytes = b"") -> Path:
         """Issue a certificate for 127.0.0.1 and its key, in one file."""
+        encryption = (
+            serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        )
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         certificate = self._sign(subject, key.public_key(), ca=False)
@@ -38,7 +41,7 @@ class Authority:
             + key.private_bytes(
                 serialization.Encoding.PEM,
                 serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
+                encryption,
             )
         )
         return path

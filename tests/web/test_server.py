@@ -143,6 +143,9 @@ async def test_a_certificate_enables_https(tmp_path: Path) -> None:
         assert server.url.startswith("https://")
 
     assert heard.body == b"ok\n"
+    locked = authority.issue("locked", password=b"secret")
+    with pytest.raises(ConfigError, match="they cannot be used: the key has a password"):
+        await serve(tls_cert_file=locked).__aenter__()
     (broken := tmp_path / "broken.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=rf"tls_cert_file: {broken}, .* they cannot be used: "):
         await serve(tls_cert_file=broken).__aenter__()

@@ -31,7 +31,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('http: {listen: here}', ["{file}, line 1: http.listen is 'here': expected name:port or [address]:port"]),
     ('http: {token_file: ~nosuchuser/x}', ["{file}, line 1: http.token_file is '***': expected a path; there is no home for its ~ on this machine"]),
     ('http: {listen: 127.0.0.1:0, token_file: {dir}/none}', ['{file}, line 1: http.token_file: {dir}/none cannot be read: No such file or directory']),
-    ('http: {token_file: "a\\0"}', ["{file}, line 1: http.token_file is '***': expected a path without null characters"]),
+    ('http: {token_file: "a\\0"}', ["{file}, line 1: http.token_file is '***': expected a path without null characters or invalid Unicode"]),
     ('http: {listen: 127.0.0.1:0, token_file: {dir}/blank, tls_cert_file: {dir}/none}', ['{file}, line 1: http.tls_cert_file: {dir}/none, http.tls_key_file: None: they cannot be used: [Errno 2] No such file or directory', '{file}, line 1: http.token_file: {dir}/blank contains no token; generate one with: openssl rand -hex 32']),
     ('vllm: {prefill_tokens_per_s: -1}', ['{file}, line 1: vllm.prefill_tokens_per_s is -1: expected a number above 0 and at most 1000000000000']),
     ('vllm: {prefill_tokens_per_s: soon}', ["{file}, line 1: vllm.prefill_tokens_per_s is 'soon': expected a number above 0 and at most 1000000000000"]),
