@@ -127,9 +127,9 @@ def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig
     """Check the configuration; append it to `read` if it is valid."""
     todo = "see docs/config.md, or lmcache-async tiers for the options of each tier"
     loaded = survey_config(file)
-    if not loaded.problems:
-        read.append(loaded.config)
     wrong = [fail("config", line, todo) for line in all_problems(loaded, registry)]
+    if not loaded.problems:  # and no plug-in blocks
+        read.append(loaded.config)
     source = file or next(iter(loaded.origin.places.values()), "all defaults").partition(", line ")[0]
     return wrong or [ok("config", f"valid ({source})")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 
 from lmcache_async.cli import doctor
 from lmcache_async.tiers.diagnosis import Outcome, ok
@@ -108,6 +109,32 @@ def test_a_sample_that_is_not_a_size_is_refused(invoke):
         2,
         "--sample is 'much': expected a size in bytes, such as 8GiB, 500MB or 1048576\n",
     )
+
+
+def test_the_tiers_of_a_config_whose_check_hangs_are_not_created(tmp_path, monkeypatch):
+    """The main thread would wait for the same plug-in, without a deadline."""
+    file = tmp_path / "kv.yaml"
+    file.write_text(f"tiers: [cpu, {{name: disk, path: {tmp_path}/kv, max_bytes: 1MiB}}]\n")
+    begun, ended = threading.Event(), threading.Event()
+
+    def hang(*_):
+        begun.set()
+        ended.wait(60)
+        return []
+
+    monkeypatch.setattr(doctor, "all_problems", hang)
+    names = []
+    for name, seconds, work in doctor.groups(file, None):
+        names.append(name)
+        if name == "config":
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert begun.wait(60), seconds
+    ended.set()
+    thread.join(60)
+
+    assert "open files" in names
+    assert "tier (disk)" not in names
 
 
 HANG = """
