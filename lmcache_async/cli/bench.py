@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
+from lmcache_async.cli.output import refuse, say
 from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.errors import LMCacheAsyncError
 
@@ -126,22 +127,23 @@ def _run(
     rounds: int | None,
     quick: bool,
 ) -> None:
-    console, errors = Console(highlight=False), Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        frame = Frame(
-            rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
-            quick=quick,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        try:
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(name, total=None)
+            frame = Frame(
+                rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
+                quick=quick,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
             result = run(name, summary, measure, settings, frame)
-        except (LMCacheAsyncError, OSError) as error:
-            errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
+    except (LMCacheAsyncError, OSError) as error:
+        refuse(error)
     for line in result.lines():
-        console.print(line, markup=False, soft_wrap=True)
+        say(line)
     if json_file is not None:
         figures = document([result], rounds=frame.rounds, quick=quick)
-        json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
+        try:
+            json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            refuse(error)

@@ -161,9 +161,8 @@ class Session(asyncio.Protocol):
         for key in keys:
             slot = self._pool.lease(self.tenant, key)
             grants.append(Grant(0, refusal=Refusal.MISSING) if slot is None else self._grant(slot))
-        self._pool.contains(
-            self.tenant, keys
-        )  # used together; the start of the prompt becomes the most recently used
+        # Used together: the start of the prompt becomes the most recently used.
+        self._pool.contains(self.tenant, keys)
         return messages.pack_grants(grants)
 
     def _reserve(self, body: bytes) -> bytes:
@@ -233,7 +232,10 @@ class Session(asyncio.Protocol):
             self._listing = self._pool.keys(self.tenant)
         if self._listing is None:
             raise ProtocolError(f"a listing was continued at position {start}, but none was started")
-        return messages.pack_keys(self._listing[start : start + messages.MAX_ITEMS])
+        keys = self._listing[start : start + messages.MAX_ITEMS]
+        if len(keys) < messages.MAX_ITEMS:  # the end
+            self._listing = None
+        return messages.pack_keys(keys)
 
     def _clear(self, body: bytes) -> bytes:
         if body:

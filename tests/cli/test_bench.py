@@ -58,6 +58,16 @@ LIMITS = {
 }
 
 
+def test_a_file_that_cannot_be_written_is_an_error_message(invoke, tmp_path):
+    result = invoke(
+        "bench", "memory", "--quick", "--rounds", "1", "--json", tmp_path / "none" / "figures.json"
+    )
+
+    assert result.exit_code == 2
+    assert "memcpy" in result.stdout
+    assert "No such file or directory" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "limits"), [(name, LIMITS[name]) for name in CASES], ids=CASES, indirect=["arguments"]
 )

@@ -115,6 +115,14 @@ async def test_leases_of_a_client_end_with_its_connection(daemon: ThreadedDaemon
         assert other.ask(Op.CONTAINS, key_of(1), key_of(2)) == b"\x01\x00"
 
 
+async def test_a_list_of_keys_is_dropped_at_its_end(daemon: ThreadedDaemon) -> None:
+    with client(daemon, uuid.uuid4().hex) as one:
+        one.store(1)
+        assert one.ask(Op.KEYS, messages.pack_numbers([0])) == key_of(1)
+        one.socket.sendall(frame(Op.KEYS, messages.pack_numbers([1])))
+        assert one.ends()
+
+
 NONSENSE = {
     "a frame that is too long": (messages.MAX_BODY_BYTES + 1).to_bytes(4, "little") + bytes([Op.CONTAINS]),
     "no such message": frame(Op.CONTAINS)[:4] + b"\xff",
