@@ -278,7 +278,7 @@ def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) 
         options = item.parsed(parse_mapping) if is_set else {}
         notes += [f"{item.place}: extra_config.{name}: an option of LMCache's backends" for name in options]
         return []
-    why = _why_not(key, variable=item.place.startswith(VARIABLE_PREFIX))
+    why = _why_not(key, variable=item.rank is Rank.LMCACHE)
     if why is None:
         choice = nearest(key, [*SUPPORTED, *WHY_NOT, *ALIASES])
         raise ConfigError(f"{item.place}: LMCache has no setting {key}{hint(choice, item.place)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -201,6 +202,15 @@ def test_one_warning_names_each_setting_without_effect(load, tmp_path):
             "\n  LMCACHE_MAX_LOCAL_DISK_SIZE: max_local_disk_size: there is no local_disk"
         )
     ]
+
+
+def test_the_name_of_a_file_is_not_a_variable(tmp_path, monkeypatch):
+    """Settings that LMCache reads from variables only are unknown in a file, whatever its name is."""
+    monkeypatch.chdir(tmp_path)
+    Path("LMCACHE_SETTINGS").write_text("log_level: DEBUG\n")
+
+    with pytest.raises(ConfigError, match="LMCache has no setting log_level"):
+        load_config(env={"LMCACHE_CONFIG_FILE": "LMCACHE_SETTINGS"})
 
 
 def test_disabling_a_missing_feature_is_not_a_warning(load):
