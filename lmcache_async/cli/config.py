@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from lmcache_async.config.model import PluginSpec
 from lmcache_async.config.secrets import SECRET_PATHS
 from lmcache_async.config.validation import (
     KeyPath,
+    Origin,
     is_secret,
     placed_lines,
     spell_path,
@@ -237,18 +237,13 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
     yield from _option_values(tier, options, path, tier.origin.place)
     for index, layer in enumerate(usual if layers is None else layers):
         at = (*path, "layers", index)
-        source = None if layers is None else tier.origin.place(()) and loaded.source_of(at)
+        source = None if layers is None else loaded.source_of(at)
         yield format_value((*at, "name"), layer.name, source)
         options = None
         with contextlib.suppress(Exception):  # as above
             layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)
             options = validate_options(layer_class.options_type, layer.options, "")
-        yield from _option_values(layer, options, at, partial(_source, source))
-
-
-def _source(source: str | None, key: KeyPath) -> str | None:
-    del key
-    return source
+        yield from _option_values(layer, options, at, Origin(source or DEFAULT).place)
 
 
 def _option_values(

@@ -188,7 +188,7 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
 
 
 def report(contradictions: Iterable[PydanticCustomError], info: ValidationInfo) -> None:
-    """Raise the first contradiction of a model that is not part of another; `validate_all` receives all of them."""
+    """Collect the contradictions of a model for `validate_all`. In any other validation, raise the first one."""
     for one in contradictions:
         if info.context is None:
             raise one

@@ -225,7 +225,7 @@ class Copier:
         if buffer is None:
             return self._leave(RecordInfo(stored, cause=GONE))
         with buffer:
-            info = await in_thread(workers, functools.partial(_verify, self.verify, stored, buffer.view))
+            info = await in_thread(workers, functools.partial(self.verify, stored, iter([buffer.view])))
             if info.cause:
                 return self._leave(info)
             nbytes = info.record_bytes
@@ -287,10 +287,6 @@ class Copier:
                 return False
         self.copied[destination.name] += 1
         return True
-
-
-def _verify(verify: Check, stored: StoredRecord, view: memoryview) -> RecordInfo:
-    return verify(stored, iter([view]))
 
 
 def _fill(view: memoryview, record: memoryview) -> None:

@@ -46,7 +46,7 @@ class Collection:
 
 
 def choose(
-    kept: Sequence[StoredRecord],
+    records: Sequence[StoredRecord],
     chosen: Mapping[str, Sequence[StoredRecord]],
     selected: Sequence[StoredRecord],
     max_bytes: int | None,
@@ -54,10 +54,10 @@ def choose(
     """Return the victims by reason, each record once: those chosen already, then those for `room`.
 
     Args:
-        kept: All records.
+        records: All records.
         chosen: Victims for other reasons, by descending priority of the reason.
         selected: Candidates for `room`.
-        max_bytes: Limit for all records; None selects none for `room`.
+        max_bytes: Limit for all records; None chooses none for `room`.
     """
     victims: dict[str, list[StoredRecord]] = {}
     gone: set[StoredRecord] = set()
@@ -65,7 +65,7 @@ def choose(
         victims[why] = [one for one in part if one not in gone]
         gone.update(victims[why])
     if max_bytes is not None:
-        excess = _bytes(kept) - _bytes(gone) - max_bytes
+        excess = _bytes(records) - _bytes(gone) - max_bytes
         victims["room"] = room = []
         # A chunk has a later time than its continuation, so suffixes go first.
         for one in sorted(selected, key=lambda one: one.use_order):
@@ -106,8 +106,8 @@ async def collect(
     """
     if not store.knows_use and (used_before is not None or max_bytes is not None):
         raise ConfigError(
-            f"{store.name} does not tell when records were used, so neither age nor room can be judged from here:"
-            " give the tier itself a limit, or name namespaces"
+            f"{store.name} does not report times of use, which --older-than and --max-bytes need: set a limit in the"
+            " options of the tier itself, or select records with --namespace"
         )
     report = Collection(store.name, store.holder or None, dry_run)
     records = await store.list()

@@ -80,7 +80,7 @@ def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
     if spec.path is not None:
         if spec.tier is not None:
             raise ConfigError(
-                f"--tier {spec.tier}: a directory is named too ({spec.path}); one of them is meant"
+                f"--tier {spec.tier} and the directory {spec.path} exclude each other; name one of them"
             )
         return _directory_store(spec.path, spec.rank, options, third_party=third_party)
     if spec.tier is None:
@@ -218,7 +218,7 @@ class TierStore(OfflineStore):
         if buffer is None:
             return None
         with buffer:
-            return await in_thread(self._workers, functools.partial(_visit_view, visit, buffer.view))
+            return await in_thread(self._workers, functools.partial(visit, iter([buffer.view])))
 
     async def load(self, record: StoredRecord) -> Buffer | None:
         result: ReadResult
@@ -286,7 +286,3 @@ class TierStore(OfflineStore):
     def _free(self) -> None:
         self._workers.shutdown()
         self._arena.close()
-
-
-def _visit_view(visit: Visit[T], view: memoryview) -> T:
-    return visit(iter([view]))

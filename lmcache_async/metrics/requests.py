@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from lmcache_async.metrics.instrument import Instrument
@@ -38,24 +38,24 @@ class RecentRequests(Instrument):
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
         entry = self._entry(request_id)
-        loaded = entry["loaded"] = entry["loaded"] or {**_LOADED, "by_tier": {}, "ended_by": ""}
+        loaded = entry["loaded"] = entry["loaded"] or {**_LOADED, "by_tier": Counter(), "ended_by": ""}
         loaded["tokens"] += report.hit_tokens
         loaded["asked_tokens"] += report.asked_tokens
         loaded["bytes"] += report.bytes
         loaded["seconds"] = round(loaded["seconds"] + report.seconds, 6)
-        _add(loaded["by_tier"], report.by_tier)
+        loaded["by_tier"].update(report.by_tier)
         loaded["ended_by"] = report.cause or loaded["ended_by"]
 
     def stored(self, request_id: str, report: StoreReport) -> None:
         entry = self._entry(request_id)
-        stored = entry["stored"] = entry["stored"] or {**_STORED, "dropped": {}}
+        stored = entry["stored"] = entry["stored"] or {**_STORED, "dropped": Counter()}
         stored["tokens"] += report.tokens
         stored["chunks"] += report.stored
         stored["present"] += report.present
         stored["bytes"] += report.bytes
         stored["copy_seconds"] = round(stored["copy_seconds"] + report.copy_seconds, 6)
         stored["seconds"] = round(stored["seconds"] + report.seconds, 6)
-        _add(stored["dropped"], report.dropped)
+        stored["dropped"].update(report.dropped)
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the requests for JSON, the latest one first."""
@@ -84,8 +84,3 @@ class RecentRequests(Instrument):
             if len(self._requests) > self._most:
                 self._requests.popitem(last=False)
         return entry
-
-
-def _add(sums: dict[str, int], counts: Mapping[str, int]) -> None:
-    for name, count in counts.items():
-        sums[name] = sums.get(name, 0) + count

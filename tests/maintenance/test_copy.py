@@ -256,7 +256,7 @@ def test_gc_of_a_tier_refuses_age_and_size(valkey):
         refused = invoke("gc", "--tier", valkey, *options)
 
         assert refused.exit_code == 2
-        assert "does not tell when records were used" in refused.stderr
+        assert "does not report times of use" in refused.stderr
 
 
 def test_a_server_that_does_not_answer_ends_with_2(root, tmp_path):
