@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 
 from lmcache_async.cli.options import KINDS, options_type, schema_of, shown
-from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse
+from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
 from lmcache_async.config import (
     EngineConfig,
     LayerSpec,
@@ -88,7 +88,7 @@ def show_command(
     keys = max((len(value.key) for value in values), default=0)
     texts = min(48, max((len(value.value) for value in values), default=0))
     for value in values:
-        typer.echo(f"{value.key:<{keys}}  {value.value or repr(''):<{texts}}  {value.source}")
+        say(f"{value.key:<{keys}}  {value.value or repr(''):<{texts}}  {value.source}")
     _print_notes(notes)
 
 
@@ -108,10 +108,10 @@ def check_command(
         print_json({"file": str(file), "problems": found, "notes": notes})
     else:
         for line in found:
-            typer.echo(line)
+            say(line)
         _print_notes(notes)
         if not found:
-            typer.echo(f"{file}: valid")
+            say(f"{file}: valid")
     if found:
         raise typer.Exit(PROBLEM)
 
@@ -155,7 +155,7 @@ def _parse_extra(text: str | None) -> dict[str, Any] | None:
 
 def _print_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
-        typer.echo(f"no effect: {note}", err=True)
+        say(f"no effect: {note}", to_stderr=True)
 
 
 @dataclass(frozen=True, slots=True)

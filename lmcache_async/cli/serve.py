@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import uvloop
 
-from lmcache_async.cli.output import refuse
+from lmcache_async.cli.output import refuse, say
 from lmcache_async.config import format_size
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.server import Daemon
@@ -60,7 +60,7 @@ async def _serve(config: DaemonConfig, *, as_json: bool) -> None:
             typer.echo(json.dumps(ready))
         else:
             size = format_size(config.max_bytes)
-            typer.echo(f"lmcache-async: a pool of {size} is ready at {daemon.path}")
+            say(f"lmcache-async: a pool of {size} is ready at {daemon.path}")
             if daemon.status_url is not None:
-                typer.echo(f"lmcache-async: status page and metrics at {daemon.status_url}")
+                say(f"lmcache-async: status page and metrics at {daemon.status_url}")
         await ended.wait()

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 
 from lmcache_async.cli.options import KINDS, Option, options_of, options_type
-from lmcache_async.cli.output import JSONFlag, print_json, refuse
+from lmcache_async.cli.output import JSONFlag, print_json, refuse, say
 from lmcache_async.config.validation import hint, nearest
 from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.pipeline.stage import describe
@@ -84,7 +84,7 @@ def tiers_command(
         print_json([asdict(entry) for entry in entries])
         return
     for line in _list(entries) if name is None else _details(entries):
-        typer.echo(line)
+        say(line)
 
 
 def examine(kind: str, plugin: Plugin, registry: Registry) -> Entry:

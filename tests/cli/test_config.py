@@ -265,3 +265,9 @@ def test_every_problem_of_any_file_is_one_printable_line(tmp_path, document):
 
 
 _REGISTRY = Registry()
+
+
+def test_values_cannot_control_the_terminal(invoke, tmp_path):
+    (file := tmp_path / "kv.yaml").write_text('vllm: {socket_dir: "/tmp/a\\u009b31mb"}\n')
+
+    assert "/tmp/a�31mb" in invoke("config", "show", file, "--changed").stdout
