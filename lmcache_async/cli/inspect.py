@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import time
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, counted, human, number, plain
-from lmcache_async.errors import ConfigError, TierError
+from lmcache_async.errors import TierError
 from lmcache_async.maintenance.inspection import Inspection, describe, inspect
 from lmcache_async.maintenance.record import ERROR, GONE, header_of
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
@@ -71,8 +70,7 @@ def _key_of(text: str) -> ChunkKey:
 
 async def _one(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
     stored = StoredRecord(key)
-    with contextlib.suppress(ConfigError):  # the tier cannot list its records, but may have this one
-        # The listing has the size and the time of use.
+    if store.knows_use:  # the listing has the size and the time of use
         stored = next((one for one in await store.list() if one.key == key), stored)
     info = await header_of(store, stored)
     if info.cause in {GONE, ERROR}:

@@ -87,7 +87,7 @@ class StatusClient:
             raise self._explained(error) from None
         if code in {401, 403}:
             wanted = "another token" if self._token else "a token"
-            text = f"{self.url} wants {wanted}: set LMCACHE_ASYNC_TOKEN or --token-file"
+            text = f"{self.url} requires {wanted}: set LMCACHE_ASYNC_TOKEN or --token-file"
             raise StatusError(text, refused=True)
         if code != 200:
             raise StatusError(f"{self.url} answered {code}; it is not a status page", refused=code < 500)
@@ -223,5 +223,5 @@ def watch(client: StatusClient, status: dict[str, Any], console: Console, pause:
             except StatusError as error:
                 if error.refused:
                     raise
-                notice = Text(f"{error}; what is shown is old", style="bold red")
+                notice = Text(f"{error}; the status shown is old", style="bold red")
             live.update(_drawn(client, status, console.width, notice=notice), refresh=True)

@@ -35,6 +35,7 @@ from lmcache_async.config.values import (
     Seconds,
     Size,
     Wait,
+    expand_home,
     format_size,
     is_loopback,
     parse_list,
@@ -331,7 +332,7 @@ class HTTPConfig(Section):
 def _parse_directory(value: object) -> Path:
     if not isinstance(value, str | Path):
         raise ValueError("expected the path of a directory")  # noqa: TRY004 - pydantic reads ValueError
-    return Path(value)
+    return expand_home(value)
 
 
 class VLLMConfig(Section):

@@ -301,7 +301,7 @@ def _explain_one(
     choices = re.findall(r"'([^']*)'", context["expected"]) if kind == "literal_error" else ()
     if kind in EXPECTED:
         expected = "expected " + EXPECTED[kind].format(**context)
-    else:  # our own parsers say what they expect
+    else:  # the messages of our own parsers contain the expected value
         expected = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     return f"{place}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
 
@@ -358,7 +358,10 @@ def _has(content: Any, path: KeyPath) -> bool:
 
 
 def _without(content: Any, path: KeyPath) -> Any:
-    """A copy of the content without the value at the path, or what is around it if there is no such value."""
+    """Return a copy of the content without the value at the path.
+
+    The content around the value is removed too if the value does not exist. `_NOTHING` means that all is removed.
+    """
     if not path:
         return _NOTHING
     part = path[0]

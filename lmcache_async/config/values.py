@@ -164,11 +164,11 @@ def parse_names(value: object) -> tuple[str, ...]:
     return names
 
 
-def check_socket(path: Path) -> Path:
-    """Refuse a path that cannot be the path of a Unix socket."""
+def expand_socket(path: Path) -> Path:
+    """Expand `~`, and refuse a path that cannot be the path of a Unix socket."""
     if not path.name or not _is_encodable(path):
         raise ValueError("expected the path of a socket, such as /run/kv/host.sock")
-    return path
+    return expand_home(path)
 
 
 def parse_size(value: object) -> int:
@@ -257,7 +257,7 @@ def expand_home(text: str | Path) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:  # pydantic would not handle it
-        raise ValueError("expected a path; there is no home for its ~ on this machine") from None
+        raise ValueError("expected a path; its ~ has no home directory on this machine") from None
 
 
 def parse_file(value: object) -> Path:
@@ -343,6 +343,6 @@ Fraction = Annotated[float, _number(parse_fraction, Field(gt=0, le=1))]
 Probability = Annotated[float, _number(parse_probability, Field(ge=0, le=1))]
 Name = Annotated[str, _by(parse_name, NameText)]
 Names = Annotated[tuple[str, ...], _by(parse_names, _NamesInput)]
-SocketPath = Annotated[Path, AfterValidator(check_socket)]
+SocketPath = Annotated[Path, AfterValidator(expand_socket)]
 OptionalFile = Annotated[Annotated[Path, BeforeValidator(parse_file)] | None, BeforeValidator(unless_none)]
 """Path of a file, with `~`; none by default."""

@@ -239,8 +239,7 @@ def _remove_socket(path: Path) -> None:
         return
     if not stat.S_ISSOCK(there.st_mode):
         raise ConfigError(
-            f"socket: {path} is there and is no socket: name another path for the socket,"
-            " or move away what is there"
+            f"socket: {path} exists and is not a socket: name another path for the socket, or move that file"
         )
     path.unlink()
 

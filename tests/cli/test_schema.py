@@ -146,7 +146,7 @@ _NOT_IN_A_SCHEMA = (
     "is a secret",
     "requires tls_cert_file",
     "a size between",
-    "no home for its ~",
+    "its ~ has no home",
     "null characters",
     "with a name",
 )

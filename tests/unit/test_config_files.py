@@ -1,4 +1,4 @@
-"""Bounded reading of the files that a configuration names."""
+"""Files and paths that a configuration names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.config.files import read_bounded
+from lmcache_async.daemon.config import DaemonConfig
 
 
 def test_a_refused_directory_leaves_no_descriptor_open(tmp_path: Path) -> None:
@@ -15,6 +16,15 @@ def test_a_refused_directory_leaves_no_descriptor_open(tmp_path: Path) -> None:
         read_bounded(tmp_path, 10)
 
     assert tmp_path not in [descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()]
+
+
+def test_a_home_is_expanded_in_the_paths_of_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    engine = EngineConfig.model_validate({"vllm": {"socket_dir": "~/kv"}})
+    daemon = DaemonConfig.model_validate({"socket": "~/kv.sock", "max_bytes": "1GiB"})
+
+    assert engine.vllm.socket_dir == Path("/home/me/kv")
+    assert daemon.socket == Path("/home/me/kv.sock")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])

@@ -84,8 +84,8 @@ def test_a_token_comes_from_the_variable_or_a_file(token_file: Path) -> None:
         )
 
     assert (without[0], wrong[0], by_variable[0], by_file[0]) == (2, 2, 0, 0)
-    assert "wants a token" in without[1]
-    assert "wants another token" in wrong[1]
+    assert "requires a token" in without[1]
+    assert "requires another token" in wrong[1]
     assert TOKEN not in wrong[1]
 
 
@@ -183,7 +183,7 @@ def test_watching_continues_until_interrupted() -> None:
 
     shown = console.file.getvalue()
     assert "request-7" in shown
-    assert "what is shown is old" in shown.partition("request-7")[2]
+    assert "the status shown is old" in shown.partition("request-7")[2]
 
 
 def test_ctrl_c_is_a_normal_end(monkeypatch: pytest.MonkeyPatch) -> None:

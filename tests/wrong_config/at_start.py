@@ -135,7 +135,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
     (
         socket_is_a_directory,
-        "socket: {dir}/s is there and is no socket: name another path for the socket, or move away what is there",
+        "socket: {dir}/s exists and is not a socket: name another path for the socket, or move that file",
     ),
     (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted"),
     (
