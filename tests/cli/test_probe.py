@@ -75,6 +75,11 @@ class Broken(DictTier):
         raise TierUnavailableError("gone")
 
 
+class Buggy(DictTier):
+    async def get(self, key, allocate):
+        raise ValueError("a mistake")
+
+
 class LatePut(DictTier):
     async def put(self, key, buffer):
         await super().put(key, buffer)
@@ -131,6 +136,7 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
     ("tier_class", "outcome", "told", "left"),
     [
         (Broken, Outcome.FAIL, "a get failed: gone", 0),
+        (Buggy, Outcome.FAIL, "a get failed: ValueError: a mistake", 0),
         (Hanging, Outcome.FAIL, "a get took longer than timeout_s of 0.2 s", 0),
         (LatePut, Outcome.FAIL, "a put took longer than timeout_s of 0.2 s", 0),
         (

@@ -149,6 +149,9 @@ async def _step(spec: TierSpec, step: str, call: Awaitable[T]) -> T:
     except TimeoutError as error:
         found = f"{step} took longer than timeout_s of {spec.timeout_s:g} s"
         raise ProbeError(fail("record", found, "check its server")) from error
+    except Exception as error:  # a bug of a third-party tier
+        found = f"{step} failed: {type(error).__name__}: {error!s:.300}"
+        raise ProbeError(fail("record", found, "report this line as a bug of the tier")) from error
 
 
 def _todo(error: LMCacheAsyncError) -> str:
