@@ -181,7 +181,7 @@ def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
             for index, tier in enumerate(loaded.config.tiers):
                 values += _tier_values(tier, (*path, index), loaded, registry)
         else:
-            values.append(format_value(path, value, loaded.source_of(path)))
+            values.append(format_value(path, value, loaded.origin.own_place(path)))
     return values
 
 
@@ -224,7 +224,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
     for name in ("name", "id", "timeout_s", "open_timeout_s"):
         given = name == "name" or (name in tier.model_fields_set and (name != "id" or tier.id != tier.name))
         yield format_value(
-            (*path, name), getattr(tier, name), loaded.source_of((*path, name)) if given else None
+            (*path, name), getattr(tier, name), loaded.origin.own_place((*path, name)) if given else None
         )
     options, layers = None, tier.layers
     usual = USUAL_LAYERS
@@ -237,7 +237,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
     yield from _option_values(tier, options, path, tier.origin.place)
     for index, layer in enumerate(usual if layers is None else layers):
         at = (*path, "layers", index)
-        source = None if layers is None else loaded.source_of(at)
+        source = None if layers is None else loaded.origin.own_place(at)
         yield format_value((*at, "name"), layer.name, source)
         options = None
         with contextlib.suppress(Exception):  # as above

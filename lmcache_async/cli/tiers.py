@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, get_origin
 
@@ -124,14 +124,14 @@ def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
         name: _sample(info.annotation) for name, info in model.model_fields.items() if info.is_required()
     }
     config = model.model_construct(**needed)
-    bare = object.__new__(target)  # for a constructor that refuses the samples
-    bare.config = config
-    vars(bare)["_config"] = config
+    tier = object.__new__(target)  # for a constructor that refuses the samples
+    tier.config = config
+    vars(tier)["_config"] = config
     capabilities = None
-    makers: tuple[Callable[[], Tier], ...] = (lambda: bare, lambda: target(config))
-    for make in makers:
-        with contextlib.suppress(Exception):  # the tier needs real options
-            capabilities = asdict(make().capabilities)
+    with contextlib.suppress(Exception):
+        tier = target(config)
+    with contextlib.suppress(Exception):  # the tier needs real options
+        capabilities = asdict(tier.capabilities)
     defaults = inspect.getmembers(
         Tier, lambda value: inspect.isfunction(value) and not hasattr(value, "__isabstractmethod__")
     )

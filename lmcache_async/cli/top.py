@@ -120,9 +120,8 @@ class StatusClient:
                 return StatusError(f"{self.url} does not speak HTTP: {error!r}", refused=True)
             if self._answers_without_http():
                 return StatusError(f"{self.url} does not speak HTTP", refused=True)
-        why: object = cause
-        if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
-            why = os.strerror(cause.errno)
+        number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
+        why = os.strerror(number) if number and number > 0 else cause
         return StatusError(f"nothing answers at {self.url}: {why}; is http.listen set there?")
 
     def _answers_without_http(self) -> bool:

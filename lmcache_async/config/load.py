@@ -30,7 +30,7 @@ from lmcache_async.config.sources import (
     refuse_secrets,
     variable_settings,
 )
-from lmcache_async.config.validation import LEFT_OUT, KeyPath, Origin, explain, known_keys, validate_all
+from lmcache_async.config.validation import LEFT_OUT, Origin, explain, known_keys, validate_all
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LoadedConfig:
 
     Attributes:
         config: The configuration; if there are problems, with the valid values only.
-        origin: Place of each key that is set. The other keys have their defaults.
+        origin: Place of each key that is set; `own_place` returns None for a default.
         notes: A line for each setting of LMCache that has no effect.
         problems: A line for each mistake.
     """
@@ -66,10 +66,6 @@ class LoadedConfig:
         if self.notes:
             logger.warning("these settings of LMCache have no effect:\n  %s", "\n  ".join(self.notes))
         return self.config
-
-    def source_of(self, path: KeyPath) -> str | None:
-        """Return the place where the value was set; None for a default."""
-        return self.origin.own_place(path)
 
 
 def load_config(

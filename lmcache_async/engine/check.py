@@ -45,7 +45,7 @@ def load_engine_config(
 
 def all_problems(loaded: LoadedConfig, registry: Registry) -> list[str]:
     """Return a line for each mistake in the configuration and in the options of plug-ins."""
-    return [*loaded.problems, *problems(loaded.config, registry, loaded.source_of)]
+    return [*loaded.problems, *problems(loaded.config, registry, loaded.origin.own_place)]
 
 
 def problems(

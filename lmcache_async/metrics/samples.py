@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
@@ -127,21 +128,12 @@ class Samples:
 
 def exposition(families: Iterable[Metric]) -> bytes:
     """Return the families in Prometheus' text format."""
-    text: bytes = generate_latest(_Families(families))
+    registry = SimpleNamespace(collect=lambda: families)
+    text: bytes = generate_latest(registry)
     return text
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-
-
-class _Families:
-    """Families that are made already, in the place of a registry."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def _sum(one: Value, other: Value, *, sign: int = 1) -> Value:
