@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ class Tenant:
     readers: int = 0
     writers: int = 0
     records: dict[ChunkKey, Block] = field(default_factory=dict)
+    sizes: Counter[int] = field(default_factory=Counter)  # records by their bytes in whole pages
     # Includes keys of reservations, so that a chunk does not evict the chunks that it continues.
     policy: LRUPolicy = field(default_factory=LRUPolicy)
 
@@ -219,6 +221,7 @@ class Pool:
         block.key, block.committed = key, True
         owner.records[key] = block
         owner.record_bytes += block.held_bytes
+        owner.sizes[block.held_bytes] += 1
         if key not in owner.policy:
             owner.policy.add(key, 1)
         owner.policy.touch([key])
@@ -332,6 +335,9 @@ class Pool:
         assert block.key is not None  # committed
         del owner.records[block.key]
         owner.record_bytes -= block.held_bytes
+        owner.sizes[block.held_bytes] -= 1
+        if not owner.sizes[block.held_bytes]:
+            del owner.sizes[block.held_bytes]
         owner.policy.discard(block.key)
         block.committed = False
         if not block.leases:
@@ -386,6 +392,9 @@ class Pool:
 
         found: list[Block] = []
         for tenant in self._tenants.values():
+            spare_bytes = tenant.held_bytes - tenant.reserved_bytes
+            if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
+                continue  # not even its smallest record, so its records need no scan
             key = tenant.policy.oldest(_among(tenant, may_go))
             if key is not None:
                 found.append(tenant.records[key])

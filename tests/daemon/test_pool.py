@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from lmcache_async.daemon.allocator import SegmentAllocator
+from lmcache_async.daemon import pool as pool_module
+from lmcache_async.daemon.allocator import Block, SegmentAllocator
 from lmcache_async.daemon.config import TenantOptions
 from lmcache_async.daemon.pool import MAX_TENANTS, Pool
 from lmcache_async.testing.records import key_of
@@ -185,6 +186,19 @@ def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
     assert held(pool) == [4, 5, 6, 7]
     assert put(pool, [30], "u", pages=7) == []
     assert held(pool) == [4, 5, 6, 7]
+
+
+def test_records_of_a_tenant_at_its_reservation_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of all records for each refused one would stop the daemon for seconds."""
+    pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=8 * PAGE)})
+    put(pool, range(10))
+    assert put(pool, range(20, 30), tenant="other") == list(range(20, 30))
+    examined: list[Block] = []
+    monkeypatch.setattr(pool_module, "_is_unused", lambda block: bool(examined.append(block)) or True)
+    put(pool, [30], tenant="other")
+
+    assert held(pool) == list(range(2, 10))
+    assert {block.tenant for block in examined} == {"other"}
 
 
 def test_the_oldest_records_of_all_tenants_are_evicted() -> None:
