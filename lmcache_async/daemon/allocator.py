@@ -138,7 +138,8 @@ class SegmentAllocator:
         prices = {segment.start: price(segment) for _, segment in extents if segment is not None}
         for first in range(len(extents)):
             length, dearest, run = 0, 0, list[Segment]()
-            for extent, segment in extents[first:]:
+            for last in range(first, len(extents)):
+                extent, segment = extents[last]
                 length += extent
                 if segment is not None:
                     cost = prices[segment.start]
