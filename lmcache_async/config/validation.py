@@ -164,8 +164,8 @@ def without_secrets(value: object, name: str = "") -> object:
 
 
 def without_user(text: str) -> str:
-    """Remove users and passwords from URLs in the text."""
-    return re.sub(r"//[^/@\s'\"]+@", "//***@", text)
+    """Remove users and passwords from URLs in the text, also passwords that are not percent-encoded."""
+    return re.sub(r"//[^\s'\"]+@", "//***@", text)
 
 
 def show(value: object, key: str = "") -> str:

@@ -55,7 +55,7 @@ def _parse_url(value: object) -> str:
 
 def _check_endpoint(value: str) -> str:
     parts = urlsplit(value)
-    if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc or parts.query:
+    if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in value or parts.query:
         raise ValueError("expected a URL without a user, such as https://storage.example.com:9000")
     return value.rstrip("/")
 

@@ -271,3 +271,13 @@ def test_values_cannot_control_the_terminal(invoke, tmp_path):
     (file := tmp_path / "kv.yaml").write_text('vllm: {socket_dir: "/tmp/a\\u009b31mb"}\n')
 
     assert "/tmp/a�31mb" in invoke("config", "show", file, "--changed").stdout
+
+
+@pytest.mark.parametrize("password", ["plain", "with/slash", "with@sign", "with?mark"])
+def test_the_password_of_a_url_is_not_shown(invoke, monkeypatch, password):
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", f"redis://me:{password}@host:1")
+
+    shown = invoke("config", "show").stdout
+
+    assert "redis://***@host:1" in shown
+    assert "with" not in shown.partition("redis://")[2].partition("host:1")[0]

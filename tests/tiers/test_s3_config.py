@@ -45,6 +45,7 @@ def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tupl
         ({"url": "s3://b/../c"}, "without"),
         ({"url": "s3://b/?x=1"}, "s3://bucket/prefix"),
         ({"url": "s3://b", "endpoint": "minio:9000"}, "https://storage"),
+        ({"url": "s3://b", "endpoint": "https://me:pass/word@minio:9000"}, "expected a URL without a user"),
         ({"url": "s3://b", "endpoint": "http://minio:9000"}, "allow_http: true"),
         ({"url": "s3://b", "access_key_id": "a"}, "require each other"),
         ({"url": "s3://b", "secret_key": SECRET}, "require each other"),
