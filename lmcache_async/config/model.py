@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -29,13 +28,12 @@ from lmcache_async.config.values import (
     Fraction,
     Name,
     Names,
-    OptionalFile,
+    OptionalPath,
     OptionalRate,
     OptionalSize,
     Seconds,
     Size,
     Wait,
-    expand_home,
     format_size,
     is_loopback,
     parse_list,
@@ -160,7 +158,7 @@ def _parse_fingerprint(value: object) -> str:
 class EncryptionConfig(Section):
     """Encryption of records in tiers outside of the process's memory."""
 
-    key_file: OptionalFile = None
+    key_file: OptionalPath = None
     """File of the keys, one per line, 32 bytes each in hex or base64. The first encrypts, all decrypt."""
     keys: SecretText = None
     """The keys themselves, separated by spaces or commas; only as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS."""
@@ -287,12 +285,12 @@ class HTTPConfig(Section):
     ] = None
     """Address of the status page and the metrics, as host:port. The rank is added to the port; port 0
     takes a free one; none disables the server."""
-    token_file: OptionalFile = None
+    token_file: OptionalPath = None
     """File of the accepted access tokens, one per line, not readable by others; required unless the
     address is a loopback."""
-    tls_cert_file: OptionalFile = None
+    tls_cert_file: OptionalPath = None
     """PEM file of the certificate for HTTPS; none for HTTP."""
-    tls_key_file: OptionalFile = None
+    tls_key_file: OptionalPath = None
     """PEM file of the key, if it is not in tls_cert_file."""
     max_connections: Count = 32
     """Maximum number of connections; further ones are refused."""
@@ -329,12 +327,6 @@ class HTTPConfig(Section):
         return context
 
 
-def _parse_directory(value: object) -> Path:
-    if not isinstance(value, str | Path):
-        raise ValueError("expected the path of a directory")  # noqa: TRY004 - pydantic reads ValueError
-    return expand_home(value)
-
-
 class VLLMConfig(Section):
     """Settings of the vLLM connector."""
 
@@ -363,9 +355,7 @@ class VLLMConfig(Section):
     """Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."""
     consumer_stores: Flag = False
     """Whether a vLLM with kv_role kv_consumer stores computed chunks."""
-    socket_dir: Annotated[
-        Annotated[Path, BeforeValidator(_parse_directory)] | None, BeforeValidator(unless_none)
-    ] = None
+    socket_dir: OptionalPath = None
     """Directory of the sockets between scheduler and workers; none for a private temporary one."""
     reset_cache: Literal["all", "memory", "new_namespace"] = "all"
     """What a reset of vLLM's prefix cache clears: all tiers, or memory only. With new_namespace nothing that was stored
@@ -379,7 +369,7 @@ class EngineConfig(Section):
     """Tokens per chunk."""
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = "xxh3_128"
     """Hash of the chunk keys; blake3 or sha256 if tenants may be hostile."""
-    hash_key_file: OptionalFile = None
+    hash_key_file: OptionalPath = None
     """File of a secret of 32 bytes, in hex or base64, as the key of the hash (blake3 or sha256)."""
     hash_key: SecretText = None
     """The secret itself; only as the variable LMCACHE_ASYNC_HASH_KEY."""

@@ -250,21 +250,16 @@ def unless_none(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
-def expand_home(text: str | Path) -> Path:
-    """Expand `~` in a path. Messages do not contain the path, which may be a misplaced secret."""
-    if not _is_encodable(text):
+def expand_home(value: object) -> Path:
+    """Parse a path and expand its `~`. Messages do not contain the path, which may be a misplaced secret."""
+    if not isinstance(value, str | Path):
+        raise ValueError("expected a path")  # noqa: TRY004 - pydantic reads ValueError
+    if not _is_encodable(value):
         raise ValueError("expected a path without null characters or invalid Unicode")
     try:
-        return Path(text).expanduser()
+        return Path(value).expanduser()
     except RuntimeError:  # pydantic would not handle it
         raise ValueError("expected a path; its ~ has no home directory on this machine") from None
-
-
-def parse_file(value: object) -> Path:
-    """Parse the path of a file, with `~`."""
-    if not isinstance(value, str | Path):
-        raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic reads ValueError
-    return expand_home(value)
 
 
 def _is_encodable(path: str | Path) -> bool:
@@ -344,5 +339,4 @@ Probability = Annotated[float, _number(parse_probability, Field(ge=0, le=1))]
 Name = Annotated[str, _by(parse_name, NameText)]
 Names = Annotated[tuple[str, ...], _by(parse_names, _NamesInput)]
 SocketPath = Annotated[Path, AfterValidator(expand_socket)]
-OptionalFile = Annotated[Annotated[Path, BeforeValidator(parse_file)] | None, BeforeValidator(unless_none)]
-"""Path of a file, with `~`; none by default."""
+OptionalPath = Annotated[Annotated[Path, BeforeValidator(expand_home)] | None, BeforeValidator(unless_none)]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lmcache_async.config.secrets import SecretText, check_one_source
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import Count, Flag, OptionalFile, Seconds, Size, unless_none
+from lmcache_async.config.values import Count, Flag, OptionalPath, Seconds, Size, unless_none
 from lmcache_async.tiers.base import TierConfig
 
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}
@@ -101,12 +101,12 @@ class S3Config(TierConfig):
     account: OptionalText = None
     access_key_id: OptionalText = None
     secret_key: SecretText = None
-    secret_key_file: OptionalFile = None
+    secret_key_file: OptionalPath = None
     session_token: SecretText = None
-    service_account_file: OptionalFile = None
+    service_account_file: OptionalPath = None
     anonymous: Flag = False
     sign_payload: Flag = False
-    ca_file: OptionalFile = None
+    ca_file: OptionalPath = None
     part_bytes: Annotated[Size, Field(ge=4096)] = 8 << 20
     concurrency: Annotated[Count, Field(le=256)] = 16
     connect_timeout_s: Seconds = 5.0

@@ -6,7 +6,6 @@ import os
 import re
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
@@ -18,8 +17,8 @@ from lmcache_async.config.values import (
     Count,
     Endpoint,
     Flag,
+    OptionalPath,
     Seconds,
-    expand_home,
     parse_endpoint,
     unless_none,
 )
@@ -34,13 +33,6 @@ SENTINEL_PORT = 26379
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def parse_file(value: object) -> Path | None:
-    value = unless_none(value)
-    if value is not None and not isinstance(value, str | Path):
-        raise ValueError("expected the path of a file")
-    return None if value is None else expand_home(value)
-
-
 def check_variable(value: str) -> str:
     """Check the name of a variable. No message shows it, because it may be the password itself."""
     if value and not _VARIABLE.fullmatch(value):
@@ -48,7 +40,6 @@ def check_variable(value: str) -> str:
     return value
 
 
-OptionalFile = Annotated[Path | None, BeforeValidator(parse_file)]
 Variable = Annotated[str, AfterValidator(check_variable)]
 
 
@@ -93,15 +84,15 @@ class ValkeyConfig(TierConfig):
     mode: Literal["single", "sentinel", "cluster"] | None = None
     sentinel_service: Annotated[str, Field(min_length=1)] = "mymaster"
     username: str = ""
-    password_file: OptionalFile = None
+    password_file: OptionalPath = None
     password_variable: Variable = ""
     sentinel_username: str = ""
-    sentinel_password_file: OptionalFile = None
+    sentinel_password_file: OptionalPath = None
     sentinel_password_variable: Variable = ""
     tls: Annotated[Flag | None, BeforeValidator(unless_none)] = None
-    tls_ca_file: OptionalFile = None
-    tls_cert_file: OptionalFile = None
-    tls_key_file: OptionalFile = None
+    tls_ca_file: OptionalPath = None
+    tls_cert_file: OptionalPath = None
+    tls_key_file: OptionalPath = None
     tls_check_hostname: Flag = True
     key_prefix: Annotated[str, AfterValidator(check_prefix)] = "lmcache-async:"
     ttl_s: Annotated[Seconds | None, BeforeValidator(unless_none)] = None

@@ -67,7 +67,7 @@ def message(**sources) -> str:
         ({"store.max_pending_write_bytes": "8GiB"}, "store.max_pending_write_bytes: 8 GiB of pending writes never fit into arena.max_bytes of 4 GiB"),
         ({"vllm": {"max_pinned_fraction": 2}}, "vllm.max_pinned_fraction is 2: expected a fraction above 0 and at most 1"),
         ({"vllm": {"reset_cache": "al"}}, "vllm.reset_cache is 'al': expected 'all', 'memory' or 'new_namespace'; did you mean all?"),
-        ({"vllm": {"socket_dir": 3}}, "vllm.socket_dir is 3: expected the path of a directory"),
+        ({"vllm": {"socket_dir": 3}}, "vllm.socket_dir is 3: expected a path"),
     ],
 )  # fmt: skip
 def test_a_wrong_mapping(extra, text):
