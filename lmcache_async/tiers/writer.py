@@ -116,6 +116,7 @@ class TierWriter:
         self._rate = _WriteRate()
         self._chunk_bytes = chunk_bytes
         self._reserved: Counter[ChunkKey] = Counter()  # chunks with room in the budget
+        self._reservations: Counter[ChunkKey] = Counter()  # that are not released yet
         self._call_bytes = call_bytes
         self._queue: deque[_Item] = deque()
         self._work = asyncio.Event()
@@ -138,11 +139,18 @@ class TierWriter:
         wanted = set(keys)
         await self._budget.reserve(len(wanted) * self._chunk_bytes, timeout_s=timeout_s)
         self._reserved.update(wanted)
+        self._reservations.update(wanted)
         return WriteReservation(self, wanted)
 
     def withdraw(self, keys: Collection[ChunkKey]) -> None:
-        """Release the room that is still reserved for these chunks."""
-        self._budget.release(sum([self._take_reserved(key) for key in keys]) * self._chunk_bytes)
+        """End a reservation of these chunks. Other reservations of the same chunks keep their room."""
+        unused = 0
+        for key in keys:
+            self._reservations[key] -= 1
+            if self._reserved[key] > self._reservations[key]:
+                unused += self._take_reserved(key)
+        self._reservations = +self._reservations  # without zeros
+        self._budget.release(unused * self._chunk_bytes)
 
     async def submit(
         self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float

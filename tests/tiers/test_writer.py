@@ -422,6 +422,40 @@ async def test_two_reservations_for_one_chunk_are_both_given_back(arena):
     await writer.aclose(timeout_s=1)
 
 
+async def test_the_end_of_a_reservation_leaves_the_room_of_another_one_of_the_same_chunk(arena):
+    tier = GatedTier(DictTier())
+    writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
+    first = await writer.reserve([key_of(0)], timeout_s=0)
+    second = await writer.reserve([key_of(0)], timeout_s=0)
+    with Items(arena, [SLAB]) as items, Items(arena, [SLAB], first=10) as others:
+        taken = await writer.submit(items, timeout_s=0)
+        first.release()
+        [refused] = await writer.submit(others, timeout_s=0)
+        taken += await writer.submit(items, timeout_s=0)
+    second.release()
+
+    assert isinstance(refused.result(), TierFullError)
+    tier.open_gate()
+    assert await writer.flush(timeout_s=5)
+    assert results_of(taken) == [None, None]
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
+async def test_room_of_reservations_is_released_with_the_last_one_that_ends(arena):
+    writer = open_writer(DictTier(), max_bytes=2 * SLAB, chunk_bytes=SLAB)
+    first = await writer.reserve([key_of(0)], timeout_s=0)
+    second = await writer.reserve([key_of(0)], timeout_s=0)
+    with Items(arena, [SLAB]) as items:
+        await writer.submit(items, timeout_s=0)
+    second.release()
+    first.release()
+
+    assert await writer.flush(timeout_s=5)
+    assert writer.statistics().queued_bytes == 0
+    await writer.aclose(timeout_s=1)
+
+
 async def test_no_room_within_the_deadline_reserves_nothing(arena):
     tier = GatedTier(DictTier())
     writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
