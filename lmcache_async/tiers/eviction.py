@@ -148,7 +148,14 @@ class LRUPolicy:
         undo: list[tuple[ChunkKey, ChunkKey | None]] = []
         in_use: list[ChunkKey] = []
         cut: list[tuple[ChunkKey, ChunkKey]] = []
-        while freed < wanted and (self._queue or (last_resort and self._cut(in_use, cut))):
+        checked = 0  # chunks in use that were cut from their predecessors
+        while freed < wanted:
+            if not self._queue:
+                if not last_resort or checked == len(in_use):
+                    break
+                cut += self._cut(in_use[checked:])
+                checked = len(in_use)
+                continue
             key, _ = self._queue.popitem(last=False)
             if key in self._continuations:
                 continue  # parked
@@ -232,14 +239,12 @@ class LRUPolicy:
             self._queue[parent] = None
             self._queue.move_to_end(parent, last=False)
 
-    def _cut(self, in_use: Sequence[ChunkKey], cut: list[tuple[ChunkKey, ChunkKey]]) -> bool:
-        """Unlink chunks in use from their predecessors; return whether that made a chunk evictable."""
-        for key in in_use:
-            parent = self._parents.get(key)
-            if parent is not None:
-                self._unlink(key)
-                cut.append((key, parent))
-        return bool(self._queue)
+    def _cut(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, ChunkKey]]:
+        """Unlink chunks from their predecessors. Return the removed links."""
+        links = [(key, self._parents[key]) for key in keys if key in self._parents]
+        for key, _ in links:
+            self._unlink(key)
+        return links
 
     def _restore(self, undo: Sequence[tuple[ChunkKey, ChunkKey | None]]) -> None:
         for key, parent in reversed(undo):

@@ -204,6 +204,24 @@ def test_as_a_last_resort_a_prefix_keeps_its_beginning() -> None:
     assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the one in use counts as touched
 
 
+def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use() -> None:
+    class CountedKey(bytes):
+        hashes = 0
+
+        def __hash__(self) -> int:
+            CountedKey.hashes += 1
+            return super().__hash__()
+
+    def cost(chunks: int) -> int:
+        policy = LRUPolicy()
+        use(policy, [ChunkKey(CountedKey(key(number))) for number in range(chunks)])
+        CountedKey.hashes = 0
+        assert policy.evict(1, lambda _: False, last_resort=True) == []
+        return CountedKey.hashes
+
+    assert cost(400) <= 2.1 * cost(200)
+
+
 @given(forest=forests(), data=st.data())
 def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject) -> None:
     tried, plain = LRUPolicy(), LRUPolicy()
