@@ -18,6 +18,7 @@ from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
 from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
 
 FaultKind: TypeAlias = Literal["error", "refuse", "bug", "delay", "hang", "drop", "lie", "flip", "cut"]
@@ -166,9 +167,7 @@ class HandleTier(ForwardingTier):
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         (result,) = await self.handle.get([key], allocate)
-        if isinstance(result, TierError):
-            raise result
-        return result
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         return await self.handle.get(keys, allocate)

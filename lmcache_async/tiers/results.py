@@ -56,6 +56,13 @@ async def set_write_result(results: list[TierError | None], position: int, write
         results[position] = ContractError.of("put", error)
 
 
+def unwrap(result: ReadResult) -> Buffer | None:
+    """Return the result of `get_many` for one chunk as `get` does: its error is raised."""
+    if isinstance(result, TierError):
+        raise result.__cause__ if isinstance(result.__cause__, BudgetExceededError) else result
+    return result
+
+
 def no_memory(cause: BudgetExceededError) -> TierError:
     """Return the error of a stored chunk for which there was no memory."""
     error = TierError(f"no memory for a chunk to be read: {cause}")

@@ -8,6 +8,7 @@ from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFu
 from lmcache_async.plugins.cpu.config import CPUConfig
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.eviction import LRUPolicy
+from lmcache_async.tiers.results import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -79,7 +80,8 @@ class CPUTier(Tier):
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         """Return a further lease of the chunk. `allocate` is not called."""
-        return (await self.get_many([key], allocate))[0]  # type: ignore[return-value] # never an error
+        [result] = await self.get_many([key], allocate)
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         del allocate

@@ -36,7 +36,7 @@ from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import memory_was_short, no_memory, read_results
+from lmcache_async.tiers.results import no_memory, read_results, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -129,9 +129,7 @@ class DiskTier(Tier):
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         (result,) = await self.get_many([key], allocate)
-        if isinstance(result, TierError):
-            raise result.__cause__ if memory_was_short(result) and result.__cause__ else result
-        return result
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""

@@ -33,7 +33,7 @@ from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
 from lmcache_async.plugins.host.link import Link
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import read_results
+from lmcache_async.tiers.results import no_memory, read_results, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -105,26 +105,20 @@ class HostTier(Tier):
             TierUnavailableError: There is no connection, or the daemon does not answer.
             BudgetExceededError: This engine has reached its limit of leases.
         """
-        del allocate
-        with self._call() as connection:
-            [grant] = await self._lease(connection, [key])
-            if grant.lease:
-                return connection.mapping.lend(grant)
-        if grant.refusal is Refusal.TOO_MUCH:
-            raise BudgetExceededError(_TOO_MUCH)
-        return None
+        [result] = await self.get_many([key], allocate)
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """`get` for each key, in one message per `MAX_ITEMS` keys."""
         del allocate
         with self._call() as connection, read_results(0) as results:
             for part in _parts(keys):
-                for grant in await self._lease(connection, part):
+                for grant in await self._granted(connection, Op.LEASE, pack_keys(part), len(part)):
                     if grant.lease:
                         results.append(connection.mapping.lend(grant))
                     else:
                         refused = grant.refusal is Refusal.TOO_MUCH
-                        results.append(TierError(_TOO_MUCH) if refused else None)
+                        results.append(no_memory(BudgetExceededError(_TOO_MUCH)) if refused else None)
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -235,9 +229,6 @@ class HostTier(Tier):
                     found += piece
                     if len(piece) < MAX_ITEMS:
                         return found
-
-    async def _lease(self, connection: Connection, keys: Sequence[ChunkKey]) -> list[Grant]:
-        return await self._granted(connection, Op.LEASE, pack_keys(keys), len(keys))
 
     async def _granted(self, connection: Connection, op: Op, body: bytes, count: int) -> list[Grant]:
         """Request leases or reservations. Those that arrive after a cancellation or timeout are released."""

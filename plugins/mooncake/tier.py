@@ -14,7 +14,7 @@ from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import no_memory, read_results
+from lmcache_async.tiers.results import no_memory, read_results, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -74,10 +74,7 @@ class MooncakeTier(Tier):
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         [result] = await self.get_many([key], allocate)
-        if isinstance(result, TierError):
-            no_room = result.__cause__ if isinstance(result.__cause__, BudgetExceededError) else None
-            raise no_room or result
-        return result
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         with self._call() as client, read_results(len(keys)) as results:

@@ -27,6 +27,7 @@ from lmcache_async.plugins.host import HostTier, copying
 from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
+from lmcache_async.tiers.results import memory_was_short
 from lmcache_async.types import ChunkKey
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
 
@@ -330,7 +331,9 @@ async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(
         got = await tier.get_many([key_of(number) for number in (1, 2, 3)], allocate)
         kinds = sorted(type(one).__name__ for one in got)
         assert kinds == ["Buffer", "Buffer", "TierError"]
-        with pytest.raises(BudgetExceededError):
+        refused = [one for one in got if isinstance(one, TierError)]
+        assert all(map(memory_was_short, refused)), "the breaker counts it as a failure of the daemon"
+        with pytest.raises(BudgetExceededError, match="limit of leased bytes"):
             await tier.get(key_of(1), allocate)
         with pytest.raises(TierFullError, match="limit of leased bytes"):
             await put(tier, arena, 4)
