@@ -385,8 +385,8 @@ class TierHandle:
 
     def layer_statistics(self) -> Mapping[str, LayerStatistics]:
         """Return the statistics of the layers by layer id."""
-        found = {layer.context.layer: layer.statistics() for layer in self.layers}
-        return {name: statistics for name, statistics in found.items() if statistics is not None}
+        found = ((layer, self._value("statistics", layer.statistics, object)) for layer in self.layers)
+        return {layer.context.layer: value for layer, value in found if isinstance(value, LayerStatistics)}
 
     async def _call(self, call: Call, run: Next, *, check_each: bool = False) -> Results:
         """Carry out a call with layers, which may be third-party code like the tier.
@@ -414,13 +414,17 @@ class TierHandle:
         return results
 
     def _check_layer(self, call: Call, results: object) -> Results:
-        """Check the results of a layer. An invalid element of a read or a write becomes the error of that chunk."""
+        """Check the results of a layer. An invalid element of a read or a write becomes the error of that chunk.
+
+        Buffers are taken over, so that one that is given for two chunks is invalid for the second one.
+        """
         if call.verb not in (Verb.GET_MANY, Verb.PUT_MANY):
             return check_flags(call.verb, results, call.chunks)
         return [
-            result
+            None
             if result is None
-            or (call.verb is Verb.GET_MANY and isinstance(result, Buffer) and not result.released)
+            else result.take_over()
+            if call.verb is Verb.GET_MANY and isinstance(result, Buffer) and not result.released
             else self._errors.convert_chunk(call.verb, result)
             for result in check_list(call.verb, results, call.chunks)
         ]

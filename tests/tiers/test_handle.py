@@ -254,6 +254,29 @@ async def test_a_layer_with_a_released_buffer_is_an_error_of_that_chunk(arena):
     assert isinstance(error, TierError)
 
 
+async def test_a_layer_with_one_buffer_for_two_chunks_is_an_error_of_the_second_one(arena):
+    async def repeats(call, next):
+        [buffer] = await next(call.part([0]))
+        return [buffer, buffer]
+
+    inner = fill(DictTier(), 2)
+    tier = LayeredTier(inner, _Broken(repeats))
+
+    buffer, error = await tier.get_many(list(inner.records), allocator(arena))
+    buffer.release()
+    assert isinstance(error, TierError)
+
+
+async def test_a_layer_whose_statistics_fail_has_none():
+    class Failing(_Broken):
+        def statistics(self):
+            raise ValueError("odd")
+
+    handle = LayeredTier(DictTier(), Failing(None), BreakerLayer(BreakerConfig(), context(layer="b"))).handle
+
+    assert list(handle.layer_statistics()) == ["b"]
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 async def test_a_layer_with_too_many_results_of_a_retry_leaks_none(arena, bounded):
     calls = []
