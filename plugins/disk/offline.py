@@ -144,9 +144,11 @@ class DiskRecords(OfflineStore):
         sizes[key] = len(view)
 
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
+        self._sizes = None  # listed again before the next write
         await self._run(functools.partial(self._unlink, [self._directory.record_name(key) for key in keys]))
 
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
+        self._sizes = None
         await self._run(functools.partial(self._quarantine.take, key, cause))
         self._changed |= {str(Path(self._directory.record_name(key)).parent), QUARANTINE_FOLDER}
 
@@ -234,10 +236,8 @@ class DiskRecords(OfflineStore):
 
     def _write(self, key: ChunkKey, view: memoryview, stamp: int) -> None:
         error = self._files.write(key, view, stamp)
-        if isinstance(error, OSError):
-            raise error
         if error is not None:
-            raise OSError(errno.EINVAL, str(error))
+            raise error
 
     @contextlib.contextmanager
     def _file(self, key: ChunkKey) -> Iterator[int | None]:

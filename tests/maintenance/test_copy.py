@@ -302,6 +302,21 @@ async def test_a_rewritten_record_replaces_the_bytes_of_the_former(tmp_path):
         assert [(one.key, one.nbytes) for one in await target.list()] == [(key, 8192)]
 
 
+async def test_a_removed_record_leaves_room_for_another_one(tmp_path):
+    (one, data), (other, _) = records_of([3000, 3000]).items()
+    config = DiskConfig(path=tmp_path / "there", max_bytes=8192)
+    options = OfflineOptions(change=True, in_flight=1, max_record_bytes=SLAB_BYTES)
+
+    async with DiskTier.offline(config, options) as target:
+        for key in (one, other):
+            with await target.allocate(len(data)) as buffer:
+                buffer.view[:] = data
+                await target.write(key, buffer, 1)
+            assert await target.has([key]) == [True]
+            await target.remove([key])
+            assert await target.has([key]) == [False]
+
+
 # Between tiers in this process, where each step can be made to fail.
 
 
