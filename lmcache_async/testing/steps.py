@@ -58,7 +58,7 @@ async def cancelled_at_await(call: Coroutine[Any, Any, Any], number: int) -> asy
     counter = _AwaitCounter(number)
     task = await counter.run(call)
     swallowed = counter.delivered and not task.cancelled() and task.exception() is None
-    assert not swallowed, f"cancelled at await {number}, the call went on to its end as if it was not"
+    assert not swallowed, f"cancelled at await {number}, the call suppressed it and returned"
     return task
 
 

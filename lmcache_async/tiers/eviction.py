@@ -61,7 +61,7 @@ class LRUPolicy:
             ValueError: The key is stored already.
         """
         if key in self._sizes:
-            raise ValueError(f"chunk {key.hex()} is held already")
+            raise ValueError(f"chunk {key.hex()} is stored already")
         self._sizes[key] = size
         self._total += size
         self._queue[key] = None

@@ -267,7 +267,7 @@ class TierHandle:
                     await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None), _ignore)
         except TimeoutError:
             waited_s = 2 * self._close_timeout_s
-            self._errors.report("close", f"was not closed after {waited_s} s; it is left as it is")
+            self._errors.report("close", f"was not closed after {waited_s} s; it is abandoned")
         except LMCacheAsyncError as failure:
             self._errors.report("closing", f"closing failed: {describe(failure)}")
 

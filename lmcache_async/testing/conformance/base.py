@@ -114,7 +114,7 @@ class TierRig:
     async def keys(self) -> set[ChunkKey]:
         """Return the keys that `keys` yields, and assert that none is repeated."""
         keys = [key async for key in self.tier.keys()]  # noqa: SIM118 - no dict
-        assert len(set(keys)) == len(keys), "keys gave a key twice"
+        assert len(set(keys)) == len(keys), "keys returned a key twice"
         return set(keys)
 
     async def check_leases(self) -> None:
@@ -211,7 +211,7 @@ class Cases:
         yield arena
         leased = arena.statistics().leased_slabs
         arena.close()
-        assert leased == 0, f"{leased} leases were not given back until the tier was closed"
+        assert leased == 0, f"{leased} leases are left after the tier was closed"
 
     @pytest.fixture
     def allocate(self, arena: Arena) -> Allocate:

@@ -38,10 +38,10 @@ class CapacityCases(LimitedCases):
     async def test_a_tier_without_a_limit_declares_none(self, limited: TierRig | None, tier: Tier) -> None:
         if limited is None:
             assert tier.statistics().max_bytes is None, (
-                "statistics() names a limit: override `limit` in the test class, so that it can be tested"
+                "statistics() has a max_bytes: override `limit` in the test class to test it"
             )
         else:
-            assert limited.statistics.max_bytes is not None, "a limited tier's statistics() names no limit"
+            assert limited.statistics.max_bytes is not None, "statistics() of a limited tier has no max_bytes"
 
     async def test_a_full_tier_stays_within_its_limit_and_serves_what_it_says_it_has(
         self, limited: TierRig | None
@@ -56,7 +56,7 @@ class CapacityCases(LimitedCases):
                 continue
             taken += 1
             assert _bytes_within_limit(limited) > 0
-            assert await limited.holds(number), "put has ended, it is not there"
+            assert await limited.holds(number), "put has ended, but the chunk is not stored"
         held = await limited.stored(range(3 * ROOM))
 
         assert 0 < len(held) <= ROOM
@@ -90,7 +90,7 @@ class CapacityCases(LimitedCases):
 
         assert len(answers) == 16
         assert are_answers(answers)
-        assert None in answers, "none of them was taken"
+        assert None in answers, "no record was stored"
         assert _bytes_within_limit(limited) > 0
         held = await limited.stored(range(16))
         assert held

@@ -131,7 +131,7 @@ class CancellationCases(Cases):
             attempt += 1
             await _prepare(rig, verb)
         await rig.put(*range(CHUNKS))
-        assert await rig.holds(*range(CHUNKS)), "it works no more"
+        assert await rig.holds(*range(CHUNKS)), "the tier does not work after cancelled calls"
 
     @pytest.mark.parametrize("verb", VERBS)
     async def test_a_cancellation_is_not_swallowed(self, rig: TierRig, verb: str) -> None:
@@ -222,7 +222,7 @@ class LifecycleCases(Cases):
                 assert await again.contains(0) is not removed
                 for number, length in list(enumerate(LENGTHS))[1:]:
                     assert await again.contains(number)
-                    assert await again.holds(number), f"{length} bytes are lost"
+                    assert await again.holds(number), f"a record of {length} bytes is lost"
                 assert await again.tier.count_prefix([key_of(number) for number in (1, 2, 99)]) == 2
                 assert not await again.contains(99)
 
@@ -271,12 +271,12 @@ class LifecycleCases(Cases):
                 )
                 if not task.cancelled() and error is None:
                     release_all(task.result())
-        assert arena.statistics().leased_slabs == 0, "closed, and leases are not back"
+        assert arena.statistics().leased_slabs == 0, "leases are left after the tier was closed"
         if tier.capabilities.persistent:
             async with opened_rig(self.reopen(tier), arena) as again:
                 for number in range(10):
                     assert await again.contains(number) is await again.holds(number)
-                assert await again.holds(*range(3)), "lost by the closing"
+                assert await again.holds(*range(3)), "records were lost when the tier was closed"
 
     async def test_a_closed_tier_answers_with_tier_errors_or_rightly(self, tier: Tier, arena: Arena) -> None:
         async with opened_rig(tier, arena) as rig:
@@ -290,7 +290,7 @@ class LifecycleCases(Cases):
         for call in calls:
             with contextlib.suppress(TierError):
                 assert await in_time(call()) in {None, True, False}
-        assert arena.statistics().leased_slabs == 0, "a closed tier keeps leases"
+        assert arena.statistics().leased_slabs == 0, "calls of a closed tier left leases"
 
     async def test_an_error_within_the_block_closes_the_tier_and_is_not_swallowed(
         self, tier: Tier, arena: Arena

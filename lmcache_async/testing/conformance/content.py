@@ -88,7 +88,7 @@ class ContentCases(Cases):
             return
         with record(rig.arena, 1) as buffer:
             await rig.tier.put(key_of(1), buffer)
-            assert not buffer.shared, "put has ended, and the tier holds a lease of the caller's memory"
+            assert not buffer.shared, "the tier has a lease of the caller's memory after put has ended"
             buffer.view[:] = bytes(buffer.nbytes)
 
         assert await rig.holds(1)
@@ -99,10 +99,10 @@ class ContentCases(Cases):
         assert got is not None
         of_arena = 0 <= got.address - rig.arena.address < len(rig.arena.region)
         if rig.tier.capabilities.own_memory:
-            assert not of_arena, "the buffer is of allocate's, and own_memory says that it is not"
-            assert got.shared, "others read this memory, and the buffer says that it is the caller's alone"
+            assert not of_arena, "own_memory is declared, but the buffer is from allocate"
+            assert got.shared, "own_memory is declared, but the buffer is not marked as shared"
         else:
-            assert of_arena, "the buffer is not of allocate's"
+            assert of_arena, "the buffer is not from allocate"
         for number in (2, 3, 4):
             await rig.put(number)
             assert await rig.holds(number)
@@ -119,7 +119,7 @@ class ContentCases(Cases):
         assert first is not None
         assert second is not None
         if not rig.leases_content:  # otherwise both are leases of one chunk
-            assert not first.shared, "a buffer of allocate's has a second lease"
+            assert not first.shared, "a buffer from allocate has a second lease"
             first.view[:] = bytes(first.nbytes)
         first.release()
 
@@ -137,7 +137,7 @@ class ContentCases(Cases):
             assert await rig.holds(1)
 
         assert rig.statistics.chunks in {0, 1}
-        assert rig.statistics.bytes == size, "a second put of a chunk is counted again"
+        assert rig.statistics.bytes == size, "a second put of a chunk is counted twice"
         await rig.check_leases()
 
     async def test_a_get_without_memory_raises_and_harms_nothing(self, rig: TierRig) -> None:
@@ -245,7 +245,7 @@ class RemovalCases(Cases):
     async def test_a_removed_chunk_is_gone_and_can_be_put_again(self, rig: TierRig) -> None:
         await rig.put(1, 2)
         if not rig.tier.capabilities.removes:
-            assert not await rig.remove(1), "remove says that it did what is not declared"
+            assert not await rig.remove(1), "remove returned True, but `removes` is not declared"
             assert await rig.holds(1)
             return
         for _ in range(2):
@@ -274,7 +274,7 @@ class RemovalCases(Cases):
     async def test_keys_and_clear_speak_of_what_is_there(self, rig: TierRig) -> None:
         await rig.put(*range(5))
         if not rig.tier.capabilities.lists:
-            assert await rig.keys() == set(), "keys gives some, and `lists` is not declared"
+            assert await rig.keys() == set(), "keys returned keys, but `lists` is not declared"
             return
         assert await rig.keys() == {key_of(number) for number in range(5)}
         if not rig.tier.capabilities.removes:
@@ -318,11 +318,11 @@ class DamageCases(Cases):
             return
         await _get_damaged(rig)
         await rig.check_leases()
-        assert await rig.holds(2), "damage of one chunk has cost another"
+        assert await rig.holds(2), "damage of one chunk removed another one"
         await rig.remove(1)  # as the framework does with a corrupt record
         if rig.tier.capabilities.removes:
             await rig.put(1)
-            assert await rig.holds(1), "what was damaged once can be stored no more"
+            assert await rig.holds(1), "a damaged chunk cannot be stored again"
         await rig.check_leases()
 
     @pytest.mark.parametrize("edit", EDITS)
@@ -342,7 +342,7 @@ class DamageCases(Cases):
     async def test_a_scrub_finds_what_is_damaged_and_leaves_the_rest(self, rig: TierRig) -> None:
         await rig.put(*range(4))
         clean = await rig.tier.scrub()
-        assert not clean.corrupt, f"a scrub takes whole records for broken ones: {clean.corrupt}"
+        assert not clean.corrupt, f"a scrub reports intact records as corrupt: {clean.corrupt}"
         assert clean.chunks in {0, 4}
         if await self.damage(rig.tier, key_of(1), EDITS["payload flipped"]):
             report = await rig.tier.scrub()

@@ -77,11 +77,11 @@ async def check_quiet(engine: CacheEngine) -> None:
         if stacked.tier.capabilities.in_arena
     )
     leased = statistics.arena.leased_slabs
-    assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} slabs leased, {kept} kept"
+    assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} leases, {kept} chunks"
     for name, writer in statistics.writers.items():
-        assert (writer.queued_chunks, writer.queued_bytes) == (0, 0), f"{name} has writes queued"
+        assert (writer.queued_chunks, writer.queued_bytes) == (0, 0), f"writes of {name} are queued"
     for name, tier in statistics.tiers.items():
-        assert tier.max_bytes is None or tier.bytes <= tier.max_bytes, f"{name} holds too much"
+        assert tier.max_bytes is None or tier.bytes <= tier.max_bytes, f"{name} exceeds its max_bytes"
 
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, space=SPACE)
     def prefetch(self, tokens: list[int], space: int) -> None:
         fetched = self.run(self.engine.prefetch(tokens, namespace=SPACES[space]))
-        assert fetched <= self.prompts[space].longest(tokens), "more was fetched than was ever stored"
+        assert fetched <= self.prompts[space].longest(tokens), "a prefetch is longer than the stored prompts"
 
     @rule(
         tokens=PROMPTS,
@@ -306,20 +306,20 @@ class CacheMachine(RuleBasedStateMachine):
 
         hit = [position for position, there in enumerate(got.tolist()) if there]
         assert hit == list(range(skip, skip + len(hit))), f"the mask {got.tolist()} is not F* T* F*"
-        assert skip + len(hit) <= max(skip, self.prompts[space].longest(tokens)), "a hit nobody has stored"
+        assert skip + len(hit) <= max(skip, self.prompts[space].longest(tokens)), "a hit of unstored tokens"
         expected = self._content(tokens, space)[:, :, hit]
         assert torch.equal(self.rig.read([slots[position] for position in hit]), expected), "wrong bytes"
         missed = sorted(set(slots) - {slots[position] for position in hit})
         assert (self.rig.read(missed) == -7.0).all(), "a slot outside the hit was written"
-        assert torch.equal(self.rig.read(others), before), "another's slot was written"
+        assert torch.equal(self.rig.read(others), before), "a slot of another call was written"
 
     async def _lookup(self, tokens: list[int], space: int) -> int:
         lies = any(faulty.faults for faulty in self.registry.made)
         found = await self.engine.lookup(tokens, namespace=SPACES[space])
-        assert lies or found <= self.prompts[space].longest(tokens), "found what was never stored"
+        assert lies or found <= self.prompts[space].longest(tokens), "a lookup found more than was stored"
         self._note_failures()
         if self.calm:
-            assert found >= self.prompts[space].shortest(tokens), "what was stored is not found"
+            assert found >= self.prompts[space].shortest(tokens), "a stored prompt is not found"
         return found
 
     async def _evict(self, tokens: list[int], space: int, which: int, tier: int) -> None:
@@ -334,7 +334,7 @@ class CacheMachine(RuleBasedStateMachine):
             for prompts in self.prompts:
                 prompts.must_be.clear()
         after = await self._lookup(tokens, space)
-        assert after <= before or not self.calm, "an eviction has made a hit longer"
+        assert after <= before or not self.calm, "a hit is longer after an eviction"
 
     def _compute(self, tokens: list[int], space: int) -> None:
         """Write the KV of the prompt into the slots from 0, and allow it to be found from now on."""

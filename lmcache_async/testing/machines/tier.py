@@ -68,13 +68,17 @@ class TierModel:
 
     def removed(self, number: int, was_there: bool) -> None:
         if self._reliable:
-            assert was_there or number not in self.sure, f"remove says that chunk {number} was not there"
-            assert not was_there or number in self.maybe, f"remove says that chunk {number} was there"
+            assert was_there or number not in self.sure, (
+                f"chunk {number} is stored, but remove returned False"
+            )
+            assert not was_there or number in self.maybe, (
+                f"chunk {number} is not stored, but remove returned True"
+            )
         self._gone(number)
 
     def cleared(self, count: int) -> None:
         if self._reliable:
-            assert len(self.sure) <= count <= len(self.maybe), f"clear says that there were {count} chunks"
+            assert len(self.sure) <= count <= len(self.maybe), f"clear returned {count}"
         self.forget_all()
 
     def forget_all(self) -> None:
@@ -90,14 +94,16 @@ class TierModel:
         wrong = set()
         for number, answer in zip(numbers, answers, strict=True):
             if isinstance(answer, Buffer):
-                assert number in self.maybe, f"chunk {number} is not there, and was got"
+                assert number in self.maybe, f"chunk {number} is not stored, but get returned it"
                 if is_proven(answer, number):
                     check_record(answer, number, self._lengths[number])
                 else:
-                    assert number in self.damaged or not self._reliable, f"the bytes of {number} are wrong"
+                    assert number in self.damaged or not self._reliable, (
+                        f"the bytes of chunk {number} are wrong"
+                    )
                     wrong.add(number)
             else:
-                assert number not in self.sure, f"chunk {number} was put, and get gave {answer!r}"
+                assert number not in self.sure, f"chunk {number} is stored, but get returned {answer!r}"
         return wrong
 
     def check_found(self, numbers: Sequence[int], there: Sequence[bool], count: int, first: bool) -> None:
@@ -106,15 +112,19 @@ class TierModel:
         if not self._reliable:
             return
         for number, present in zip(numbers, there, strict=True):
-            assert present or number not in self.sure, f"chunk {number} was put, and is not there"
-            assert not present or number in self.maybe, f"chunk {number} is not there, and contains says so"
-        assert count == [*there, False].index(False), f"count_prefix gave {count}, contains_many {there}"
+            assert present or number not in self.sure, (
+                f"chunk {number} is stored, but contains returned False"
+            )
+            assert not present or number in self.maybe, (
+                f"chunk {number} is not stored, but contains returned True"
+            )
+        assert count == [*there, False].index(False), f"count_prefix returned {count}, contains_many {there}"
         assert first == there[0], "contains and contains_many do not agree"
 
     def check_held(self, statistics: TierStatistics, keys: set[ChunkKey] | None) -> None:
         """Check the statistics and the listed keys, and take evicted chunks out of the sets."""
         if statistics.max_bytes is not None:
-            assert statistics.bytes <= statistics.max_bytes, "more is held than max_bytes"
+            assert statistics.bytes <= statistics.max_bytes, "the stored bytes exceed max_bytes"
         evicted, self._evictions = statistics.evictions - self._evictions, statistics.evictions
         assert evicted == 0 or statistics.max_bytes is not None, "evicted without a limit"
         if keys is None:
@@ -125,7 +135,7 @@ class TierModel:
         assert len(held) == len(keys), "the tier has keys that were never put"
         assert statistics.chunks in {0, len(held)}, f"{statistics.chunks} are counted, {len(held)} listed"
         if self._reliable:
-            assert held <= self.maybe, f"chunks {held - self.maybe} are listed and not there"
+            assert held <= self.maybe, f"chunks {held - self.maybe} are listed, but not stored"
             lost = self.sure - held
             assert len(lost) <= evicted, f"chunks {lost} are lost, {evicted} were evicted"
             for number in self.maybe - held:
@@ -225,7 +235,7 @@ class TierMachine(RuleBasedStateMachine):
     async def close(self) -> None:
         await self.tier.__aexit__(None, None, None)
         leased = self.arena.statistics().leased_slabs
-        assert leased == 0, f"closed, and {leased} leases are not back"
+        assert leased == 0, f"{leased} leases are left after the tier was closed"
 
     @rule(numbers=SOME)
     def put_some(self, numbers: list[int]) -> None:

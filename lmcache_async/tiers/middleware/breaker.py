@@ -314,7 +314,7 @@ class BreakerLayer(Layer):
         self._logged[kind] = state
         cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
         if state is CircuitState.OPEN:
-            text = "tier %r: its %ss fail or are slow; they are misses or drops until it is well again"
+            text = "tier %r: its %ss fail or are slow; they are misses or drops until it recovers"
             self.context.logger.log(logging.WARNING, cause, text, self.context.tier, kind)
         else:
             self.context.logger.log(
