@@ -43,7 +43,7 @@ class CapacityCases(LimitedCases):
         else:
             assert limited.statistics.max_bytes is not None, "statistics() of a limited tier has no max_bytes"
 
-    async def test_a_full_tier_stays_within_its_limit_and_serves_what_it_says_it_has(
+    async def test_a_full_tier_stays_within_its_limit_and_returns_its_chunks(
         self, limited: TierRig | None
     ) -> None:
         if limited is None:
@@ -64,7 +64,7 @@ class CapacityCases(LimitedCases):
         assert await limited.holds(*held)
         await limited.check_leases()
 
-    async def test_small_records_do_not_slip_past_the_limit(self, limited: TierRig | None) -> None:
+    async def test_small_records_count_against_the_limit(self, limited: TierRig | None) -> None:
         if limited is None:
             return
         limited.length = lambda number: number % 300
@@ -77,9 +77,7 @@ class CapacityCases(LimitedCases):
         assert held
         assert await limited.holds(*held)
 
-    async def test_many_puts_at_once_into_a_small_tier_end_within_its_limit(
-        self, limited: TierRig | None
-    ) -> None:
+    async def test_concurrent_puts_stay_within_the_limit(self, limited: TierRig | None) -> None:
         if limited is None:
             return
         halves = asyncio.gather(limited.put_many(range(8)), limited.put_many(range(8, 16)))
@@ -144,7 +142,7 @@ class SuffixEvictionConformance(LimitedCases):
         assert await limited.contains(0)
         assert not await limited.contains(1)
 
-    async def test_a_full_tier_gives_up_suffixes_before_their_prefixes(self, limited: TierRig | None) -> None:
+    async def test_a_full_tier_evicts_suffixes_before_their_prefixes(self, limited: TierRig | None) -> None:
         assert limited is not None
         old = [key_of(number) for number in range(4)]
         await limited.tier.contains_many(old)  # as a lookup does: the keys are of one prompt

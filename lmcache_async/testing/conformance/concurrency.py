@@ -78,7 +78,7 @@ class OverlapCases(Cases):
             assert await rig.holds(number) is not rig.tier.capabilities.removes
         await rig.check_leases()
 
-    async def test_a_storm_of_calls_ends_and_every_answer_is_right(self, rig: TierRig) -> None:
+    async def test_many_random_calls_end_with_correct_results(self, rig: TierRig) -> None:
         for seed in range(3):
             await in_time(_storm(random.Random(seed), rig))
 
@@ -113,7 +113,7 @@ class CancellationCases(Cases):
     """A cancelled call ends, holds no lease, reads no buffer afterwards, and stores whole chunks or none."""
 
     @pytest.mark.parametrize("verb", VERBS)
-    async def test_a_call_cancelled_at_any_await_leaves_the_tier_whole_and_no_lease(
+    async def test_a_call_cancelled_at_any_await_leaves_no_lease_and_no_partial_record(
         self, rig: TierRig, verb: str
     ) -> None:
         async def start(attempt: int) -> Any:
@@ -134,7 +134,7 @@ class CancellationCases(Cases):
         assert await rig.holds(*range(CHUNKS)), "the tier does not work after cancelled calls"
 
     @pytest.mark.parametrize("verb", VERBS)
-    async def test_a_cancellation_is_not_swallowed(self, rig: TierRig, verb: str) -> None:
+    async def test_a_cancellation_is_not_suppressed(self, rig: TierRig, verb: str) -> None:
         await _prepare(rig, verb)
         with rig.items(range(CHUNKS)) as items:
             for number in range(10):
@@ -226,9 +226,7 @@ class LifecycleCases(Cases):
                 assert await again.tier.count_prefix([key_of(number) for number in (1, 2, 99)]) == 2
                 assert not await again.contains(99)
 
-    async def test_what_a_persistent_tier_has_after_cancelled_puts_is_whole(
-        self, tier: Tier, arena: Arena
-    ) -> None:
+    async def test_records_are_complete_after_cancelled_puts(self, tier: Tier, arena: Arena) -> None:
         async with opened_rig(tier, arena) as rig:
             for number in range(12):
                 task = asyncio.ensure_future(rig.put(number))
@@ -244,7 +242,7 @@ class LifecycleCases(Cases):
             assert await again.holds(*range(12))
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-    async def test_closing_with_calls_in_flight_ends_them_and_gives_every_lease_back(
+    async def test_closing_with_calls_in_flight_ends_them_and_releases_every_lease(
         self, tier: Tier, arena: Arena, steps: int
     ) -> None:
         tier.bind(arena)
@@ -278,7 +276,9 @@ class LifecycleCases(Cases):
                     assert await again.contains(number) is await again.holds(number)
                 assert await again.holds(*range(3)), "records were lost when the tier was closed"
 
-    async def test_a_closed_tier_answers_with_tier_errors_or_rightly(self, tier: Tier, arena: Arena) -> None:
+    async def test_a_closed_tier_raises_tier_errors_or_returns_correct_results(
+        self, tier: Tier, arena: Arena
+    ) -> None:
         async with opened_rig(tier, arena) as rig:
             await rig.put(1)
         calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
@@ -292,7 +292,7 @@ class LifecycleCases(Cases):
                 assert await in_time(call()) in {None, True, False}
         assert arena.statistics().leased_slabs == 0, "calls of a closed tier left leases"
 
-    async def test_an_error_within_the_block_closes_the_tier_and_is_not_swallowed(
+    async def test_an_error_within_the_block_closes_the_tier_and_is_raised(
         self, tier: Tier, arena: Arena
     ) -> None:
         async def fail() -> None:
@@ -307,7 +307,7 @@ class LifecycleCases(Cases):
             async with opened_rig(self.reopen(tier), arena) as again:
                 assert await again.holds(1)
 
-    async def test_the_tier_is_an_honest_async_context(self, tier: Tier, arena: Arena) -> None:
+    async def test_the_async_context_returns_the_tier(self, tier: Tier, arena: Arena) -> None:
         tier.bind(arena)
         async with tier as entered:
             assert entered is tier

@@ -39,7 +39,7 @@ EDITS: dict[str, Callable[[bytes], bytes]] = {
 class ContentCases(Cases):
     """Tests of one record at a time."""
 
-    async def test_a_record_of_any_length_comes_back_to_the_byte(self, rig: TierRig) -> None:
+    async def test_a_record_of_any_length_is_returned_unchanged(self, rig: TierRig) -> None:
         rig.length = LENGTHS.__getitem__
         for number in range(len(LENGTHS)):
             await rig.put(number)
@@ -57,7 +57,7 @@ class ContentCases(Cases):
         if rig.tier.capabilities.lists:
             assert await rig.keys() == {key_of(number) for number in numbers}
 
-    async def test_what_was_never_put_is_a_miss(self, rig: TierRig) -> None:
+    async def test_a_chunk_that_was_never_put_is_a_miss(self, rig: TierRig) -> None:
         await rig.put(2)
 
         assert not await rig.contains(1)
@@ -65,7 +65,7 @@ class ContentCases(Cases):
         assert not await rig.remove(1)
         assert await rig.tier.count_prefix([key_of(1)]) == 0
 
-    async def test_put_leaves_the_callers_buffer_and_lease_alone(self, rig: TierRig) -> None:
+    async def test_put_does_not_change_the_callers_buffer_or_lease(self, rig: TierRig) -> None:
         for verb in ("put", "put_many"):
             with rig.items([1]) as items:
                 [(key, buffer)] = items
@@ -81,9 +81,7 @@ class ContentCases(Cases):
             rig.scribble()
             assert await rig.holds(1)
 
-    async def test_what_a_tier_outside_the_arena_keeps_does_not_follow_the_callers_buffer(
-        self, rig: TierRig
-    ) -> None:
+    async def test_a_tier_outside_the_arena_does_not_keep_the_callers_memory(self, rig: TierRig) -> None:
         if rig.tier.capabilities.in_arena:
             return
         with record(rig.arena, 1) as buffer:
@@ -93,7 +91,7 @@ class ContentCases(Cases):
 
         assert await rig.holds(1)
 
-    async def test_a_buffer_got_is_the_callers_and_stays_right(self, rig: TierRig) -> None:
+    async def test_a_returned_buffer_belongs_to_the_caller(self, rig: TierRig) -> None:
         await rig.put(1, 2)
         got = await rig.tier.get(key_of(1), rig.allocate)
         assert got is not None
@@ -140,7 +138,7 @@ class ContentCases(Cases):
         assert rig.statistics.bytes == size, "a second put of a chunk is counted twice"
         await rig.check_leases()
 
-    async def test_a_get_without_memory_raises_and_harms_nothing(self, rig: TierRig) -> None:
+    async def test_a_get_without_memory_raises_and_keeps_the_record(self, rig: TierRig) -> None:
         async def refuse(nbytes: int) -> Buffer:
             raise BudgetExceededError(f"no {nbytes} bytes for this test")
 
@@ -151,7 +149,7 @@ class ContentCases(Cases):
         await rig.check_leases()
         assert await rig.holds(1)
 
-    async def test_a_tier_of_many_keys_mixes_none_of_them_up(self, rig: TierRig) -> None:
+    async def test_many_records_are_not_mixed_up(self, rig: TierRig) -> None:
         rig.length = lambda number: number % 50
         batch = 32
         for start in range(0, self.many_keys, batch):
@@ -180,7 +178,7 @@ class BatchCases(Cases):
         assert [result is None for result in results] == [number > 7 for number in asked]
         await _check_got(rig, asked, results)
 
-    async def test_an_empty_batch_is_an_empty_answer(self, rig: TierRig) -> None:
+    async def test_an_empty_batch_has_an_empty_result(self, rig: TierRig) -> None:
         assert await rig.put_many([]) == []
         assert await rig.get_many([]) == []
         assert await rig.tier.contains_many([]) == []
@@ -194,7 +192,7 @@ class BatchCases(Cases):
         assert all(isinstance(result, Buffer) for result in results)
         await _check_got(rig, (2, 1, 2), results)
 
-    async def test_a_batch_may_be_longer_than_what_moves_at_once(self, rig: TierRig) -> None:
+    async def test_a_batch_may_be_larger_than_max_concurrency(self, rig: TierRig) -> None:
         rig.length = lambda _: 100
         numbers = range(rig.arena.num_slabs // 2)
         assert await rig.put_many(numbers) == [None] * len(numbers)
@@ -204,7 +202,7 @@ class BatchCases(Cases):
         assert all(isinstance(result, Buffer) for result in results)
         await _check_got(rig, numbers, results)
 
-    async def test_a_batch_that_finds_memory_for_some_brings_those(self, rig: TierRig) -> None:
+    async def test_a_batch_with_memory_for_some_chunks_returns_those(self, rig: TierRig) -> None:
         await rig.put(*range(6))
         left = iter(range(3))
 
@@ -258,7 +256,7 @@ class RemovalCases(Cases):
         assert await rig.holds(2)
         await rig.check_leases()
 
-    async def test_a_rejected_chunk_is_never_given_again(self, rig: TierRig) -> None:
+    async def test_a_rejected_chunk_is_not_returned_again(self, rig: TierRig) -> None:
         removes = rig.tier.capabilities.removes
         await rig.put(1, 2)
         assert await rig.tier.reject(key_of(1), "checksum") is removes
@@ -271,7 +269,7 @@ class RemovalCases(Cases):
         assert await rig.holds(2)
         await rig.check_leases()
 
-    async def test_keys_and_clear_speak_of_what_is_there(self, rig: TierRig) -> None:
+    async def test_keys_and_clear_agree_with_the_content(self, rig: TierRig) -> None:
         await rig.put(*range(5))
         if not rig.tier.capabilities.lists:
             assert await rig.keys() == set(), "keys returned keys, but `lists` is not declared"
@@ -289,7 +287,7 @@ class RemovalCases(Cases):
         assert await rig.holds(1)
         await rig.check_leases()
 
-    async def test_statistics_count_what_is_there(self, rig: TierRig) -> None:
+    async def test_statistics_agree_with_the_content(self, rig: TierRig) -> None:
         assert (rig.statistics.chunks, rig.statistics.bytes) == (0, 0)
         await rig.put(*range(4))
         statistics = rig.statistics
@@ -311,7 +309,7 @@ class DamageCases(Cases):
     """
 
     @pytest.mark.parametrize("edit", EDITS)
-    async def test_damaged_content_is_never_taken_for_right(self, rig: TierRig, edit: str) -> None:
+    async def test_damaged_content_fails_verification(self, rig: TierRig, edit: str) -> None:
         await rig.put(1, 2)
         if not await self.damage(rig.tier, key_of(1), EDITS[edit]):
             assert await rig.holds(1)
@@ -339,7 +337,7 @@ class DamageCases(Cases):
             assert await again.holds(2)
             await again.check_leases()
 
-    async def test_a_scrub_finds_what_is_damaged_and_leaves_the_rest(self, rig: TierRig) -> None:
+    async def test_a_scrub_rejects_only_damaged_records(self, rig: TierRig) -> None:
         await rig.put(*range(4))
         clean = await rig.tier.scrub()
         assert not clean.corrupt, f"a scrub reports intact records as corrupt: {clean.corrupt}"
@@ -352,7 +350,7 @@ class DamageCases(Cases):
         assert await rig.holds(0, 2, 3)
         await rig.check_leases()
 
-    async def test_another_chunks_record_is_not_taken_for_the_one_asked_for(self, rig: TierRig) -> None:
+    async def test_the_record_of_another_chunk_fails_verification(self, rig: TierRig) -> None:
         await rig.put(1, 2)
         with record(rig.arena, 2) as other:
             swapped = await self.damage(rig.tier, key_of(1), lambda _: bytes(other.view))
