@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +74,7 @@ class CacheForm:
                 for layer in range(count)
             ]
         tensors += tensors[:1] * self.shared_layers
-        return PagedCache(replace(self), num_blocks, tuple(tensors), tuple(storages))
+        return PagedCache(self, num_blocks, tuple(tensors), tuple(storages))
 
     @property
     def _lead(self) -> int:

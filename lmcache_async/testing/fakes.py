@@ -162,8 +162,7 @@ class HandleTier(ForwardingTier):
         return await self.handle.lookup(keys, exact=True)
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        stored = await self.handle.lookup(keys)
-        return stored.index(False) if False in stored else len(stored)
+        return [*await self.handle.lookup(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         (result,) = await self.handle.get([key], allocate)

@@ -93,17 +93,10 @@ class RecordDirectory:
     def is_open(self) -> bool:
         return self._fd >= 0
 
-    def status(self) -> os.stat_result:
-        return os.fstat(self.fd)
-
     def record_name(self, key: ChunkKey) -> str:
         """Path of the record relative to the root: hex digits only, so no key leads to another directory."""
         name = _hex(key)
         return f"{name[:2]}/{name}"
-
-    def record_path(self, key: ChunkKey) -> Path:
-        """Path of the record, for messages."""
-        return self.root / self.record_name(key)
 
     def temporary_name(self, key: ChunkKey) -> str:
         return f"{TEMPORARY_FOLDER}/{_hex(key)}.{next(self._numbers)}"

@@ -36,7 +36,7 @@ from lmcache_async.plugins.disk.directory import (
     RecordDirectory,
     lock_holder,
 )
-from lmcache_async.plugins.disk.files import RecordFiles, pages, read_all
+from lmcache_async.plugins.disk.files import NO_SPACE, RecordFiles, pages, read_all
 from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _HEADER_BYTES = 16 << 10  # enough for nearly every header
 _ALLOCATE_S = 600.0  # for a thread to return a slab; a disk that takes longer does not answer
 _UNBOUNDED = 1 << 62  # the engine trims the quarantine to its own limit when it opens the tier
@@ -199,7 +198,7 @@ class DiskRecords(OfflineStore):
         try:
             return await in_thread(self._workers, call)
         except OSError as error:
-            kind = TierFullError if error.errno in _NO_SPACE else TierError
+            kind = TierFullError if error.errno in NO_SPACE else TierError
             raise kind(f"{self.name}: {error}") from error
 
     def _open(self) -> str:

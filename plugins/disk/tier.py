@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import errno
 import itertools
 import logging
 import mmap
+import os
 import stat
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +30,7 @@ from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
-from lmcache_async.plugins.disk.files import DiskThreads, ParallelReads, RecordFiles, too_long
+from lmcache_async.plugins.disk.files import NO_SPACE, DiskThreads, ParallelReads, RecordFiles, too_long
 from lmcache_async.plugins.disk.index import DiskIndex
 from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
 from lmcache_async.plugins.disk.offline import DiskRecords
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 62  # a directory named without its config has no limit
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DELETE_BATCH = 256  # records deleted by a thread in one call
 
 
@@ -377,7 +376,7 @@ class RecordStore:
                 return
             view = buffer.padded_view
             error = await self._write(key, view)
-            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
                 # The file system has less room than `max_bytes`: evict that much, once.
                 with contextlib.suppress(TierFullError):  # nothing can be evicted
                     error = await self._write(key, view, evict_bytes=len(view))
@@ -385,7 +384,7 @@ class RecordStore:
             return
         if isinstance(error, TierError):
             raise error
-        kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
+        kind = TierFullError if error.errno in NO_SPACE else TierUnavailableError
         raise kind(f"cannot write {self._path(key)}: {error}") from error
 
     async def delete(self, keys: Sequence[ChunkKey]) -> int:
@@ -582,7 +581,7 @@ class RecordStore:
         return True
 
     def _path(self, key: ChunkKey) -> str:
-        return str(self.directory.record_path(key))
+        return f"{self.directory.root}/{self.directory.record_name(key)}"
 
 
 class BatchRead:
@@ -742,7 +741,7 @@ def _open_store(config: DiskConfig, threads: DiskThreads) -> RecordStore:
 
 
 def _warn_if_shared(directory: RecordDirectory) -> None:
-    mode = stat.S_IMODE(directory.status().st_mode)
+    mode = stat.S_IMODE(os.fstat(directory.fd).st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         logger.warning(
             "%s has mode %o: other users can write records to it; run chmod 700 unless this is intended",

@@ -95,8 +95,7 @@ class HostTier(Tier):
         return [bool(flag) for flag in await self._flags(Op.CONTAINS, keys)]
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        there = await self.contains_many(keys)
-        return there.index(False) if False in there else len(there)
+        return [*await self.contains_many(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         """Return a lease of the record in the daemon's memory. `allocate` is not called.

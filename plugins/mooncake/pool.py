@@ -21,7 +21,7 @@ _LEAST_BYTES = 16 << 20
 NOT_THERE = -704
 NOT_YET = -703  # it is being written, and not visible
 TOO_LONG = -600  # the object is longer than the memory for it
-_FULL = frozenset({-200})
+_FULL = -200
 _PACKAGES = {
     "libibverbs": "libibverbs1",
     "libnl": "libibverbs1",
@@ -31,8 +31,8 @@ _PACKAGES = {
 _MEANINGS = {
     -1: "internal error of the engine",
     -10: "the engine is out of memory",
-    -200: "the pool is full: add segments, or let the master evict earlier",
-    -600: "invalid parameter",
+    _FULL: "the pool is full: add segments, or let the master evict earlier",
+    TOO_LONG: "invalid parameter",
     NOT_YET: "another client is writing the record",
     -706: "another client is reading the record",
     -707: "the read took longer than the master's lease: raise default_kv_lease_ttl",
@@ -123,7 +123,7 @@ class Pool:
     def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
         """Return the exception for an error code."""
         text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {meaning(code)}"
-        return TierFullError(text) if code in _FULL else TierUnavailableError(text)
+        return TierFullError(text) if code == _FULL else TierUnavailableError(text)
 
     def _set_up(self) -> None:
         config = self._config

@@ -23,7 +23,7 @@ from lmcache_async.plugins.valkey.protocol import encode_head, encode_tail
 from lmcache_async.plugins.valkey.topology import Access, make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import read_results, set_read_result
+from lmcache_async.tiers.results import read_results, set_read_result, set_write_result
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -93,8 +93,7 @@ class ValkeyTier(Tier):
         return [answer == 1 for answer in answers]
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        there = await self.contains_many(keys)
-        return there.index(False) if False in there else len(there)
+        return [*await self.contains_many(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         with self._call() as client:
@@ -118,10 +117,7 @@ class ValkeyTier(Tier):
         results: list[TierError | None] = [None] * len(items)
 
         async def one(client: Client, position: int) -> None:
-            try:
-                await self._put(client, *items[position])
-            except TierError as error:
-                results[position] = error
+            await set_write_result(results, position, self._put(client, *items[position]))
 
         with self._call() as client:
             await self._by_node(client, [key for key, _ in items], results, one)

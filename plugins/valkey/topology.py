@@ -276,7 +276,8 @@ class Cluster(Topology):
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         table = await self._current()
         endpoints = [table[slot_of(name)] for name in names]
-        return [self._not_served() if endpoint is None else self.node(endpoint) for endpoint in endpoints]
+        text = "no node of the cluster serves the slot of the key: see CLUSTER SHARDS"
+        return [TierUnavailableError(text) if each is None else self.node(each) for each in endpoints]
 
     async def masters(self) -> list[Node]:
         table = await self._current()
@@ -348,10 +349,6 @@ class Cluster(Topology):
         self._table, self._stale = table, False
         self.keep({endpoint for endpoint in dict.fromkeys(table) if endpoint is not None})
         return table
-
-    @staticmethod
-    def _not_served() -> TierError:
-        return TierUnavailableError("no node of the cluster serves the slot of the key: see CLUSTER SHARDS")
 
 
 @dataclass(frozen=True, slots=True)
