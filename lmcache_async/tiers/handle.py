@@ -237,7 +237,7 @@ class TierHandle:
         """
         task = running_task()
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(self._open_timeout_s) as timeout:
                 try:
                     await self._tier.__aenter__()
                 except Exception:
@@ -248,6 +248,8 @@ class TierHandle:
                     failure = self._errors.convert("opening", error)
                     raise failure from failure.__cause__
         except TimeoutError as error:
+            if not timeout.expired():
+                raise
             raise TierUnavailableError(
                 f"tier {self.name!r}: was not open after {self._open_timeout_s} s;"
                 " see whether its backend answers, or give the tier a larger open_timeout_s"

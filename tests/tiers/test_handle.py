@@ -151,6 +151,16 @@ async def test_a_tier_that_never_opens_is_an_error_at_the_deadline():
             await tier.__aenter__()
 
 
+async def test_a_timeout_of_the_tier_itself_at_opening_is_passed_on():
+    class Failing(DictTier):
+        async def __aenter__(self):
+            raise TimeoutError("of its backend")
+
+    tier = TierHandle(Failing(), name="t", timeout_s=5, logger=LimitedLogger(logging.getLogger("test")))
+    with pytest.raises(TimeoutError, match="of its backend"):
+        await tier.__aenter__()
+
+
 async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
     logger = LimitedLogger(logging.getLogger("test"))
     tier = TierHandle(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=0.01, logger=logger)
