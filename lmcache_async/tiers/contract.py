@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierFullError
 from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import Buffer
+
+E = TypeVar("E", bound=BaseException)
 
 _READS = frozenset({"get", "get_many"})
 _WRITES = frozenset({"put", "put_many"})
@@ -27,13 +31,14 @@ class ContractError(TierError):
         return found
 
 
-def drop_tracebacks(error: BaseException) -> None:
-    """Remove the tracebacks of an error, of its causes and contexts, and of the members of a group.
+def drop_tracebacks(error: E) -> E:
+    """Remove the tracebacks of an error, of its causes and contexts, and of the members of a group. Return it.
 
     Local variables in the frames hold views of buffers: a slab would stay in use as long as the error is
     referenced.
     """
-    left, seen = [error], set[int]()
+    left: list[BaseException] = [error]
+    seen = set[int]()
     while left:
         one = left.pop()
         if id(one) in seen:
@@ -43,6 +48,7 @@ def drop_tracebacks(error: BaseException) -> None:
         left += [other for other in (one.__cause__, one.__context__) if other is not None]
         if isinstance(one, BaseExceptionGroup):
             left += one.exceptions
+    return error
 
 
 def check_flag(verb: str, result: object) -> bool:

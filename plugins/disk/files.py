@@ -23,6 +23,7 @@ from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.proof import prove
 from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.tiers.contract import drop_tracebacks
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EINVAL, e
 
 Failure: TypeAlias = OSError | TierError
 
-E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 
@@ -100,7 +100,7 @@ class RecordFiles:
                     os.unlink(name, dir_fd=self._directory.fd)
                 raise
         except (OSError, TierError) as error:
-            return _without_traceback(error)
+            return drop_tracebacks(error)
         return None
 
     def read(self, key: ChunkKey, view: memoryview) -> int | Failure:
@@ -113,7 +113,7 @@ class RecordFiles:
                 raise _wrong_length(key, f"{nbytes} bytes were read of {len(view)}")
             return _record_size(view)
         except (OSError, TierError) as error:
-            return _without_traceback(error)
+            return drop_tracebacks(error)
 
     def verify(self, key: ChunkKey, nbytes: int, scratch: memoryview) -> Failure | None:
         """Read a file of that size piece by piece into `scratch`, and verify its record."""
@@ -123,7 +123,7 @@ class RecordFiles:
             if pages(record_bytes) != nbytes:
                 raise _wrong_length(key, f"the header says {record_bytes} bytes, the file has {nbytes}")
         except (OSError, TierError) as error:
-            return _without_traceback(error)
+            return drop_tracebacks(error)
         return None
 
     def make_room(
@@ -149,7 +149,7 @@ class RecordFiles:
                 continue  # there is no record file
             except (OSError, TierError) as failure:
                 left.add(key)
-                error = _without_traceback(failure)
+                error = drop_tracebacks(failure)
         return frozenset(left), error
 
     def reject(self, key: ChunkKey, cause: str) -> Failure | None:
@@ -513,11 +513,3 @@ def _wrong_length(key: ChunkKey, what: str) -> ChunkCorruptError:
 
 def _not_a_file(key: ChunkKey) -> ChunkCorruptError:
     return ChunkCorruptError(f"record {key.hex()}: not a regular file", cause="file")
-
-
-def _without_traceback(error: E) -> E:
-    """Remove the traceback of the error and of its causes."""
-    cause = error.__cause__ or error.__context__
-    if cause is not None:
-        _without_traceback(cause)
-    return error.with_traceback(None)

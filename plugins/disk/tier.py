@@ -39,7 +39,7 @@ from lmcache_async.tiers.calls import Calls
 from lmcache_async.tiers.results import no_memory, read_results, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
@@ -170,7 +170,10 @@ class DiskTier(Tier):
                     except TierError as error:
                         results[index] = error
 
-            await self._run_concurrently(work, len(items))
+            async with asyncio.TaskGroup() as group:
+                # As many tasks as use all threads, with some waiting for them.
+                for _ in range(min(len(items), 4 * self._config.io_threads)):
+                    group.create_task(work())
             store.index.touch_each([key for key, _ in items])
         return results
 
@@ -278,19 +281,6 @@ class DiskTier(Tier):
         store = self._store
         with self._calls.one():
             yield store
-
-    async def _run_concurrently(
-        self, work: Callable[[], Coroutine[None, None, None]], num_chunks: int
-    ) -> None:
-        """Run `work` in as many tasks as use all slots and threads, with as many again waiting."""
-        count = min(num_chunks, 4 * self._config.io_threads)
-        if count == 1:
-            await asyncio.sleep(0)  # like a task: reads of earlier calls come first
-            await work()
-        elif count > 1:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(count):
-                    group.create_task(work())
 
 
 class RecordStore:
