@@ -350,7 +350,7 @@ class DictTier(Tier):
         if not victims and used + nbytes > max_bytes:
             self._policy.discard(key)
             self.records.pop(key, None)
-            raise TierFullError(f"a record of {nbytes} bytes finds no room among {max_bytes}")
+            raise TierFullError(f"there is no room for a record of {nbytes} bytes within {max_bytes}")
         self._evictions += len(victims)
         for victim in victims:
             del self.records[victim]

@@ -73,7 +73,9 @@ def check_count(verb: str, result: object, most: int | None = None) -> int:
         raise ContractError(f"{verb} gave {_type_text(result)}, not an int")
     found = int(result)
     if found < 0 or (most is not None and found > most):
-        raise ContractError(f"{verb} gave {found}, not a number from 0 to {'any' if most is None else most}")
+        raise ContractError(
+            f"{verb} gave {found}, expected 0 or more{'' if most is None else f', at most {most}'}"
+        )
     return found
 
 

@@ -140,12 +140,12 @@ class CallLeases:
 
     def _check_room(self) -> None:
         if self._ended:
-            raise BudgetExceededError("the call of the tier has ended; allocate is for a call's own answer")
+            raise BudgetExceededError("the call of the tier has ended; memory is only leased during a call")
         if len(self._leases) < self._most:
             return
         self._leases = [lease for lease in self._leases if not lease.released]
         if len(self._leases) >= self._most:
-            raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the most that it may")
+            raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the maximum")
 
 
 class TierHandle:

@@ -424,4 +424,4 @@ def _outside_records(
 
 
 async def _no_memory(nbytes: int) -> Buffer:
-    raise BudgetExceededError(f"no copy is made here, so {nbytes} bytes are not leased")
+    raise BudgetExceededError(f"a tier in the arena requested {nbytes} bytes; it must return its own leases")
