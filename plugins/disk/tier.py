@@ -618,10 +618,9 @@ class BatchRead:
         if position not in self._waiting:  # withdrawn
             return False
         self._waiting.discard(position)
-        store, buffer = self._store, self._results[position]
-        assert isinstance(buffer, Buffer)
+        store, (key, _) = self._store, self._begun[position]
         try:
-            future = store.threads.start(store.files.read, self._begun[position][0], buffer.padded_view)
+            future = store.threads.start(store.files.read, key, self._buffer(position).padded_view)
         except Exception as error:  # noqa: BLE001  # raised by `finish`; this may be in the release of another call
             self._error = error
             self._settle()
@@ -639,7 +638,8 @@ class BatchRead:
 
     async def end(self) -> None:
         """Withdraw the reads that no thread has begun, and wait for the others, also if cancelled."""
-        self._waiting.clear()
+        while self._waiting:
+            self._drop(self._waiting.pop())
         for future in self._running.values():
             future.cancel()
         if (ended := self.ended()) is not None:
@@ -676,16 +676,23 @@ class BatchRead:
         if not future.cancelled():
             self._error = self._error or future.exception()
             outcome = None if future.exception() else future.result()
-        buffer = self._results[position]
-        assert isinstance(buffer, Buffer)
         if isinstance(outcome, int):
-            buffer.resize(outcome)
+            self._buffer(position).resize(outcome)
         else:
-            self._results[position] = None
-            buffer.release()
+            self._drop(position)
             if outcome is not None:
                 self._failures.append((position, key, entry, outcome))
         self._settle()
+
+    def _buffer(self, position: int) -> Buffer:
+        buffer = self._results[position]
+        assert isinstance(buffer, Buffer)
+        return buffer
+
+    def _drop(self, position: int) -> None:
+        """Release the memory of a record that was not read."""
+        self._buffer(position).release()
+        self._results[position] = None
 
     def _settle(self) -> None:
         if not (self._waiting or self._running or self._idle is None or self._idle.done()):

@@ -499,6 +499,25 @@ async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
             assert arena.statistics().leased_slabs == 0
 
 
+async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once(
+    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "preadv")
+    async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
+        await put(tier, arena, *range(6))
+        gate.shut()
+        task = asyncio.ensure_future(tier.get_many([key_of(number) for number in range(6)], allocate))
+        await gate.reached()
+        task.cancel()
+        await turns()
+        assert arena.statistics().leased_slabs == 1
+        assert not task.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert arena.statistics().leased_slabs == 0
+
+
 async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
     config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
