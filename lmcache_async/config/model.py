@@ -355,6 +355,9 @@ class VLLMConfig(Section):
     """Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."""
     consumer_stores: Flag = False
     """Whether a vLLM with kv_role kv_consumer stores computed chunks."""
+    lookup_transport: Literal["auto", "unix", "tcp"] = "auto"
+    """How the scheduler reaches its workers for lookups: unix sockets, or TCP for workers on other hosts; auto
+    chooses tcp if vLLM runs on several nodes or with Ray."""
     socket_dir: OptionalPath = None
     """Directory of the sockets between scheduler and workers; none for a private temporary one."""
     reset_cache: Literal["all", "memory", "new_namespace"] = "all"

@@ -180,13 +180,14 @@ def test_steps_may_be_shorter_than_a_block(engines: Engines, model: str, tmp_pat
             assert_same(answer, wanted)
 
 
-def test_two_ranks_hit_as_far_as_vllm_would(
+def test_two_ranks_that_are_asked_over_tcp_hit_as_far_as_vllm_would(
     engines: Engines, plain: Reference, model: str, tmp_path: Path
 ) -> None:
+    over_tcp = connector(disk=tmp_path, **{"vllm.lookup_transport": "tcp"})
     questions = [Question(tokens(f"ranks {length}", length)) for length in (100, 320, 777)]
     own = [plain.own_hit(question).cached_tokens for question in questions]
     two = {"tensor_parallel_size": 2, "processes": True, **BFLOAT16}
-    with engines.started(connector(disk=tmp_path), model=model, **two) as engine:
+    with engines.started(over_tcp, model=model, **two) as engine:
         cold = [engine.ask(question) for question in questions]
         engine.settle()
         warm = [engine.ask(question) for question in questions]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
     Identity,
     LookupServer,
+    TCPAddress,
+    connect,
     encode,
     receive,
     socket_path,
@@ -344,3 +347,81 @@ async def test_a_prompt_with_more_keys_than_a_message_holds_is_no_message():
 
 async def test_a_request_id_of_any_length_and_kind_is_encoded():
     assert b"\\udc80" in encode({"op": "unpin", "lookup_id": "\udc80#1"})
+
+
+async def over_tcp(engine=None) -> tuple[LookupServer, TCPAddress]:
+    server = LookupServer(engine or Engine(), IDENTITY, "127.0.0.1", clear=clear)
+    await server.start()
+    assert server.tcp_address is not None
+    return server, server.tcp_address
+
+
+async def test_over_tcp_only_those_who_know_the_secret_are_answered():
+    server, address = await over_tcp()
+    reader, writer = await connect(address)
+    writer.write(encode({"id": 1, "op": "hello"}))
+    assert Identity.of(await receive(reader)) == IDENTITY
+    writer.close()
+
+    wrong = replace(address, secret=bytes(32))
+    with pytest.raises(PermissionError, match=r"closed|does not know"):
+        await connect(wrong)
+    assert address.secret.hex() not in repr(address) + str(address)
+    assert len(address.secret) == 32
+    await server.aclose()
+
+
+async def test_a_client_does_not_believe_a_server_that_does_not_know_the_secret():
+    """It may hold the port of a server that has ended. What the client sends does not let it prove the secret."""
+    ended = asyncio.Event()
+
+    async def pretend(reader, writer):
+        nonce = await reader.readexactly(32)
+        writer.write(nonce)  # the client's own, so that both proofs are of the same nonces
+        writer.write(await reader.readexactly(32))  # and its own proof
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    listener = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    with pytest.raises(PermissionError, match="does not know the secret"):
+        await connect(TCPAddress("127.0.0.1", port, b"s" * 32))
+    await ended.wait()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_before_the_proof_nothing_is_answered():
+    engine = Engine()
+    server, address = await over_tcp(engine)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "a", "keys": bytes(160), "tail": b""}))
+
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        said = await reader.read()
+    assert len(said) == 64  # its nonce and its proof
+    assert not engine.asked
+    writer.close()
+    await server.aclose()
+
+
+async def test_a_connection_that_proves_nothing_is_closed_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(lookup_server, "AUTHENTICATE_S", 0.01)
+    server, address = await over_tcp()
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+
+    assert len(await reader.read()) == 32  # its nonce
+    writer.close()
+    await server.aclose()
+
+
+async def test_an_address_that_is_not_of_this_host_is_named():
+    server = LookupServer(Engine(), IDENTITY, "192.0.2.1", clear=clear)
+
+    with pytest.raises(
+        ConfigError, match=r"vllm\.lookup_transport: cannot listen at 192\.0\.2\.1.*VLLM_HOST_IP"
+    ):
+        await server.start()

@@ -88,7 +88,7 @@ async def _open_rank(
         )
     )
     server = side.attach(engine, _Steps(loop), EngineGroup(layout, namespace))
-    network.listen(side.socket, server.accept)
+    network.listen(side.address, server.accept)
     stack.push_async_callback(_hang_up, server)
     return engine
 

@@ -15,11 +15,15 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/unit/test_hashing_namespace.py",
         "lmcache-async\\[blake3\\]",
     ),
-    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'kv_transfer_config.engine_id: process {process} serves {self._path} already; give each vLLM an engine_id of its own, or none')": (
+    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'kv_transfer_config.engine_id: process {process} serves {path} already; give each vLLM an engine_id of its own, or none')": (
         "tests/security/test_lookup_socket.py",
         "an engine_id of its own",
     ),
-    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'vllm.socket_dir: cannot listen at {self._path}: {error}')": (
+    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'vllm.lookup_transport: cannot listen at {host}: {error}; set VLLM_HOST_IP to an address of this host')": (
+        "tests/security/test_lookup_socket.py",
+        "vllm\\.lookup_transport: cannot listen at",
+    ),
+    "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'vllm.socket_dir: cannot listen at {path}: {error}')": (
         "tests/security/test_lookup_socket.py",
         "vllm\\.socket_dir: cannot listen at",
     ),

@@ -105,6 +105,13 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool 
     return config.vllm.layerwise_max_tokens if on and one_group and not overlapping else 0
 
 
+def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:
+    """Whether the scheduler reaches the lookup servers of the ranks over TCP, because they may be on other hosts."""
+    parallel = vllm_config.parallel_config
+    several_hosts = getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray"
+    return config.vllm.lookup_transport == "tcp" or (config.vllm.lookup_transport == "auto" and several_hosts)
+
+
 def roles_of(transfer: Any, config: EngineConfig) -> Roles:
     """Roles of this vLLM, from its `kv_transfer_config`."""
     consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer

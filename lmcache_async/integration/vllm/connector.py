@@ -17,14 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
-from lmcache_async.integration.vllm.jobs import StepMetadata
+from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger, NamedHandler
 from lmcache_async.metrics.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.distributed.kv_events import KVCacheEvent
 
@@ -82,6 +82,16 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler is not None:
             self.scheduler.bind_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        side, tp_size = self.scheduler, self._vllm_config.parallel_config.tensor_parallel_size
+        if side is not None:
+            ranks = {
+                pp_rank * tp_size + tp_rank: each.address
+                for (pp_rank, tp_rank), each in metadata.items()
+                if isinstance(each, LookupAddress)  # MultiConnector passes those of other connectors too
+            }
+            self._guard(lambda: side.connect(ranks), None)
 
     def on_new_request(self, request: Any) -> None:
         if (side := self.scheduler) is not None:
@@ -159,6 +169,10 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self._vllm_config, self._kv_cache_config, kv_caches
         ):
             self.worker = None
+
+    def get_handshake_metadata(self) -> LookupAddress | None:
+        address = self.worker.tcp_address if self.worker is not None else None
+        return LookupAddress(address) if address is not None else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

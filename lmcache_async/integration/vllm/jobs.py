@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.events import Notice
     from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import RequestKeys
+    from lmcache_async.integration.vllm.lookup_server import TCPAddress
     from lmcache_async.integration.vllm.request import LoadSpan
 
 SKIP = -1
@@ -204,6 +206,13 @@ def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: b
         texts=(),
         block_ids=block_ids,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From each worker connector to the scheduler connector, once: where its lookup server is reached over TCP."""
+
+    address: TCPAddress
 
 
 @dataclass(frozen=True, slots=True)

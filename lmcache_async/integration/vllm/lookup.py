@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -21,18 +22,25 @@ from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.groups import block_size_of
 from lmcache_async.integration.vllm.keys import AdapterFingerprints
 from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
-from lmcache_async.integration.vllm.lookup_server import Identity, check_peer, encode, pack_counts, receive
+from lmcache_async.integration.vllm.lookup_server import (
+    Identity,
+    TCPAddress,
+    check_peer,
+    connect,
+    encode,
+    pack_counts,
+    receive,
+)
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from pathlib import Path
 
     from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import Promise, RequestKeys
     from lmcache_async.integration.vllm.load_policy import Costs
-    from lmcache_async.integration.vllm.lookup_server import Message
+    from lmcache_async.integration.vllm.lookup_server import Address, Message
     from lmcache_async.types import Chunk
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -148,7 +156,7 @@ class LookupClient:
     """Looks requests up on all ranks.
 
     Args:
-        paths: Socket of each rank.
+        addresses: Address of the lookup server of each rank; None for one that `set_addresses` will give.
         chunk_size: Tokens per chunk. Ranks that use another chunk size or block size are not queried.
         block_size: Tokens per block of vLLM's cache.
         lookup_timeout_s: Deadline of one lookup.
@@ -165,7 +173,7 @@ class LookupClient:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        addresses: Sequence[Address | None],
         *,
         chunk_size: int,
         block_size: int,
@@ -180,7 +188,9 @@ class LookupClient:
         self._hash_key = hash_key
         self._timeout_s = lookup_timeout_s
         self._clock = clock
-        self.ranks = [RankConnection(rank, path, self._ranks_changed) for rank, path in enumerate(paths)]
+        self.ranks = [
+            RankConnection(rank, address, self._ranks_changed) for rank, address in enumerate(addresses)
+        ]
         self._waiter = PromiseWaiter(Query(self.ranks, groups), timeout_s=lookup_timeout_s, clock=clock)
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
@@ -204,6 +214,11 @@ class LookupClient:
             self._main_task = loop.create_task(self._main())
 
     # Called by the scheduler's thread.
+
+    def set_addresses(self, addresses: Mapping[int, Address]) -> None:
+        """Connect to these ranks, whose addresses were not known before."""
+        for rank, address in addresses.items():
+            self._post(partial(self.ranks[rank].set_address, address))
 
     def now(self) -> float:
         return self._clock()
@@ -440,9 +455,10 @@ class RankConnection:
         changed: Called after `identity` has changed.
     """
 
-    def __init__(self, rank: int, path: Path, changed: Callable[[], None]) -> None:
+    def __init__(self, rank: int, address: Address | None, changed: Callable[[], None]) -> None:
         self._rank = rank
-        self._path = path
+        self._address = address
+        self._addressed = asyncio.Event()
         self._changed = changed
         self.identity: Identity | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -451,16 +467,23 @@ class RankConnection:
         self._root: bytes | None = None
         self._closed_by_peer = False  # the rank said goodbye and has not come back
 
+    def set_address(self, address: Address) -> None:
+        self._address = address
+        self._addressed.set()
+
     async def run(self) -> None:
         """Stay connected until cancelled."""
+        if self._address is None:
+            await self._addressed.wait()
+        assert self._address is not None
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path)
+                reader, writer = await connect(self._address)
             except OSError as error:
                 if not self._closed_by_peer:
                     logger.report(
-                        "connect " + str(self._path),
+                        f"connect {self._address}",
                         "rank %d is not reachable yet (%s); all lookups are misses",
                         self._rank,
                         error,
@@ -500,20 +523,21 @@ class RankConnection:
         served = False
         try:
             async with asyncio.TaskGroup() as group:
-                check_peer(writer)
+                if not isinstance(self._address, TCPAddress):
+                    check_peer(writer)
                 self._writer = writer
                 group.create_task(self._greet())
                 while True:
                     self._deliver(await receive(reader))
         except* (EOFError, ConnectionError) as lost:
             if not self._closed_by_peer:
-                cause = "lost " + str(self._path)
+                cause = f"lost {self._address}"
                 logger.log(
                     logging.INFO, cause, "connection to rank %d is lost: %s", self._rank, lost.exceptions[0]
                 )
         except* (OSError, ValueError) as bad:
             logger.report(
-                "bad " + str(self._path), "rank %d cannot be queried: %s", self._rank, bad.exceptions[0]
+                f"bad {self._address}", "rank %d cannot be queried: %s", self._rank, bad.exceptions[0]
             )
         finally:
             served = self.identity is not None

@@ -4,23 +4,27 @@ A message is a 4-byte little-endian length and a msgpack map. The scheduler send
 The server answers with the same `id`, in any order. `unpin` has no answer. The server sends `goodbye` before it
 closes.
 
-Only processes of the same user can connect: the socket is in a directory of mode 0700, and the user of each peer is
-checked. An invalid message, or a peer that does not read its answers, affects only its own connection.
+Only processes of the same user can connect to a unix socket: it is in a directory of mode 0700, and the user of each
+peer is checked. Over TCP both ends prove that they know the server's secret, which vLLM sends from the worker to the
+scheduler. The messages after that are neither encrypted nor signed. An invalid message, or a peer that does not read
+its answers, affects only its own connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import os
+import secrets
 import socket
 import stat
 import struct
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate
@@ -54,6 +58,26 @@ _MAX_CONNECTIONS = 16  # one scheduler connects; the others are connections that
 _MAX_REQUESTS = 256  # of one connection at the same time; more wait in its socket
 _MAX_REQUEST_BYTES = 32 << 20  # the same in bytes, one more request allowed
 _RETRY_S = 0.05
+_SECRET_BYTES = 32
+_PROOF_BYTES = 32
+AUTHENTICATE_S = 5.0
+"""Deadline for a TCP connection to be authenticated."""
+
+
+@dataclass(frozen=True, slots=True)
+class TCPAddress:
+    """Address of a lookup server over TCP, with the secret that a client needs."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+Address: TypeAlias = Path | TCPAddress
+"""A unix socket, or host and port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +160,48 @@ def check_peer(writer: asyncio.StreamWriter) -> int:
     if user != os.geteuid():
         raise PermissionError(f"the peer's process {process} belongs to user {user}, expected {os.geteuid()}")
     return int(process)
+
+
+async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a lookup server. Over TCP, check that it knows the secret.
+
+    Raises:
+        OSError: It cannot be reached, does not know the secret, or did not answer within `AUTHENTICATE_S`.
+    """
+    if isinstance(address, Path):
+        return await asyncio.open_unix_connection(address)
+    async with asyncio.timeout(AUTHENTICATE_S):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        await _authenticate(reader, writer, address.secret, b"client", b"server")
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def _authenticate(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, own: bytes, other: bytes
+) -> None:
+    """Prove to the peer that this end knows the secret, and check the peer's proof.
+
+    Each end sends a nonce, then an HMAC-SHA256 of its name and both nonces. Nothing of variable length is read.
+
+    Raises:
+        PermissionError: The peer does not know the secret, or ended the connection.
+        TimeoutError: It did not answer within `AUTHENTICATE_S`.
+    """
+    nonce = secrets.token_bytes(_SECRET_BYTES)
+    try:
+        async with asyncio.timeout(AUTHENTICATE_S):
+            writer.write(nonce)
+            theirs = await reader.readexactly(_SECRET_BYTES)
+            writer.write(hmac.digest(secret, own + nonce + theirs, "sha256"))
+            proof = await reader.readexactly(_PROOF_BYTES)
+    except EOFError:
+        raise PermissionError("the peer closed the connection instead of proving the secret") from None
+    if not hmac.compare_digest(proof, hmac.digest(secret, other + theirs + nonce, "sha256")):
+        raise PermissionError("the peer does not know the secret")
 
 
 def _decode(body: bytes) -> Message:
@@ -251,23 +317,29 @@ class Lookups(Protocol):
 
 
 class LookupServer:
-    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket.
+    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
 
     Args:
+        address: Path of the unix socket, or the host to listen at over TCP.
         clear: Clears the cache; called with the new epoch and whether only memory is cleared.
+
+    Attributes:
+        tcp_address: Where clients connect over TCP, once the server is started; None for a unix socket.
     """
 
     def __init__(
         self,
         engine: Lookups,
         identity: Identity,
-        path: Path,
+        address: Path | str,
         *,
         clear: Callable[[int, bool], Awaitable[int]],
     ) -> None:
         self._engine = engine
         self._identity = identity
-        self._path = path
+        self._address = address
+        self._secret = b"" if isinstance(address, Path) else secrets.token_bytes(_SECRET_BYTES)
+        self.tcp_address: TCPAddress | None = None
         self._clear = clear
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -284,27 +356,42 @@ class LookupServer:
         Raises:
             ConfigError: A running process listens there, or the socket cannot be created.
         """
+        if isinstance(self._address, str):
+            await self._start_tcp(self._address)
+        else:
+            await self._start_unix(self._address, wait_s)
+
+    async def _start_tcp(self, host: str) -> None:
+        try:
+            self._server = await asyncio.start_server(self.accept, host, 0)
+        except OSError as error:
+            raise ConfigError(
+                f"vllm.lookup_transport: cannot listen at {host}: {error}; set VLLM_HOST_IP to an address of this host"
+            ) from error
+        self.tcp_address = TCPAddress(host, self._server.sockets[0].getsockname()[1], self._secret)
+
+    async def _start_unix(self, path: Path, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
-        while (process := await _listener(self._path)) is not None:
+        while (process := await _listener(path)) is not None:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"kv_transfer_config.engine_id: process {process} serves {self._path} already;"
+                    f"kv_transfer_config.engine_id: process {process} serves {path} already;"
                     " give each vLLM an engine_id of its own, or none"
                 )
             await asyncio.sleep(_RETRY_S)
         try:
-            self._path.unlink(missing_ok=True)  # left by a killed process
-            self._server = await asyncio.start_unix_server(self.accept, self._path)
-            self._path.chmod(0o600)
+            path.unlink(missing_ok=True)  # noqa: ASYNC240 - left by a killed process
+            self._server = await asyncio.start_unix_server(self.accept, path)
+            path.chmod(0o600)  # noqa: ASYNC240
         except OSError as error:
-            raise ConfigError(f"vllm.socket_dir: cannot listen at {self._path}: {error}") from error
+            raise ConfigError(f"vllm.socket_dir: cannot listen at {path}: {error}") from error
 
     async def aclose(self) -> None:
         if self._server is None:
             return
-        self._path.unlink(
-            missing_ok=True
-        )  # before closing, because afterwards another process may create a socket at this path
+        if isinstance(self._address, Path):
+            # Before closing, because afterwards another process may create a socket at this path.
+            self._address.unlink(missing_ok=True)
         self._closing = True
         self._server.close()
         self._say_goodbye()
@@ -320,7 +407,8 @@ class LookupServer:
             writer.close()
             return
         try:
-            check_peer(writer)
+            if isinstance(self._address, Path):
+                check_peer(writer)
             if len(self._connections) >= _MAX_CONNECTIONS:
                 raise ConnectionRefusedError(f"{_MAX_CONNECTIONS} connections are open already")
         except OSError as error:
@@ -340,6 +428,8 @@ class LookupServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         load = _Load()
         try:
+            if self._secret:
+                await _authenticate(reader, writer, self._secret, b"server", b"client")
             async with asyncio.TaskGroup() as group:
                 while True:
                     await load.wait_light()

@@ -17,6 +17,7 @@ from lmcache_async.integration.vllm.config import (
     layerwise_tokens,
     roles_of,
     steps_overlap,
+    uses_tcp,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES
 from lmcache_async.integration.vllm.groups import block_size_of, groups_of
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import Promise
     from lmcache_async.integration.vllm.lookup import PromiseCounts
+    from lmcache_async.integration.vllm.lookup_server import Address
     from lmcache_async.integration.vllm.request import LoadSpan, Release, StoreSpan
     from lmcache_async.metrics.samples import Samples
     from lmcache_async.tiers.base import Capabilities, Medium
@@ -454,7 +456,12 @@ class SchedulerConnector:
         capabilities = tier_capabilities(config, Registry())
         _warn_of_lost_writes(vllm_config, config, capabilities)
         client = LookupClient(
-            [socket_path(config.vllm.socket_dir, transfer.engine_id, rank) for rank in range(world_size)],
+            [
+                None
+                if uses_tcp(config, vllm_config)
+                else socket_path(config.vllm.socket_dir, transfer.engine_id, rank)
+                for rank in range(world_size)
+            ],
             chunk_size=config.chunk_size,
             block_size=block_size,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
@@ -478,6 +485,10 @@ class SchedulerConnector:
         """Use the block pool and the requests' block tables of vLLM's KVCacheManager."""
         self._pins.bind(manager.block_pool)
         self._manager = manager
+
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """set_xfer_handshake_metadata: the lookup servers of the ranks, if they are reached over TCP."""
+        self._client.set_addresses(addresses)
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request before it is queued."""

@@ -10,6 +10,8 @@ import time
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from vllm.utils.network_utils import get_ip
+
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.builder import EngineGroup
@@ -22,11 +24,18 @@ from lmcache_async.integration.vllm.config import (
     engine_config,
     group_namespace,
     namespace_of,
+    uses_tcp,
 )
 from lmcache_async.integration.vllm.events import Notices
 from lmcache_async.integration.vllm.groups import block_size_of, groups_of, leading_group
 from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
-from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
+from lmcache_async.integration.vllm.lookup_server import (
+    PROTOCOL,
+    Identity,
+    LookupServer,
+    TCPAddress,
+    socket_path,
+)
 from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
@@ -492,13 +501,13 @@ class WorkerConnector:
     Attributes:
         config: Configuration of the engine.
         rank: Rank of this worker in the engine.
-        socket: Path of the lookup server's socket.
+        address: Path of the lookup server's socket, or the host where it listens over TCP.
         engine: The engine, once it is open.
 
     Args:
         rank: Rank of this worker in the engine; selects its keys in a job.
         groups: KV groups of the model.
-        socket: Path of the lookup server's socket.
+        address: See the attribute.
         open_engine: Opens the engine.
         kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
         replica: Number of the data-parallel replica.
@@ -510,7 +519,7 @@ class WorkerConnector:
         *,
         rank: int,
         groups: Sequence[KVGroup],
-        socket: Path,
+        address: Path | str,
         open_engine: OpenEngine = CacheEngine.open,
         kv_events: bool = False,
         replica: int = 0,
@@ -519,7 +528,8 @@ class WorkerConnector:
         self._replica = replica
         self.rank = rank
         self._groups = tuple(groups)
-        self.socket = socket
+        self.address = address
+        self._server: LookupServer | None = None
         self._open_engine = open_engine
         self._loop: LoopThread | None = None
         self._serving: concurrent.futures.Future[None] | None = None
@@ -549,7 +559,9 @@ class WorkerConnector:
             config,
             rank=rank,
             groups=groups,
-            socket=socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank),
+            address=get_ip()
+            if uses_tcp(config, vllm_config)
+            else socket_path(config.vllm.socket_dir, vllm_config.kv_transfer_config.engine_id, rank),
             kv_events=events is not None and events.enable_kv_cache_events,
             replica=data_parallel_index(vllm_config),
             open_engine=open_engine,
@@ -637,7 +649,13 @@ class WorkerConnector:
             layout=groups[0].layout,
             notices=self._notices,
         )
-        return LookupServer(engine, self._identity(groups), self.socket, clear=transfers.clear)
+        self._server = LookupServer(engine, self._identity(groups), self.address, clear=transfers.clear)
+        return self._server
+
+    @property
+    def tcp_address(self) -> TCPAddress | None:
+        """Where the lookup server is reached over TCP; None if it is a unix socket, or not open."""
+        return self._server.tcp_address if self._server is not None else None
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """bind_connector_metadata."""

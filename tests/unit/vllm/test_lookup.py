@@ -172,6 +172,25 @@ def test_a_hit_is_what_every_rank_has(ranks: Ranks):
     assert answer.pinned
 
 
+def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(ranks: Ranks):
+    addresses = {}
+    for rank, engine in enumerate(ranks.engines):
+        server = LookupServer(engine, ranks.identities[rank], "127.0.0.1", clear=engine.clear)
+        ranks.loop.submit(server.start()).result()
+        ranks.servers.append(server)
+        assert server.tcp_address is not None
+        addresses[rank] = server.tcp_address
+        ranks.hold(rank, PROMPT[:16])
+    ranks.client.close(5.0)
+    ranks.client = LookupClient([None, None], chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0)
+    assert ranks.ask(PROMPT).chunks == 0  # not connected
+
+    ranks.client.set_addresses(addresses)
+    ranks.until(lambda: ranks.client.ready)
+
+    assert ranks.ask(PROMPT).chunks == 2
+
+
 def test_what_every_rank_holds_in_memory_is_resident(ranks: Ranks):
     ranks.serve_all()
     for rank in (0, 1):

@@ -102,6 +102,7 @@ class Worker(WorkerConnector):
     ) -> None:
         self.engine = engine
         self.closed = False
+        self.socket = socket_path(socket_dir, "engine", 1)
 
         @contextlib.asynccontextmanager
         async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
@@ -112,7 +113,7 @@ class Worker(WorkerConnector):
             load_config(env={}, extra={"chunk_size": CHUNK}),
             rank=1,
             groups=groups,
-            socket=socket_path(socket_dir, "engine", 1),
+            address=self.socket,
             open_engine=open_engine,
         )
 
@@ -389,7 +390,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
         rank=0,
         groups=(KVGroup(0, BLOCK),),
-        socket=socket_path(socket_dir, "engine", 0),
+        address=socket_path(socket_dir, "engine", 0),
     )
     with pytest.raises(ConfigError, match="nonsense"):
         side.open(EngineGroup(layout, NAMESPACE))
