@@ -40,6 +40,7 @@ _ENVIRONMENT = {
     "LMCACHE_ASYNC_VLLM__LOOKUP_TIMEOUT_S": "10",  # the machine may be busy, and these tests are about hits
     "LMCACHE_ASYNC_VLLM__LOAD_POLICY": "always",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for half a minute
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",

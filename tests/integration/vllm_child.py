@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 _IMPORTS = (
     "vllm",
     "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
     "lmcache_async.engine.engine",
 )
 # Registered as classes, since vLLM looks at models that it knows by name in a process of their own.
 _MODELS = {
     "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2",
     "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+    "MistralForCausalLM": "vllm.model_executor.models.mistral",
     "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next",
 }
 _IMAGE_MODELS = {"Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl"}
@@ -232,6 +233,7 @@ def _copy_states_without_triton() -> None:
 def main() -> None:
     """Fork an engine for each message, which carries the engine's channel and its log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # while vLLM is imported
     forking.fork_instead_of_spawn()
     images = vision.prepare()
     for name in _IMPORTS:
@@ -242,6 +244,7 @@ def main() -> None:
     _copy_states_without_triton()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
     gc.freeze()
+    gc.enable()
     calls.sendall(b".")
     while True:
         message, (*files,), _, _ = socket.recv_fds(calls, 1 << 16, 2)

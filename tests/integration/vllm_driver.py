@@ -25,6 +25,7 @@ CHUNK, BLOCK = 64, 32
 DEADLINE_S = 300.0
 
 _ENVIRONMENT = {
+    "NUMBA_DISABLE_JIT": "1",  # it would compile the n-gram proposer of speculative decoding, for seconds
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for seconds
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to call functions in the worker
