@@ -6,7 +6,9 @@ proxies in this process. `tests.hosts.networks` says which there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -16,18 +18,23 @@ from tools.torture.hosts import torture
 from tools.torture.outcome import Outcome
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
-def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    with NETWORKS[request.param](5) as network:
-        yield network
+@pytest.fixture(scope="module")
+def networks() -> Iterator[Mapping[str, Network]]:
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(make(5)) for name, make in NETWORKS.items()}
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_bad_network_costs_hits_alone(network: Network, tier: str) -> None:
-    outcome = Outcome("hosts")
+def test_a_bad_network_costs_hits_alone(networks: Mapping[str, Network], tier: str) -> None:
+    """All networks at the same time: most of the time is spent waiting for deadlines."""
+    outcomes = {name: Outcome("hosts") for name in networks}
 
-    torture(network, tier, outcome)
+    with ThreadPoolExecutor(len(networks)) as threads:
+        runs = [threads.submit(torture, network, tier, outcomes[name]) for name, network in networks.items()]
+    for run in runs:
+        run.result()
 
-    assert outcome.problems == []
-    assert outcome.counts["packets lost"] > 0
-    assert outcome.counts["hosts cut off"] > 0  # and then hits were missing, or that is a problem too
+    for name, outcome in outcomes.items():
+        assert outcome.problems == [], name
+        assert outcome.counts["packets lost"] > 0, name
+        assert outcome.counts["hosts cut off"] > 0, name  # and then hits were missing, or that is a problem too
