@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -89,30 +90,47 @@ def test_vllms_own_hit_is_extended(engine: Engine, plain: Reference) -> None:
     assert_same(answer, plain(Question(prompt)))
 
 
+DAMAGED = Question(tokens("damaged", 450))
+
+
+@pytest.fixture(scope="module")
+def stored(engines: Engines, model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the records of `DAMAGED`, left by an engine that has ended."""
+    directory = tmp_path_factory.mktemp("stored")
+    with engines.started(connector(disk=directory), model=model) as engine:
+        engine.ask(DAMAGED)
+        engine.settle()
+        engine.close()
+    return directory
+
+
 @pytest.mark.parametrize("kind", ["full", f"window={WINDOW}"])
 @pytest.mark.parametrize(
     "damage", [change_first_payload_byte, Path.unlink], ids=["one byte changed", "removed"]
 )
 def test_damage_of_one_group_is_never_used(
-    engines: Engines, plain: Reference, model: str, tmp_path: Path, kind: str, damage: Callable[[Path], None]
+    engines: Engines,
+    plain: Reference,
+    model: str,
+    stored: Path,
+    tmp_path: Path,
+    kind: str,
+    damage: Callable[[Path], None],
 ) -> None:
-    question = Question(tokens(f"damage {kind}", 450))
-    with engines.started(connector(disk=tmp_path), model=model) as before:
-        before.ask(question)
-        before.settle()
-        before.close()
-    records = [path for path in tmp_path.glob("??/*") if kind in namespace_of(path)]
+    directory = tmp_path / "kv"
+    shutil.copytree(stored, directory)
+    records = [path for path in directory.glob("??/*") if kind in namespace_of(path)]
     damage(min(records))
 
-    with engines.started(connector(disk=tmp_path), model=model) as after:
-        answers = [after.ask(question)]
+    with engines.started(connector(disk=directory), model=model) as after:
+        answers = [after.ask(DAMAGED)]
         after.settle()  # what was damaged is stored again
-        answers.append(after.ask(question))
+        answers.append(after.ask(DAMAGED))
 
     assert answers[0].cached_tokens < 448
     assert answers[1].cached_tokens == 448
     for answer in answers:
-        assert_same(answer, plain(question))
+        assert_same(answer, plain(DAMAGED))
 
 
 def test_a_window_is_stored_and_nothing_before_it(engines: Engines, model: str, tmp_path: Path) -> None:
