@@ -179,6 +179,7 @@ async def test_a_key_is_replaced_without_losing_the_cache(tmp_path, keys):
     assert statistics.counts["disk.corrupt.cipher_key"] >= 1
 
 
+@pytest.mark.one_loop
 @settings(max_examples=8)
 @given(where=st.floats(0, 1), bit=st.integers(0, 7), victim=st.integers(0, 4))
 async def test_a_flipped_bit_ends_the_prefix(tmp_path_factory, where, bit, victim):
@@ -337,6 +338,7 @@ async def test_encryption_without_a_hash_key_is_worth_a_warning_that_shows_no_ke
     key=st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1),
     memory=st.booleans(),
 )
+@pytest.mark.one_loop
 async def test_any_prompt_comes_back_bit_by_bit(tmp_path_factory, count, seed, key, memory):
     folder = tmp_path_factory.mktemp("any")
     tokens = [(seed + i * i) % 1000 for i in range(count)]

@@ -22,6 +22,9 @@ from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, m
 from tests.support.outcomes import get, outcome, put
 from tests.support.tiers import handle_of
 
+# Mooncake's own threads do what the tier awaits; the event loop has no part in it.
+pytestmark = pytest.mark.one_loop
+
 DEADLINE_S = 0.5
 SLACK_S = 5.0
 """What a busy machine may add to a deadline."""

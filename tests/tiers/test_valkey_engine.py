@@ -15,6 +15,8 @@ from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.middleware.breaker import CircuitState
 from tests.support.valkey_servers import DEADLINE_S, ServerCluster, running_cluster
 
+pytestmark = pytest.mark.one_loop
+
 CHUNK, CHUNKS = 8, 6
 BREAKER = {"name": "breaker", "pause_s": 0.1, "max_pause_s": 0.1}
 """As it is, but it soon tries again."""

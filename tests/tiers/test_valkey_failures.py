@@ -152,6 +152,7 @@ async def test_a_tier_opens_without_its_server_and_finds_it_later(
     assert "misses every chunk until its server can be reached" in caplog.text
 
 
+@pytest.mark.one_loop
 async def test_a_cluster_serves_on_without_one_of_its_nodes(
     cluster: ServerCluster, arena: Arena, allocate: Allocate
 ) -> None:
@@ -190,6 +191,7 @@ async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
         found.append(key)
 
 
+@pytest.mark.one_loop
 async def test_a_node_that_hangs_holds_the_others_up_once(
     cluster: ServerCluster, arena: Arena, allocate: Allocate
 ) -> None:
@@ -217,6 +219,7 @@ async def _until_stored(tier: ValkeyTier, arena: Arena, number: int) -> bool:
     return True
 
 
+@pytest.mark.one_loop
 async def test_a_slot_that_moves_is_followed(
     cluster: ServerCluster, arena: Arena, allocate: Allocate
 ) -> None:
@@ -254,6 +257,7 @@ async def test_a_cluster_without_any_node_is_an_error_in_time(arena: Arena, allo
         assert all(isinstance(answer, TierError) for answer in await put(tier, arena, 1, 2))
 
 
+@pytest.mark.one_loop
 async def test_a_new_master_is_found_by_sentinel(server: Server, arena: Arena, allocate: Allocate) -> None:
     quick = ("--repl-diskless-sync-delay", "0")
     watched = (
@@ -291,6 +295,7 @@ async def test_sentinels_that_know_no_such_master_say_so(server: Server) -> None
                 await tier.contains(key_of(1))
 
 
+@pytest.mark.one_loop
 async def test_sentinels_that_hang_hold_many_callers_up_no_longer_than_one(
     server: Server, arena: Arena, allocate: Allocate
 ) -> None:
