@@ -37,4 +37,5 @@ def test_a_bad_network_costs_hits_alone(networks: Mapping[str, Network], tier: s
     for name, outcome in outcomes.items():
         assert outcome.problems == [], name
         assert outcome.counts["packets lost"] > 0, name
-        assert outcome.counts["hosts cut off"] > 0, name  # and then hits were missing, or that is a problem too
+        # When a host was cut off, hits were missing, or that is a problem too.
+        assert outcome.counts["hosts cut off"] > 0, name
