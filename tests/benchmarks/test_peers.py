@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_async.bench.measure import Frame
 from lmcache_async.bench.memory import CacheForm
+from tests.support import forked_python
 from tools.benchmarks import peers, peers_vllm
 from tools.benchmarks.peers import HASH_LIST, LOOKUP, RETRIEVE, STORE, Kind, PeerError, Task, Workload
 
@@ -116,6 +117,8 @@ def kind():
     """The peer of fake_peer.py, which a child process imports by its name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+        context = forked_python.context()
+        patch.setattr(peers.multiprocessing, "get_context", lambda method: context)  # torch is imported there
         yield Kind("Fake", "json", "fake_peer")
 
 

@@ -9,6 +9,7 @@ is better if the ratio of a rate is above 1, or that of a time below 1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -28,7 +29,7 @@ from tools.benchmarks.command import option
 from tools.benchmarks.loop import Batches
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 
@@ -149,6 +150,12 @@ QUIET = {
 """Environment of a peer's process: no usage statistics and little output."""
 
 
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Return the distributions by package. It takes seconds: all files of all distributions are looked at."""
+    return importlib.metadata.packages_distributions()
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A product that may be installed.
@@ -166,7 +173,7 @@ class Kind:
     def name(self) -> str:
         """The title and the installed version."""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            names = importlib.metadata.packages_distributions().get(self.package, [self.package])
+            names = _distributions().get(self.package, [self.package])
             return f"{self.title} {importlib.metadata.version(names[0])}"
         return self.title
 
