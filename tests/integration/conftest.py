@@ -46,8 +46,11 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(
+    engines: Engines, served_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     """Run the quickstart's server, one for all tests: it takes half a minute to start."""
+    del engines  # its start has filled vLLM's cache of models
     directory = tmp_path_factory.mktemp("serve")
     (directory / "template.jinja").write_text(TEMPLATE)
     more = [

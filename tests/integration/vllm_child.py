@@ -230,6 +230,18 @@ def _copy_states_without_triton() -> None:
     mamba_utils.batch_memcpy = batch_memcpy
 
 
+def _remember_model(architecture: str) -> None:
+    """Have vLLM look at a model's class here, and keep what it found in its cache for the servers that tests start.
+
+    Otherwise each of them starts a process for that, which imports vLLM.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    in_a_process = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda look: look()
+    registry.ModelRegistry.models[architecture].inspect_model_cls()
+    registry._run_in_subprocess = in_a_process
+
+
 def main() -> None:
     """Fork an engine for each message, which carries the engine's channel and its log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
@@ -239,6 +251,7 @@ def main() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     registry = importlib.import_module("vllm").ModelRegistry
+    _remember_model("LlamaForCausalLM")
     for architecture, module in (_MODELS | (_IMAGE_MODELS if images else {})).items():
         registry.register_model(architecture, getattr(importlib.import_module(module), architecture))
     _copy_states_without_triton()
