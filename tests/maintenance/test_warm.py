@@ -295,7 +295,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def vllm():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.asked, server.waiting, server.go_on = [], threading.Event(), threading.Event()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])  # or its end takes half a second
     thread.start()
     server.url = f"http://127.0.0.1:{server.server_port}"
     yield server

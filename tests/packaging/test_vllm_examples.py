@@ -47,7 +47,7 @@ def server(details: dict[str, Any] | None) -> Iterator[str]:
             self.wfile.write(text.encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
+        thread = threading.Thread(target=httpd.serve_forever, args=[0.01])  # or its end takes half a second
         thread.start()
         try:
             yield f"http://127.0.0.1:{httpd.server_port}/v1"
