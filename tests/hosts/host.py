@@ -21,7 +21,7 @@ from tests.support.valkey_servers import Server
 
 CHUNK, CHUNKS = 8, 5
 PROMPT = CHUNK * CHUNKS
-STORE_S = RETRIEVE_S = 0.5
+STORE_S = RETRIEVE_S = 1.0
 """The engine's deadlines."""
 
 

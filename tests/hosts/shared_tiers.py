@@ -12,7 +12,7 @@ Tiers = dict[str, dict[str, Any]]
 """The tier's settings by host."""
 
 USUAL = {
-    "timeout_s": 1,
+    "timeout_s": 2,
     "layers": ["metrics", "retry", {"name": "breaker", "pause_s": 0.5, "max_pause_s": 0.5}, "deadline"],
 }
 """The usual layers, but a tier that hangs is soon given up, and tried again soon."""
