@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -94,9 +93,13 @@ class Link:
             await self._lost.wait()
             pause = FIRST_PAUSE_S
             while self._connection is None:
-                with contextlib.suppress(TierUnavailableError):
+                try:
                     await self._dial()
                     break
+                except TierUnavailableError:
+                    pass
+                except Exception as error:  # noqa: BLE001 - no free thread or memory now; the next attempt may have it
+                    logger.report("dial", "%s: cannot connect: %r", self._dialer.where, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
 

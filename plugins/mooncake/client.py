@@ -150,6 +150,9 @@ class Client:
                 await attempt
             except TierError as error:
                 self._logger.report("join", "the mooncake tier has not joined the pool yet: %s", error)
+            except Exception as error:  # noqa: BLE001 - no free thread now; the next attempt may have one
+                cause = type(error).__name__
+                self._logger.report(cause, "the mooncake tier has not joined the pool yet: %r", error)
             else:
                 self._logger.log(
                     logging.INFO, "joined", "the mooncake tier has joined the pool of %s", self.pool.url

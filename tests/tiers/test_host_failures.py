@@ -24,7 +24,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer, Bytes
 from lmcache_async.plugins.host import HostTier, copying
-from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection
+from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Dialer
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.results import memory_was_short
@@ -201,6 +201,30 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(
     monkeypatch.setattr(tier, "_ask", answered)
     with pytest.raises(TierUnavailableError):
         await listed(tier)
+
+
+async def test_reconnecting_goes_on_after_an_unexpected_error(
+    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await put(tier, arena, 1)
+    link = tier._link
+    assert link is not None
+    dial, errors = Dialer.dial, [RuntimeError("can't start new thread")]
+
+    async def fail_once(dialer: Dialer, ended: Any) -> Connection:
+        if errors:
+            raise errors.pop()
+        return await dial(dialer, ended)
+
+    monkeypatch.setattr(Dialer, "dial", fail_once)
+    link.connection.close(TierUnavailableError("lost"))
+    async with asyncio.timeout(DEADLINE_S):
+        while link.connected.is_set():
+            await asyncio.sleep(0)
+        await link.connected.wait()
+
+    assert await tier.contains(key_of(1))
+    assert "can't start new thread" in caplog.text
 
 
 @pytest.mark.usefixtures("few_items")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
@@ -15,6 +16,7 @@ import uvloop
 from lmcache_async.errors import TierClosedError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.mooncake import MooncakeTier
+from lmcache_async.plugins.mooncake.client import Client
 from lmcache_async.testing.conformance.base import TierRig
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate, Tier
@@ -193,6 +195,31 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(
                 pool.start()
                 await until(tier, arena, allocate)
         assert "has joined the pool" in caplog.text
+    finally:
+        pool.stop()
+
+
+async def test_joining_goes_on_after_an_unexpected_error(
+    tmp_path: Path,
+    arena: Arena,
+    allocate: Allocate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = MooncakePool(tmp_path, 16 << 20)
+    join, attempts = Client._join, itertools.count()
+
+    async def fail_the_second_time(client: Client) -> None:
+        if next(attempts) == 1:
+            raise RuntimeError("can't start new thread")
+        await join(client)
+
+    monkeypatch.setattr(Client, "_join", fail_the_second_time)
+    try:
+        async with bound_tier(pool, arena) as tier:
+            pool.start()
+            await until(tier, arena, allocate)
+        assert "can't start new thread" in caplog.text
     finally:
         pool.stop()
 
