@@ -42,7 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.serial = 0
         self.contents: dict[tuple[str, bytes], bytes] = {}
         self.live: dict[Slot, bytes] = {}
-        self.read: dict[Slot, tuple[str, bytes]] = {}  # readers' slots, of records that nobody has removed
+        self.read: dict[Slot, tuple[str, bytes]] = {}  # slots of readers, of records that are not removed
 
     @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=st.none() | numbers)
     def reserve(self, tenant: str, nbytes: int, number: int | None):

@@ -205,7 +205,7 @@ def put_there(root: Path, place: str, name: str, kind: tuple[str, object]) -> No
 
 
 def foreign(root: Path) -> set[Path]:
-    """What is not ours: other names, and what is no file; but not what lies where we make things."""
+    """Entries of a directory that the tier did not create, except those at paths that it creates itself."""
     return {
         path
         for path in root.rglob("*")

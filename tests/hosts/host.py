@@ -1,6 +1,6 @@
-"""One host: a process, in a network of its own or not, that runs servers and an engine as it is told on a socket.
+"""One host: a process, with or without a network of its own, that runs servers and an engine.
 
-Each line is an operation; its answer is a line. At the end of the input everything here ends.
+It reads operations from a socket, one per line, and answers each with a line. At the end of the input it ends.
 """
 
 from __future__ import annotations

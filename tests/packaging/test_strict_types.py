@@ -48,7 +48,7 @@ def documented(page: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What mypy reports for each file, with our settings, which are strict, and the cache that `make lint` has filled."""
+    """The errors of `mypy --strict` for each file, with the project's settings and the cache of `make lint`."""
     folder = tmp_path_factory.mktemp("typed")
     files = documented("docs/write-a-tier.md")
     assert set(files) == {"my_tiers.py", "test_my_tiers.py"}

@@ -66,7 +66,7 @@ def leaking_writer(monkeypatch):
 
 
 def scatter_is_lost(monkeypatch):
-    """What was read never reaches device memory."""
+    """Chunks that were read are not copied to device memory."""
 
     async def scatter(self, *arguments, **options):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What `lmcache_async.testing` offers, and to whom: everything by name, fakes without a test runner."""
+"""Public names of `lmcache_async.testing`, and which of them work without a test runner."""
 
 from __future__ import annotations
 

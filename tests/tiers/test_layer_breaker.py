@@ -137,7 +137,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
     tier = broken_by(inner)
     await fail_reads(tier, inner)
     await asyncio.sleep(5)
-    assert await tier.contains(KEYS[0])  # somebody must find something to probe with
+    assert await tier.contains(KEYS[0])  # a hit is needed for a probe
     inner.told.append(1)
     probe = asyncio.ensure_future(tier.get(KEYS[0], allocator(arena)))
     await asyncio.sleep(0)
@@ -309,7 +309,7 @@ async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(aren
 
     for _ in range(5):
         assert await tier.contains_many(KEYS) == [True] * 4
-    assert states(tier)[1] is OPEN  # nobody has read yet
+    assert states(tier)[1] is OPEN  # no read has probed the tier yet
     assert tier.layer_statistics().lookup.calls == 0
     assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
     assert states(tier)[1] is CLOSED

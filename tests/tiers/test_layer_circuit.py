@@ -199,10 +199,10 @@ class CircuitMachine(RuleBasedStateMachine):
         permit = self.circuit.enter(self.now)
         assert (permit is not None) == admits
         if self.was is CircuitState.CLOSED:
-            assert permit is not None, "closed, it refuses nobody"
+            assert permit is not None, "a closed circuit admits every call"
         elif self.was is CircuitState.OPEN:
             pause_over = self.now >= self.opened_at + self.rules.pause_s
-            assert pause_over or permit is None, "open, it lets nobody pass before its pause is over"
+            assert pause_over or permit is None, "an open circuit admits no call before its pause is over"
         if permit is None:
             return
         if self.was is CircuitState.OPEN:

@@ -1,4 +1,4 @@
-"""The valkey tier and what servers say: passwords, rights, TLS, limits, expiry; secrets are told to nobody."""
+"""Answers of servers to the valkey tier: passwords, rights, TLS, limits and expiry. No message shows a secret."""
 
 from __future__ import annotations
 
