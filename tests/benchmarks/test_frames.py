@@ -1,18 +1,20 @@
-"""The depth of a retrieve between the engine and the system call that reads a record."""
+"""Frames between a call of the engine, or of the vLLM connector, and the system call that reads a record."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tools.benchmarks.frames import depth_of
 
-MAX_FRAMES = 18
-MAX_KINDS = 4  # of tasks, and of threads
 
-
-async def test_a_retrieve_reaches_the_disk_in_few_frames_and_tasks(tmp_path: Path) -> None:
-    depth = await depth_of("retrieve", tmp_path)
+@pytest.mark.parametrize(("verb", "frames", "kinds"), [("retrieve", 18, 4), ("load", 21, 5)])
+async def test_a_record_is_read_through_few_frames_and_tasks(
+    tmp_path: Path, verb: str, frames: int, kinds: int
+) -> None:
+    depth = await depth_of(verb, tmp_path)
 
     assert depth.parts[-1][-1].endswith("read_all")
-    assert depth.frames <= MAX_FRAMES, str(depth)
-    assert len(depth.parts) <= MAX_KINDS, str(depth)
+    assert depth.frames <= frames, str(depth)
+    assert len(depth.parts) <= kinds, str(depth)  # of tasks, and of threads

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ from unittest import mock
 
 import lmcache_async
 from lmcache_async.bench.memory import CacheForm, PromptCache
+from lmcache_async.hashing import ChunkHasher
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
     from types import FrameType
+
+    from lmcache_async.engine.engine import CacheEngine
 
 _PACKAGE = Path(lmcache_async.__file__).resolve().parent
 _OURS = tuple(f"{_PACKAGE.parent / folder}{os.sep}" for folder in (_PACKAGE.name, "stages", "plugins"))
@@ -91,30 +95,64 @@ class Stop:
 
 
 async def depth_of(verb: str, directory: Path) -> Depth:
-    """Return the frames of one `store` or `retrieve` of an engine with memory and a disk.
+    """Return the frames of one call of an engine with memory and a disk.
 
     Args:
-        verb: `store` or `retrieve`.
+        verb: `store` or `retrieve` of the engine, or `load`: a retrieve that the vLLM connector starts.
         directory: Directory for the records.
     """
     cache = PromptCache.of(CacheForm(256))
     tiers = ["cpu", {"name": "disk", "path": str(directory), "max_bytes": "1GiB"}]
     async with cache.open(tiers=tiers) as engine:
         call: Callable[[], Awaitable[object]] = lambda: cache.store(engine)
-        if verb == "retrieve":
+        if verb != "store":
             await cache.store(engine)
             await engine.clear(memory_only=True)
-            call = lambda: cache.retrieve(engine)
+            call = lambda: cache.retrieve(engine) if verb == "retrieve" else _load(cache, engine)
         own = asyncio.current_task()
         # The tasks of the queue write; they are part of a store.
-        ignored = {task for task in asyncio.all_tasks() if task is not own and verb == "retrieve"}
-        name = "preadv" if verb == "retrieve" else "pwrite"
+        ignored = {task for task in asyncio.all_tasks() if task is not own and verb != "store"}
+        name = "pwrite" if verb == "store" else "preadv"
         stop = Stop(getattr(os, name), asyncio.get_running_loop(), ignored)
         with mock.patch.object(os, name, stop):
             await call()
     if stop.depth is None:
         raise RuntimeError(f"{verb} made no call of os.{name}")
     return stop.depth
+
+
+class _Loop:
+    """The loop of the test in place of the engine's thread."""
+
+    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        ended: Future[None] = Future()
+        task = asyncio.ensure_future(coroutine)
+        task.add_done_callback(lambda _: ended.set_result(None))
+        return ended
+
+
+async def _load(cache: PromptCache, engine: CacheEngine) -> None:
+    """Load the prompt as the vLLM connector does."""
+    # vLLM is imported here, because the other calls do not need it.
+    from lmcache_async.integration.vllm.groups import KVGroup
+    from lmcache_async.integration.vllm.jobs import Job, JobPart
+    from lmcache_async.integration.vllm.worker import Transfers
+
+    form = cache.form
+    hasher = ChunkHasher(cache.namespace.root(), chunk_size=form.chunk_size)
+    keys = b"".join(hasher.extend_keys(cache.tokens))
+    part = JobPart(0, 0, cache.tokens.tobytes(), (keys,), (), cache.blocks.astype("int64").tobytes())
+    transfers = Transfers(
+        engine,
+        _Loop(),
+        rank=0,
+        chunk_size=form.chunk_size,
+        groups=(KVGroup(0, form.block_size),),
+        layout=cache.layout,
+    )
+    transfers.load([Job(1, "r", "", 0, (part,))])
+    while not transfers.take_finished():  # noqa: ASYNC110 - as vLLM does after each step
+        await asyncio.sleep(0.001)
 
 
 def _chain(coroutine: Any) -> list[str]:
@@ -148,11 +186,11 @@ def _name(frame: FrameType) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the frames of a store and of a retrieve."""
+    """Print the frames of a store, a retrieve and a load."""
     argparse.ArgumentParser(prog="python -m tools.benchmarks.frames", description=__doc__).parse_args(
         arguments
     )
-    for verb, call in (("retrieve", "os.preadv"), ("store", "os.pwrite")):
+    for verb, call in (("load", "os.preadv"), ("retrieve", "os.preadv"), ("store", "os.pwrite")):
         with tempfile.TemporaryDirectory(prefix="lmcache-async-frames") as directory:
             depth = asyncio.run(depth_of(verb, Path(directory)))
             sys.stdout.write(f"{verb} to {call}: {depth}\n")
