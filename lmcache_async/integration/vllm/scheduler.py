@@ -406,7 +406,8 @@ class SchedulerConnector:
         self._policy = RequestPolicy(
             chunk_size=config.chunk_size,
             groups=self._groups,
-            partial_chunks=config.store.partial_chunks,
+            # vLLM's last recurrent state may be inside of a chunk, and is useless without the KV before it.
+            partial_chunks=config.store.partial_chunks or any(group.state for group in self._groups),
             generated_tokens=config.store.generated_tokens,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,

@@ -1041,3 +1041,13 @@ def test_a_longer_common_prefix_that_vllm_knows_is_kept() -> None:
     bench.scheduler.match(request, 0)
 
     assert request.shared_prefix_boundary == 5 * CHUNK
+
+
+@pytest.mark.parametrize(("states", "stored"), [(0, 4 * CHUNK), (1, 4 * CHUNK + BLOCK)])
+def test_partial_chunks_are_always_stored_with_recurrent_states(states: int, stored: int) -> None:
+    """VLLM's last state is at the end of a block, which may be inside of a chunk."""
+    bench = Bench(states=states, **{"store.partial_chunks": False})
+    request = bench.request(4 * CHUNK + BLOCK + 1)
+    jobs = bench.step((request, 4 * CHUNK + BLOCK + 1)).stores
+
+    assert max(stop for _, stop in spans(jobs)) == stored
