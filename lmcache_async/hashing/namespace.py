@@ -40,6 +40,8 @@ class Namespace:
         tp_size: Number of tensor-parallel ranks.
         replicated: All tensor-parallel ranks have the same KV (MLA) and therefore the same keys. A tier that
             they share stores it once.
+        tp_replicas: Consecutive tensor-parallel ranks with the same KV, as with more ranks than KV heads. They have
+            the same keys too.
         pp_rank: Pipeline-parallel rank.
         pp_size: Number of pipeline-parallel ranks.
         chunk_size: Tokens of a full chunk.
@@ -58,6 +60,7 @@ class Namespace:
     tp_rank: int = 0
     tp_size: int = 1
     replicated: bool = False
+    tp_replicas: int = 1
     pp_rank: int = 0
     pp_size: int = 1
     chunk_size: int = 256
@@ -78,8 +81,8 @@ class Namespace:
     def text(self) -> str:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         secret = values.pop("hash_key")
-        if values.pop("replicated"):
-            values["tp_rank"] = 0
+        replicas = values.pop("tp_replicas")
+        values["tp_rank"] = 0 if values.pop("replicated") else self.tp_rank - self.tp_rank % replicas
         return canonical_text(values | {"hash_key": hash_key_id(secret)} if secret else values)
 
     def root(self) -> bytes:

@@ -88,7 +88,12 @@ def test_lookalikes_have_different_texts_and_roots(one, other):
 
 
 @pytest.mark.parametrize(
-    "field", [field.name for field in dataclasses.fields(Namespace) if field.name != "replicated"]
+    "field",
+    [
+        field.name
+        for field in dataclasses.fields(Namespace)
+        if field.name not in ("replicated", "tp_replicas")
+    ],
 )
 def test_each_field_changes_the_root(field):
     plain = dataclasses.replace(PLAIN, algorithm="sha256")  # takes a key
@@ -105,6 +110,15 @@ def test_ranks_that_have_the_same_kv_have_the_same_root():
     assert ranks[0].root() == dataclasses.replace(ranks[0], replicated=False).root()
     assert ranks[0].root() != dataclasses.replace(ranks[0], tp_size=4).root()
     assert ranks[0].root() != dataclasses.replace(ranks[0], pp_rank=1).root()
+
+
+def test_consecutive_ranks_with_the_same_kv_have_the_same_root():
+    ranks = [dataclasses.replace(PLAIN, tp_size=4, tp_rank=rank, tp_replicas=2) for rank in range(4)]
+    roots = [rank.root() for rank in ranks]
+
+    assert roots[0] == roots[1] == dataclasses.replace(ranks[0], tp_replicas=1).root()
+    assert roots[2] == roots[3]
+    assert roots[0] != roots[2]
 
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt", "tags"])

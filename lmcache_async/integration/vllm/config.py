@@ -140,6 +140,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         tp_rank=rank % tp_size,
         tp_size=tp_size,
         replicated=_replicated(kv_cache_config),
+        tp_replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),  # since vLLM 0.32
         pp_rank=rank // tp_size,
         pp_size=parallel.pipeline_parallel_size,
         chunk_size=config.chunk_size,

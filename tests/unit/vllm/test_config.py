@@ -268,6 +268,22 @@ def test_ranks_of_mla_have_the_same_keys_and_places_of_their_own(config: Any, se
     assert first.root() != second.root()
 
 
+def test_ranks_that_share_a_kv_head_have_the_same_keys(config: Any, setup: Setup):
+    cache = kv_cache_config(setup)
+    cache.kv_tp_replicas = 2
+    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
+    four = changed(config, "parallel_config.tensor_parallel_size", 4)
+
+    roots = [
+        namespace_of(changed(four, "parallel_config.rank", rank), cache, engine, "layout").root()
+        for rank in range(4)
+    ]
+
+    assert roots[0] == roots[1]
+    assert roots[2] == roots[3]
+    assert roots[0] != roots[2]
+
+
 @pytest.mark.parametrize("chunked_prefill", [True, False])
 def test_a_user_may_disable_vllms_own_prefix_caching(tmp_path: Path, chunked_prefill: bool):
     setup = Setup(folder=tmp_path / "model", options={}, prefix_caching=False)
