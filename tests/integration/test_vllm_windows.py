@@ -186,6 +186,7 @@ def test_two_ranks_hit_as_far_as_vllm_would(
     own = [plain.own_hit(question).cached_tokens for question in questions]
     two = {"tensor_parallel_size": 2, "processes": True}
     with engines.started(connector(disk=tmp_path), model=model, **two) as engine:
+        engine.wait_for_hit()
         cold = [engine.ask(question) for question in questions]
         engine.settle()
         warm = [engine.ask(question) for question in questions]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.model_families import LLAMA, make_llama
-from tests.integration.vllm_answers import Answer, Question
+from tests.integration.vllm_answers import Answer, Question, tokens
 from tests.support import native
 
 CHUNK, BLOCK = 64, 32
@@ -150,6 +150,18 @@ class Engine:
         """Wait until lookups are answered: the scheduler is connected to the workers, and no reset runs."""
         for _ in self.until("does not ask its worker"):
             if self.call("asks"):
+                return
+
+    def wait_for_hit(self) -> None:
+        """Wait until a prompt is loaded from the connector: the scheduler is connected to the workers.
+
+        For engines with processes of their own, whose scheduler the test cannot see.
+        """
+        probe = Question(tokens("is it connected", 200), max_tokens=1)
+        for _ in self.until("loads nothing"):
+            hit = self.ask(probe).cached_tokens > 0
+            self.settle()
+            if hit:
                 return
 
     def call(self, operation: str, **arguments: Any) -> Any:

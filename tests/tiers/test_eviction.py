@@ -330,7 +330,7 @@ def test_adding_a_held_chunk_is_refused() -> None:
     policy = LRUPolicy()
     policy.add(key(1), 1)
 
-    with pytest.raises(ValueError, match="held already"):
+    with pytest.raises(ValueError, match="stored already"):
         policy.add(key(1), 1)
     assert policy.discard(key(1))
     assert not policy.discard(key(1))
