@@ -221,7 +221,11 @@ class Driver:
 
     def _step(self, request: Any, count: int) -> Any:
         name = request.request_id
-        output = SimpleNamespace(num_scheduled_tokens={name: count} if count else {})
+        output = SimpleNamespace(
+            num_scheduled_tokens={name: count} if count else {},
+            total_num_scheduled_tokens=count,
+            scheduled_spec_decode_tokens={},
+        )
         metadata = self.times.call("build_connector_meta", self.side.plan_step, output)
         request.num_computed_tokens += count
         return metadata

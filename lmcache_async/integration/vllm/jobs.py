@@ -221,16 +221,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     Attributes:
         plans: Load decisions of requests admitted by the step, for the status page.
+        step: Number of the step, which the workers report at its end; 0 if they need not.
     """
 
     loads: tuple[Job, ...] = ()
     stores: tuple[Job, ...] = ()
     plans: tuple[RequestPlan, ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker connectors to the scheduler connector: progress of stores, by job.
+    """From the worker connectors to the scheduler connector: progress of stores, by job, and the end of a step.
 
     VLLM adds up the reports of all ranks in a step. The scheduler connector adds up the steps.
 
@@ -239,17 +241,20 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         unshared: For stores to be handed over that the tiers have answered, the number of chunks that did not
             reach a tier that other processes read.
         notices: Chunks that the tiers of the first rank stored or removed.
+        step: Number of the step that the report belongs to; 0 for none.
     """
 
     copied: Mapping[int, int]
     unshared: Mapping[int, int] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
+    step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         return WorkerReport(
             _added(self.copied, other.copied),
             _added(self.unshared, other.unshared),
             self.notices + other.notices,
+            max(self.step, other.step),
         )
 
 

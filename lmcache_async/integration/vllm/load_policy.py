@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lmcache_async.engine.costs import CostLine
 from lmcache_async.logging import LimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lmcache_async.types import Decided
 
@@ -21,7 +21,19 @@ MIN_GAIN = 0.1
 """Fraction by which computing must be faster to be chosen: it takes the device from other requests, loading does not."""
 
 MIN_STEP_TOKENS = 128
-"""Shorter steps are decodes, or too short to measure how fast the model computes prompts."""
+"""Steps with fewer prompt tokens are too short to measure how fast the model computes prompts."""
+
+MIN_RUNS = 3
+"""Runs of steps that must be measured before a hit is computed instead of loaded. The first may include a warm-up."""
+
+_KEPT_RUNS = 16
+"""Runs that the rate is computed from."""
+
+_MAX_RUN_STEPS = 8
+"""Steps of one run. A long prompt, or a queue of prompts, is split into several runs."""
+
+_MAX_IN_FLIGHT = 256
+"""Steps whose end was not reported. VLLM plans at most one more than the pipeline has stages."""
 
 NO_PREFIX = "no tier has a prefix of it"
 LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
@@ -70,43 +82,105 @@ def seconds_up_to(costs: Costs, chunks: float) -> float:
     return before_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step whose end was not reported.
+
+    Attributes:
+        tokens: Its prompt tokens; 0 if the step does not measure how fast the model computes prompts.
+    """
+
+    number: int
+    planned: float
+    tokens: int
+
+
 class PrefillClock:
     """Measures how fast the model computes prompts, from the scheduler's steps.
+
+    Steps may overlap, as with asynchronous scheduling and pipeline parallelism: a step is then planned before the
+    ones before it have ended. Steps run and end in the order of their plans, so the time of a step begins when it
+    was planned or when the step before it ended, whichever is later. The end of a single step may be noticed late,
+    which shortens the time of the next one. Steps that follow each other without a pause are therefore measured as
+    one run. The rate is the median of the last runs, weighted by their tokens.
 
     Args:
         now: Monotonic clock in seconds.
         tokens_per_s: Speed set by the user; None measures it.
-        overlapped: A step may be planned before the one before it has ended. Nothing is measured then, because
-            vLLM does not say which step has ended.
     """
 
-    def __init__(
-        self, now: Callable[[], float], tokens_per_s: float | None = None, *, overlapped: bool = False
-    ) -> None:
+    def __init__(self, now: Callable[[], float], tokens_per_s: float | None = None) -> None:
         self.now = now
-        self._line = CostLine()
         self._fixed = tokens_per_s
-        self._measures = tokens_per_s is None and not overlapped
-        self._step: tuple[float, int] | None = None
+        self._rate = tokens_per_s or 0.0
+        self._number = 0
+        self._in_flight: deque[_Step] = deque(maxlen=_MAX_IN_FLIGHT)
+        self._ended = -math.inf
+        self._run_steps = self._run_tokens = 0
+        self._run_s = 0.0
+        self._runs: deque[tuple[float, int]] = deque(maxlen=_KEPT_RUNS)  # tokens per second, tokens
 
-    def begin(self, tokens: int) -> None:
-        """A step of `tokens` tokens was planned."""
-        self._step = (self.now(), tokens) if self._measures and tokens >= MIN_STEP_TOKENS else None
+    def begin(self, prompt_tokens: int, tokens: int) -> int:
+        """Note that a step was planned.
 
-    def end(self) -> None:
-        """The step has ended."""
-        if self._step is not None:
-            planned, tokens = self._step
-            self._step = None
-            self._line.note(tokens, self.now() - planned)
+        Args:
+            prompt_tokens: Tokens of prompts that the step computes.
+            tokens: All tokens of the step.
+
+        Returns:
+            The number of the step, for `end`; 0 if its end is of no interest.
+        """
+        if self._fixed is not None or not tokens:
+            return 0
+        self._number += 1
+        measures = prompt_tokens >= MIN_STEP_TOKENS and 2 * prompt_tokens >= tokens
+        self._in_flight.append(_Step(self._number, self.now(), prompt_tokens if measures else 0))
+        return self._number
+
+    def end(self, number: int) -> None:
+        """Note that a step has ended. Ends of earlier steps that were not reported are lost."""
+        steps, lost = self._in_flight, False
+        while steps and steps[0].number < number:
+            steps.popleft()
+            lost = True
+            self._end_run(complete=False)
+        if not steps or steps[0].number != number:
+            return
+        step, now = steps.popleft(), self.now()
+        if step.tokens and not lost:  # otherwise the step may have begun later than is known
+            self._run_steps += 1
+            self._run_tokens += step.tokens
+            self._run_s += now - max(step.planned, self._ended)
+        self._ended = now
+        if not (steps and steps[0].tokens) or self._run_steps == _MAX_RUN_STEPS:
+            self._end_run()
 
     @property
     def known(self) -> bool:
-        return self._fixed is not None or self._line.known
+        return self._rate > 0
 
     def seconds(self, tokens: int) -> float:
-        """Seconds to compute `tokens` tokens of a prompt."""
-        return tokens / self._fixed if self._fixed is not None else self._line.seconds(tokens)
+        """Seconds to compute `tokens` tokens of a prompt; 0 if the rate is not known."""
+        return tokens / self._rate if self._rate else 0.0
+
+    def _end_run(self, *, complete: bool = True) -> None:
+        if complete and self._run_s > 0:
+            self._runs.append((self._run_tokens / self._run_s, self._run_tokens))
+            if len(self._runs) >= MIN_RUNS:
+                self._rate = _weighted_median(self._runs)
+        self._run_steps = self._run_tokens = 0
+        self._run_s = 0.0
+
+
+def _weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
+    """The lower median of values given with their weights."""
+    ordered = sorted(weighted)
+    half = sum(weight for _, weight in ordered) / 2
+    return next(
+        value
+        for (value, _), below in zip(ordered, accumulate(weight for _, weight in ordered), strict=True)
+        if below >= half
+    )
 
 
 @dataclass(frozen=True, slots=True)

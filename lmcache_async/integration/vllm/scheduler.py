@@ -16,7 +16,6 @@ from lmcache_async.integration.vllm.config import (
     engine_config,
     layerwise_tokens,
     roles_of,
-    steps_overlap,
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES
@@ -370,7 +369,6 @@ class SchedulerConnector:
         roles: What this vLLM does.
         client: Looks requests up.
         layerwise_tokens: Longest hit that is loaded by the step that uses it; 0 for none.
-        overlapped: VLLM plans a step before the one before it has ended.
         media: Which identifiers of images, audio and video identify their content.
         tier_media: Where each tier stores records, by its id.
 
@@ -389,7 +387,6 @@ class SchedulerConnector:
         roles: Roles,
         client: LookupClient,
         layerwise_tokens: int = 0,
-        overlapped: bool = False,
         media: MediaIdentity | None = None,
         tier_media: Mapping[str, Medium] | None = None,
     ) -> None:
@@ -399,7 +396,7 @@ class SchedulerConnector:
         self._media = media or MediaIdentity()
         self._client = client
         self.load_policy = LoadPolicy(
-            PrefillClock(client.now, config.vllm.prefill_tokens_per_s, overlapped=overlapped),
+            PrefillClock(client.now, config.vllm.prefill_tokens_per_s),
             config.chunk_size,
             always=config.vllm.load_policy == "always",
         )
@@ -477,7 +474,6 @@ class SchedulerConnector:
             roles=roles_of(transfer, config),
             client=client,
             layerwise_tokens=layerwise_tokens(config, vllm_config, one_group=one_group),
-            overlapped=steps_overlap(vllm_config),
             media=MediaIdentity.of(vllm_config),
             tier_media={name: each.medium for name, each in capabilities.items()},
         )
@@ -563,11 +559,13 @@ class SchedulerConnector:
                     tracker.states_offered(states)
                 # Tokens beyond the known ones are drafts or not sampled yet.
                 self._plan_stores(tracker, tracker.known_after(num_tokens), states)
-        self.load_policy.prefill.begin(sum(output.num_scheduled_tokens.values()))
+        # The model waits for layer-wise loads, so such a step measures no prefill.
+        prompt_tokens = 0 if self._layerwise_loads else _prompt_tokens(output)
+        step = self.load_policy.prefill.begin(prompt_tokens, output.total_num_scheduled_tokens)
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
-        return StepMetadata(loads=self.take_loads(), stores=stores, plans=plans)
+        return StepMetadata(loads=self.take_loads(), stores=stores, plans=plans, step=step)
 
     def take_loads(self) -> tuple[Job, ...]:
         """Loads planned since the last step. They must reach the workers even if planning the step fails."""
@@ -589,7 +587,7 @@ class SchedulerConnector:
             self._stores.copied(report.copied)
             self.stores_answered(report.unshared)
             self._notices.extend(report.notices)
-        self.load_policy.prefill.end()
+            self.load_policy.prefill.end(report.step)
 
     def finished(self, request: Any) -> Promise | None:
         """request_finished: after this call vLLM frees all of its blocks that we have not pinned.
@@ -880,6 +878,14 @@ def _warn_of_lost_writes(
             timeout_s,
             config.shutdown_timeout_s,
         )
+
+
+def _prompt_tokens(output: Any) -> int:
+    """Tokens of prompts in a step. A decode has one token, or several with draft tokens."""
+    counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if output.total_num_scheduled_tokens == len(counts):
+        return 0
+    return sum(count for request_id, count in counts.items() if count > 1 and request_id not in drafts)
 
 
 def _offered_states(request_id: str, block_state: Any) -> dict[int, dict[int, int]]:

@@ -541,6 +541,7 @@ class WorkerConnector:
         self._loads_early = False
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
+        self._step = 0
 
     @classmethod
     def of_vllm(
@@ -659,7 +660,7 @@ class WorkerConnector:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """bind_connector_metadata."""
-        self._loads, self._stores = metadata.loads, metadata.stores
+        self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
         self._running.report_plans(metadata.plans)
         if self._loads_early:
             self.start_loads()
@@ -696,7 +697,10 @@ class WorkerConnector:
     def take_report(self) -> WorkerReport | None:
         copied, unshared = self._running.take_copied(), self._running.take_unshared()
         notices = self._notices.take() if self._notices is not None else ()
-        return WorkerReport(copied, unshared, notices) if copied or unshared or notices else None
+        step, self._step = self._step, 0
+        return (
+            WorkerReport(copied, unshared, notices, step) if copied or unshared or notices or step else None
+        )
 
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: what the engine counted since the last call."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lmcache_async.integration.vllm.load_policy import (
     MIN_GAIN,
-    MIN_STEP_TOKENS,
     Hit,
     LoadPolicy,
     PrefillClock,
@@ -114,57 +113,6 @@ def test_a_hit_that_is_not_loaded_is_explained(caplog):
 
     assert "request r7: decided=recompute: of 1000 tokens of a hit 0 are loaded" in caplog.text
     assert "after 1.001 s, after 1.501 s with all of them" in caplog.text
-
-
-def test_a_step_is_timed_from_its_plan_to_its_end():
-    time = Time()
-    clock = PrefillClock(time)
-    assert not clock.known
-
-    clock.begin(1000)
-    time.now = 2.0
-    clock.end()
-    time.now = 5.0
-    clock.begin(2000)
-    time.now = 9.0
-    clock.end()
-
-    assert clock.known
-    assert clock.seconds(1000) == pytest.approx(2.0)
-    assert clock.seconds(2000) == pytest.approx(4.0)
-
-
-def test_decodes_and_ends_without_a_beginning_say_nothing():
-    time = Time()
-    clock = PrefillClock(time)
-    clock.end()
-    clock.begin(MIN_STEP_TOKENS - 1)
-    time.now = 1.0
-    clock.end()
-    clock.begin(1000)
-    clock.begin(0)  # its end was never reported
-    clock.end()
-
-    assert not clock.known
-
-
-def test_of_steps_that_overlap_nothing_is_learnt():
-    time = Time()
-    clock = PrefillClock(time, overlapped=True)
-    clock.begin(1000)
-    time.now = 1.0
-    clock.end()
-
-    assert not clock.known
-    assert PrefillClock(time, 100.0, overlapped=True).seconds(200) == 2.0
-
-
-def test_a_fixed_speed_is_not_measured():
-    clock = PrefillClock(Time(), 500.0)
-    clock.begin(1000)
-    clock.end()
-
-    assert (clock.known, clock.seconds(1000)) == (True, 2.0)
 
 
 @given(runs, st.floats(0, 120))

@@ -20,6 +20,7 @@ from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.load_policy import MIN_RUNS
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
 from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
@@ -150,12 +151,17 @@ class Bench:
         self.scheduler.allocated(request, blocks, external)
 
     def step(
-        self, *scheduled: tuple[Request, int], states: Mapping[str, list[tuple[int, int, int]]] | None = None
+        self,
+        *scheduled: tuple[Request, int],
+        states: Mapping[str, list[tuple[int, int, int]]] | None = None,
+        drafts: Mapping[str, list[int]] | None = None,
     ) -> StepMetadata:
         for request, count in scheduled:
             self.blocks_of(request, request.num_computed_tokens + count)
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: count for request, count in scheduled},
+            total_num_scheduled_tokens=sum(count for _, count in scheduled),
+            scheduled_spec_decode_tokens=drafts or {},
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         )
         metadata = self.scheduler.plan_step(output)
@@ -172,12 +178,13 @@ class Bench:
         copied: dict[int, int] | None = None,
         finished: set[str] | None = None,
         bad: set[int] = frozenset(),
+        step: int = 0,
     ) -> None:
         self.scheduler.update(
             SimpleNamespace(
                 invalid_block_ids=set(bad),
                 finished_recving=finished,
-                kv_connector_worker_meta=WorkerReport(copied) if copied else None,
+                kv_connector_worker_meta=WorkerReport(copied or {}, step=step) if copied or step else None,
             )
         )
 
@@ -321,11 +328,36 @@ def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_
             bench.client.answer(lookup, Answer(20, costs=((20, 1.0),)))
         assert bench.scheduler.match(first, 0) == (160, True)  # nothing is known yet
 
-        bench.step((first, 160))
-        bench.client.time = 0.06
-        bench.report()
+        for _ in range(MIN_RUNS):
+            step = bench.step((bench.request(160), 160)).step
+            bench.client.time += 0.02
+            bench.report(step=step)
 
         assert bench.scheduler.match(second, 0)[0] == offered
+
+
+def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
+    """A step without tokens, whose end vLLM may not report, and decodes with drafts are between the prompts."""
+    bench = Bench(num_blocks=5001)
+    decoding = bench.request(8)
+    bench.step((decoding, 8))
+    in_flight: list[int] = []
+    for _ in range(3 * MIN_RUNS):
+        drafts = {decoding.request_id: [0] * 199}
+        in_flight += [bench.step((bench.request(200), 200)).step, bench.idle().step]
+        in_flight.append(bench.step((decoding, 200), drafts=drafts).step)
+        for step in in_flight[:-1]:
+            bench.client.time += 0.1 if step else 0.0
+            bench.report(step=step)
+        del in_flight[:-1]
+
+    assert bench.scheduler.load_policy.prefill.seconds(200) == pytest.approx(0.1)
+
+
+def test_steps_have_no_number_if_the_speed_of_the_model_is_set():
+    bench = Bench(**SLOW)
+
+    assert bench.step((bench.request(160), 160)).step == 0
 
 
 @pytest.mark.parametrize("params", [{"skip_load": True}, {"lmcache.skip_load": 1}], ids=["ours", "lmcache"])

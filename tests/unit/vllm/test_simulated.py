@@ -214,6 +214,36 @@ def test_requests_with_one_prefix_at_the_same_moment(simulators: Simulators):
     assert_nothing_is_held(sim)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_a_hit_in_a_slow_tier_is_computed_without_any_setting(
+    simulators: Simulators, tmp_path: Path, overlapped: bool, num_ranks: int
+):
+    """The first hit is loaded, and shows how slow the tier is. A read takes longer than all steps of a prompt."""
+    faults = {"name": "faults", "delay_s": 0.5, "get": {"delay": 1.0}}
+    disk = {"name": "disk", "path": str(tmp_path / "kv"), "max_bytes": "64MiB", "layers": [faults]}
+    options = {
+        "vllm.load_policy": "auto",
+        "tiers": ["cpu", disk],
+        "arena.max_bytes": "256KiB",  # less than one prompt
+        "retrieve.promote": False,
+    }
+    sim = simulators(options, overlapped=overlapped, ranks=num_ranks)
+    prompts = [prompt(900, seed) for seed in range(4)]
+    for index, tokens in enumerate(prompts):
+        sim.add(f"cold{index}", tokens)
+        simulators.settle(sim)
+    assert scheduler_of(sim).load_policy.prefill.known
+    for index, tokens in enumerate(prompts[:2]):
+        sim.add(f"warm{index}", tokens)
+        simulators.settle(sim)
+
+    assert scheduler_of(sim).load_policy.counts["load"] == 1
+    assert scheduler_of(sim).load_policy.counts["recompute"] == 1
+    assert sim.cached_tokens["warm1"] == (0, 0)
+    assert sim.outputs["warm1"] == expected(prompts[1], 4)
+
+
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: bool):
     sim = simulators(num_blocks=24, overlapped=overlapped, max_num_seqs=4)

@@ -385,6 +385,14 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     assert side.take_report() is None
 
 
+def test_the_end_of_a_numbered_step_is_reported_once(worker: Worker):
+    worker.begin_step(StepMetadata(step=7))
+    report = worker.take_report()
+
+    assert (report.step, report.copied) == (7, {})
+    assert worker.take_report() is None
+
+
 def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):
     side = WorkerConnector(
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
