@@ -21,21 +21,27 @@ def slow(disk: Path, **extra: Any) -> dict[str, Any]:
     return transfer
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 def test_what_a_slow_tier_has_is_computed_once_that_is_known(
-    engines: Engines, reference: Reference, tmp_path: Path
+    engines: Engines, reference: Reference, tmp_path: Path, overlapped: bool
 ) -> None:
     """The first hit is loaded, and tells how slow the tier is; the next one is not."""
+    options = {"async_scheduling": True} if overlapped else {}
     questions = [Question(tokens(f"slow {number}", 730)) for number in range(3)]
     with engines.started(connector(disk=tmp_path / "kv")) as engine:
         engine.ask_all(questions)
         engine.settle()
 
-    with engines.started(slow(tmp_path / "kv")) as engine:
-        warm = engine.ask(Question(tokens("something else", 730)))
+    with engines.started(slow(tmp_path / "kv"), **options) as engine:
+        assert engine.call("overlaps") == overlapped
+        warm = [engine.ask(Question(tokens(f"something else {number}", 730))) for number in range(3)]
+        rate = engine.call("prefill_rate")
         first, second, third = (engine.ask(question) for question in questions)
         log = engine.log()
 
-    assert warm.cached_tokens == 0
+    assert all(answer.cached_tokens == 0 for answer in warm)
+    # At least half of the tokens took no less than the rate says, and they all fit into the times of the answers.
+    assert rate >= 730 / 2 / max(answer.seconds for answer in warm)
     assert (first.tiers, first.cached_tokens) == ({"disk": 704}, 704)
     assert first.seconds > 1.0
     for answer in (second, third):

@@ -47,6 +47,8 @@ class Child:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        if options.get("async_scheduling"):
+            _allow_asynchronous_scheduling()
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -138,6 +140,15 @@ class Child:
         """Whether our scheduler connector asks the worker connector: connected, and no reset under way."""
         return bool(self._scheduler.connector.scheduler.ready)
 
+    def overlaps(self) -> bool:
+        """Whether vLLM schedules a step before the one before it has ended."""
+        return self._engine.engine_core.engine_core.batch_queue is not None
+
+    def prefill_rate(self) -> float:
+        """Return the prompt tokens per second that our scheduler connector has learnt; 0 if they are not known."""
+        prefill = self._scheduler.connector.scheduler.load_policy.prefill
+        return 1000 / prefill.seconds(1000) if prefill.known else 0.0
+
     def state(self, name: str) -> str:
         """Return vLLM's status of the request, or an empty string if it is finished."""
         for request in self._scheduler.requests.values():
@@ -217,6 +228,19 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)  # to take down the interpreter with all of vLLM in it takes seconds
+
+
+def _allow_asynchronous_scheduling() -> None:
+    """VLLM's CPU platform turns asynchronous scheduling off. Its workers run with it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_otherwise(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_otherwise)
 
 
 def _copy_states_without_triton() -> None:
