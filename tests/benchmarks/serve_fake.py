@@ -96,7 +96,7 @@ def answer(value: Any) -> None:
 
 def main() -> None:
     fake = Fake(json.loads(sys.stdin.readline()))
-    facts = {"vocabulary": 4096, "dtype": "float32", "overlapping_steps": True}
+    facts = {"vocabulary": 4096, "dtype": "float32"}
     answer(facts)
     for line in sys.stdin:
         request = json.loads(line)

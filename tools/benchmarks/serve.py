@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.bench.measure import Row
+from lmcache_async.integration.vllm.load_policy import MIN_RUNS
 from tools.benchmarks import serve_files
 from tools.benchmarks.command import option
 from tools.benchmarks.serve_engine import (
@@ -452,8 +453,6 @@ class Contest:
         delay_s = max(SLOWER * cold_s, 0.2)
         timeout_s = 60.0 + 4 * delay_s
         settings: dict[str, Any] = {"retrieve.timeout_s": timeout_s}
-        if self.plain.facts["overlapping_steps"]:  # the speed of the model cannot be measured then
-            settings["vllm.prefill_tokens_per_s"] = self._settings.tokens / cold_s
         delay = {"name": "faults", "delay_s": delay_s, "get": {"delay": 1.0}}
         tier = disk_tier(self._starter.directory / "slow", layers=[delay], timeout_s=timeout_s)
         return Contestant(SLOW, ours([tier], self._settings.arena_mib * MIB // 2, **settings))
@@ -465,7 +464,8 @@ class Contest:
         computed = self.plain.ask(new)
         lesson = Stored(new, (), computed, self._own_hit(new))
         self._turn(slow)
-        slow.ask(new)
+        for each in [*(self._new_prompt() for _ in range(MIN_RUNS)), new]:
+            slow.ask(each)
         serve_files.wait_still(self._starter.directory / "slow")
         loaded = [self._ask_slow_tier(slow, lesson).cached_tokens > 0 for _ in range(POOL_PROMPTS)]
         if not any(loaded) or loaded[-1]:

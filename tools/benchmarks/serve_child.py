@@ -97,7 +97,6 @@ class Child:
         return {
             "vocabulary": config.model_config.get_vocab_size(),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "overlapping_steps": bool(config.scheduler_config.async_scheduling),
         }
 
     async def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
