@@ -16,13 +16,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from examples.demo.model import ModelSize, make_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 LLAMA = ModelSize(vocabulary=512, layers=4, hidden=256, heads=4, head_size=64, max_tokens=4096)
 VOCABULARY = LLAMA.vocabulary
 HIDDEN, HEADS, HEAD_SIZE, LAYERS = LLAMA.hidden, LLAMA.heads, LLAMA.head_size, 3  # of the other families
 WINDOW = 96  # tokens that a sliding-window layer sees
+GEMMA2_WINDOW, GPT_OSS_WINDOW = 100, 80  # these end inside a block
+LLAMA4_CHUNK = 128  # tokens of an attention chunk
+KV_HEADS = 2  # of the families with grouped-query attention
+EXPERTS, EXPERT_SIZE = 4, 64  # of the families with a mixture of experts
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 IMAGE_SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(VOCABULARY, VOCABULARY + 4)
@@ -40,32 +47,100 @@ class Weights:
         self.tensors: dict[str, torch.Tensor] = {}
         self._generator = torch.Generator().manual_seed(seed)
 
-    def linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0, bias: bool = False) -> None:
-        self.tensors[f"{name}.weight"] = self._normal(rows, columns) * (gain / math.sqrt(columns))
-        if bias:
-            self.tensors[f"{name}.bias"] = self._normal(rows) * 0.1
+    def decoder(
+        self,
+        *,
+        layers: int = LAYERS,
+        vocabulary: int = VOCABULARY,
+        norms: Sequence[str] = _NORMS,
+        norm: float = 1.0,
+        final_norm: float = 1.0,
+        tied: bool = False,
+    ) -> Iterator[str]:
+        """Write the embeddings, the output layer and the norms, and yield the name of each layer.
 
-    def embedding(self, name: str, rows: int, columns: int, *, scale: float = 1.0) -> None:
-        self.tensors[f"{name}.weight"] = self._normal(rows, columns) * scale
+        Args:
+            norm: Value of the norms of a layer.
+            tied: The embeddings are the output layer too, and the model multiplies them by sqrt(HIDDEN), as Gemma does.
+        """
+        self.normal("model.embed_tokens.weight", vocabulary, HIDDEN, scale=HIDDEN**-0.5 if tied else 1.0)
+        if not tied:
+            self.linear("lm_head", vocabulary, HIDDEN, gain=2.0)
+        self.constant("model.norm", HIDDEN, final_norm)
+        for layer in range(layers):
+            name = f"model.layers.{layer}"
+            for part in norms:
+                self.constant(f"{name}.{part}", HIDDEN, norm)
+            yield name
+
+    def normal(self, name: str, *shape: int, scale: float = 1.0) -> None:
+        self.tensors[name] = torch.randn(*shape, generator=self._generator) * scale
+
+    def linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0, bias: bool = False) -> None:
+        self.normal(f"{name}.weight", rows, columns, scale=gain / math.sqrt(columns))
+        if bias:
+            self.normal(f"{name}.bias", rows, scale=0.1)
 
     def constant(self, name: str, size: int, value: float) -> None:
         self.tensors[f"{name}.weight"] = torch.full((size,), value)
 
-    def mlp(self, name: str, hidden: int, *, size: int = 0, bias: bool = False) -> None:
+    def mlp(
+        self,
+        name: str,
+        *,
+        hidden: int = HIDDEN,
+        size: int = 0,
+        bias: bool = False,
+        parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         size = size or hidden
-        self.linear(f"{name}.gate_proj", size, hidden, bias=bias)
-        self.linear(f"{name}.up_proj", size, hidden, bias=bias)
-        self.linear(f"{name}.down_proj", hidden, size, gain=0.5, bias=bias)
+        gate, up, down = parts
+        self.linear(f"{name}.{gate}", size, hidden, bias=bias)
+        self.linear(f"{name}.{up}", size, hidden, bias=bias)
+        self.linear(f"{name}.{down}", hidden, size, gain=0.5, bias=bias)
 
-    def attention(self, name: str, *, bias: bool = False) -> None:
-        for part, gain in (("q_proj", 2.2), ("k_proj", 2.2), ("v_proj", 1.0)):
-            self.linear(f"{name}.{part}", HEADS * HEAD_SIZE, HIDDEN, gain=gain, bias=bias)
-        self.linear(f"{name}.o_proj", HIDDEN, HEADS * HEAD_SIZE)
+    def experts(
+        self,
+        name: str,
+        *,
+        parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        more: Sequence[str] = (),
+    ) -> None:
+        """A mixture of experts, with a router `gate`."""
+        self.linear(f"{name}.gate", EXPERTS, HIDDEN)
+        for part in more:
+            self.linear(f"{name}.{part}", 1, HIDDEN)
+        for expert in range(EXPERTS):
+            self.mlp(f"{name}.experts.{expert}", size=EXPERT_SIZE, parts=parts)
+
+    def fused_experts(self, name: str, *, bias: bool = False) -> None:
+        """The experts of a layer in two tensors, which are transposed."""
+        self.normal(f"{name}.gate_up_proj", EXPERTS, HIDDEN, 2 * EXPERT_SIZE, scale=1 / math.sqrt(HIDDEN))
+        self.normal(f"{name}.down_proj", EXPERTS, EXPERT_SIZE, HIDDEN, scale=0.5 / math.sqrt(EXPERT_SIZE))
+        if bias:
+            self.normal(f"{name}.gate_up_proj_bias", EXPERTS, 2 * EXPERT_SIZE, scale=0.1)
+            self.normal(f"{name}.down_proj_bias", EXPERTS, HIDDEN, scale=0.1)
+
+    def attention(
+        self, name: str, *, kv_heads: int = HEADS, norm: float | None = None, bias: bool = False
+    ) -> None:
+        """Attention whose scores differ, with norms of queries and keys if there is a value for them."""
+        gain = 2.2 if norm is None else 1.0
+        for part, heads, scale in (
+            ("q_proj", HEADS, gain),
+            ("k_proj", kv_heads, gain),
+            ("v_proj", kv_heads, 1.0),
+        ):
+            self.linear(f"{name}.{part}", heads * HEAD_SIZE, HIDDEN, gain=scale, bias=bias)
+        self.linear(f"{name}.o_proj", HIDDEN, HEADS * HEAD_SIZE, bias=bias)
+        if norm is not None:
+            for part in ("q_norm", "k_norm"):
+                self.constant(f"{name}.{part}", HEAD_SIZE, norm)
 
     def recurrent(self, name: str, keys: int, values: int) -> None:
         """A Gated DeltaNet layer with this number of key heads and value heads."""
         channels = (2 * keys + values) * HEAD_SIZE
-        self.tensors[f"{name}.conv1d.weight"] = self._normal(channels, 1, 4) / 2
+        self.normal(f"{name}.conv1d.weight", channels, 1, 4, scale=0.5)
         self.tensors[f"{name}.A_log"] = torch.linspace(-5.0, -2.0, values)
         self.tensors[f"{name}.dt_bias"] = torch.ones(values)
         self.linear(f"{name}.in_proj_qkvz", channels + values * HEAD_SIZE, HIDDEN)
@@ -73,26 +148,17 @@ class Weights:
         self.linear(f"{name}.out_proj", HIDDEN, values * HEAD_SIZE)
         self.constant(f"{name}.norm", HEAD_SIZE, 1.0)
 
-    def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
 
 def make_image_model(directory: Path, *, image_mean: float = 0.5) -> Path:
     """Write a Qwen2.5-VL with its image processor and tokenizer."""
     weights = Weights(seed=2)
-    weights.embedding("model.embed_tokens", IMAGE_VOCABULARY, HIDDEN)
-    weights.linear("lm_head", IMAGE_VOCABULARY, HIDDEN, gain=2.0)
-    weights.constant("model.norm", HIDDEN, 1.0)
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        weights.constant(f"{name}.input_layernorm", HIDDEN, 1.0)
-        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 1.0)
+    for name in weights.decoder(vocabulary=IMAGE_VOCABULARY):
         weights.attention(f"{name}.self_attn")
         for part in ("q_proj", "k_proj", "v_proj"):
             weights.tensors[f"{name}.self_attn.{part}.bias"] = torch.zeros(HEADS * HEAD_SIZE)
-        weights.mlp(f"{name}.mlp", HIDDEN)
+        weights.mlp(f"{name}.mlp")
     _vision_tower(weights)
-    _write(directory, _image_config(), weights)
+    _write(directory, weights, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **_image_config())
     _write_tokenizer(directory, IMAGE_SPECIAL)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -120,7 +186,7 @@ def _vision_tower(weights: Weights) -> None:
         weights.constant(f"{name}.norm2", size, 1.0)
         weights.linear(f"{name}.attn.qkv", 3 * size, size, gain=1.5, bias=True)
         weights.linear(f"{name}.attn.proj", size, size, bias=True)
-        weights.mlp(f"{name}.mlp", size, bias=True)
+        weights.mlp(f"{name}.mlp", hidden=size, bias=True)
     merged = size * MERGE**2
     weights.constant("visual.merger.ln_q", size, 1.0)
     weights.linear("visual.merger.mlp.0", merged, merged, bias=True)
@@ -129,27 +195,12 @@ def _vision_tower(weights: Weights) -> None:
 
 def _image_config() -> dict[str, object]:
     return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
         "image_token_id": IMAGE_PAD,
         "video_token_id": VIDEO_PAD,
         "vision_start_token_id": VISION_START,
         "vision_end_token_id": VISION_END,
         "vocab_size": IMAGE_VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
         "vision_config": {
             "model_type": "qwen2_5_vl",
             "depth": VISION_LAYERS,
@@ -200,131 +251,219 @@ def make_embedding_model(directory: Path) -> Path:
     return directory
 
 
+def make_adapter(directory: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter of the Llama that changes every projection of the attention."""
+    weights, rank, size = Weights(seed), 8, HEADS * HEAD_SIZE
+    parts = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for layer in range(LLAMA.layers):
+        for part in parts:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights.linear(f"{name}.lora_A", rank, HIDDEN)
+            weights.linear(f"{name}.lora_B", size, rank)
+    directory.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": parts, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights.tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def make_qwen3(directory: Path) -> Path:
+    """Write a Qwen3: norms of queries and keys, and keys shared by two queries each."""
+    weights = Weights(seed=7)
+    for name in weights.decoder():
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS, norm=2.2)
+        weights.mlp(f"{name}.mlp")
+    return _write(directory, weights, "Qwen3ForCausalLM", "qwen3", num_key_value_heads=KV_HEADS)
+
+
+def make_qwen3_moe(directory: Path) -> Path:
+    weights = Weights(seed=8)
+    for name in weights.decoder():
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS, norm=2.2)
+        weights.experts(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        num_key_value_heads=KV_HEADS,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=EXPERT_SIZE,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    )
+
+
+def make_mixtral(directory: Path) -> Path:
+    weights = Weights(seed=9)
+    for name in weights.decoder():
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        weights.experts(f"{name}.block_sparse_moe", parts=("w1", "w3", "w2"))
+    return _write(
+        directory,
+        weights,
+        "MixtralForCausalLM",
+        "mixtral",
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=EXPERT_SIZE,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    )
+
+
+def make_phi3(directory: Path) -> Path:
+    """Write a Phi-3, whose projections are stored together."""
+    weights, size = Weights(seed=10), HEADS * HEAD_SIZE
+    for name in weights.decoder():
+        weights.linear(f"{name}.self_attn.qkv_proj", 3 * size, HIDDEN, gain=2.2)
+        weights.linear(f"{name}.self_attn.o_proj", HIDDEN, size, gain=0.5)
+        weights.linear(f"{name}.mlp.gate_up_proj", 2 * HIDDEN, HIDDEN)
+        weights.linear(f"{name}.mlp.down_proj", HIDDEN, HIDDEN, gain=0.5)
+    return _write(directory, weights, "Phi3ForCausalLM", "phi3", pad_token_id=0)
+
+
+def make_gemma2(directory: Path) -> Path:
+    """Write a Gemma 2: a sliding window in every other layer, which ends inside a block, and capped scores."""
+    weights = Weights(seed=11)
+    for name in weights.decoder(layers=4, norms=_GEMMA_NORMS, norm=0.0, tied=True):
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        weights.mlp(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "Gemma2ForCausalLM",
+        "gemma2",
+        num_hidden_layers=4,
+        num_key_value_heads=KV_HEADS,
+        query_pre_attn_scalar=HEAD_SIZE,
+        sliding_window=GEMMA2_WINDOW,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )
+
+
+def make_gpt_oss(directory: Path) -> Path:
+    """Write a gpt-oss: attention sinks, a sliding window in every other layer, and a mixture of experts."""
+    weights = Weights(seed=12)
+    for name in weights.decoder(layers=4):
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS, bias=True)
+        weights.normal(f"{name}.self_attn.sinks", HEADS)
+        weights.linear(f"{name}.mlp.router", EXPERTS, HIDDEN, bias=True)
+        weights.fused_experts(f"{name}.mlp.experts", bias=True)
+    return _write(
+        directory,
+        weights,
+        "GptOssForCausalLM",
+        "gpt_oss",
+        num_hidden_layers=4,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=EXPERT_SIZE,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        sliding_window=GPT_OSS_WINDOW,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 1024,
+        },
+    )
+
+
+def make_llama4(directory: Path) -> Path:
+    """Write a Llama 4: three layers of chunked local attention, then one without positions that sees everything."""
+    weights, layers = Weights(seed=13), 4
+    for index, name in enumerate(weights.decoder(layers=layers)):
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        if index % 2:
+            weights.linear(f"{name}.feed_forward.router", EXPERTS, HIDDEN)
+            weights.fused_experts(f"{name}.feed_forward.experts")
+            weights.mlp(f"{name}.feed_forward.shared_expert", size=EXPERT_SIZE)
+        else:
+            weights.mlp(f"{name}.feed_forward")
+    return _write(
+        directory,
+        weights,
+        "Llama4ForCausalLM",
+        "llama4_text",
+        num_hidden_layers=layers,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=EXPERT_SIZE,
+        intermediate_size_mlp=HIDDEN,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1] * (layers - 1) + [0],
+        use_qk_norm=False,
+        attention_chunk_size=LLAMA4_CHUNK,
+        attn_temperature_tuning=False,
+    )
+
+
 def make_mla_model(directory: Path) -> Path:
     """Write a DeepSeek-V2 whose layers are all dense. vLLM's kernel for CPUs wants latents of 512 and 64 numbers."""
     latent, rope, nope, value = 512, 64, 64, 64
     weights = Weights(seed=3)
-    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN)
-    weights.linear("lm_head", VOCABULARY, HIDDEN, gain=2.0)
-    weights.constant("model.norm", HIDDEN, 1.0)
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        weights.constant(f"{name}.input_layernorm", HIDDEN, 1.0)
-        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 1.0)
+    for name in weights.decoder():
         weights.linear(f"{name}.self_attn.q_proj", HEADS * (nope + rope), HIDDEN, gain=2.2)
         weights.linear(f"{name}.self_attn.kv_a_proj_with_mqa", latent + rope, HIDDEN, gain=2.2)
         weights.constant(f"{name}.self_attn.kv_a_layernorm", latent, 1.0)
         weights.linear(f"{name}.self_attn.kv_b_proj", HEADS * (nope + value), latent)
         weights.linear(f"{name}.self_attn.o_proj", HIDDEN, HEADS * value)
-        weights.mlp(f"{name}.mlp", HIDDEN)
-    config = {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "moe_intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": None,
-        "kv_lora_rank": latent,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": value,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": LAYERS,
-        "moe_layer_freq": 1,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    return _write(directory, config, weights)
+        weights.mlp(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        head_dim=rope,
+        moe_intermediate_size=HIDDEN,
+        q_lora_rank=None,
+        kv_lora_rank=latent,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        first_k_dense_replace=LAYERS,
+        moe_layer_freq=1,
+    )
 
 
-def make_sliding_window_model(directory: Path) -> Path:
-    """Write a Gemma 3: two layers with a sliding window, then one that sees everything."""
-    weights = Weights(seed=4)
-    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN, scale=1 / math.sqrt(HIDDEN))
-    weights.constant("model.norm", HIDDEN, 1.0)  # Gemma adds one to it
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        for norm in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ):
-            weights.constant(f"{name}.{norm}", HIDDEN, 0.0)
-        weights.attention(f"{name}.self_attn")
-        weights.constant(f"{name}.self_attn.q_norm", HEAD_SIZE, 0.5)
-        weights.constant(f"{name}.self_attn.k_norm", HEAD_SIZE, 0.5)
-        weights.mlp(f"{name}.mlp", HIDDEN)
-    config = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_SIZE,
-        "query_pre_attn_scalar": HEAD_SIZE,
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_local_base_freq": 10000.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": True,
-    }
-    return _write(directory, config, weights)
+def make_sliding_window_model(directory: Path, *, repeats: int = 1) -> Path:
+    """Write a Gemma 3: two layers with a sliding window, then one that sees everything, so many times."""
+    weights, layers = Weights(seed=4), LAYERS * repeats
+    for name in weights.decoder(layers=layers, norms=_GEMMA_NORMS, norm=0.0, tied=True):
+        weights.attention(f"{name}.self_attn", norm=0.5)  # one is added to norms
+        weights.mlp(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        query_pre_attn_scalar=HEAD_SIZE,
+        num_hidden_layers=layers,
+        sliding_window=WINDOW,
+        layer_types=(["sliding_attention"] * (LAYERS - 1) + ["full_attention"]) * repeats,
+        rope_local_base_freq=10000.0,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )
 
 
 def make_windows_only_model(directory: Path) -> Path:
     """Write a Mistral with a sliding window in every layer."""
     weights = Weights(seed=5)
-    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN)
-    weights.linear("lm_head", VOCABULARY, HIDDEN, gain=2.0)
-    weights.constant("model.norm", HIDDEN, 1.0)
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        weights.constant(f"{name}.input_layernorm", HIDDEN, 1.0)
-        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 1.0)
+    for name in weights.decoder():
         weights.attention(f"{name}.self_attn")
-        weights.mlp(f"{name}.mlp", HIDDEN)
-    config = {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_SIZE,
-        "sliding_window": WINDOW,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    return _write(directory, config, weights)
+        weights.mlp(f"{name}.mlp")
+    return _write(directory, weights, "MistralForCausalLM", "mistral", sliding_window=WINDOW)
 
 
 def make_recurrent_model(directory: Path) -> Path:
@@ -333,66 +472,66 @@ def make_recurrent_model(directory: Path) -> Path:
     vLLM's kernel for CPUs wants states of 64 by 64 numbers and bfloat16. The states decay slowly, so that they depend
     on tokens far back.
     """
-    layers, keys, values, experts, expert_size = 4, 2, 2, 4, 64
+    layers, keys, values = 4, 2, 2
     weights = Weights(seed=6)
-    weights.embedding("model.embed_tokens", VOCABULARY, HIDDEN)
-    weights.linear("lm_head", VOCABULARY, HIDDEN, gain=2.0)
-    weights.constant("model.norm", HIDDEN, 0.0)  # one is added to it
-    for layer in range(layers):
-        name = f"model.layers.{layer}"
-        weights.constant(f"{name}.input_layernorm", HIDDEN, 0.0)
-        weights.constant(f"{name}.post_attention_layernorm", HIDDEN, 0.0)
-        if layer < layers - 1:
+    for index, name in enumerate(
+        weights.decoder(layers=layers, norm=0.0, final_norm=0.0)
+    ):  # one is added to norms
+        if index < layers - 1:
             weights.recurrent(f"{name}.linear_attn", keys, values)
-            weights.mlp(f"{name}.mlp", HIDDEN)
+            weights.mlp(f"{name}.mlp")
         else:
-            weights.attention(f"{name}.self_attn")
-            weights.linear(f"{name}.self_attn.q_proj", 2 * HEADS * HEAD_SIZE, HIDDEN, gain=2.2)  # with a gate
-            weights.constant(f"{name}.self_attn.q_norm", HEAD_SIZE, 0.0)
-            weights.constant(f"{name}.self_attn.k_norm", HEAD_SIZE, 0.0)
-            weights.linear(f"{name}.mlp.gate", experts, HIDDEN)
-            weights.linear(f"{name}.mlp.shared_expert_gate", 1, HIDDEN)
-            for expert in (*(f"experts.{index}" for index in range(experts)), "shared_expert"):
-                weights.mlp(f"{name}.mlp.{expert}", HIDDEN, size=expert_size)
+            weights.attention(f"{name}.self_attn", norm=1.2)
+            weights.linear(f"{name}.self_attn.q_proj", 2 * HEADS * HEAD_SIZE, HIDDEN)  # with a gate
+            weights.experts(f"{name}.mlp", more=["shared_expert_gate"])
+            weights.mlp(f"{name}.mlp.shared_expert", size=EXPERT_SIZE)
+    weights.tensors = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
+    return _write(
+        directory,
+        weights,
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        num_hidden_layers=layers,
+        layer_types=["linear_attention"] * (layers - 1) + ["full_attention"],
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=HEAD_SIZE,
+        linear_value_head_dim=HEAD_SIZE,
+        linear_num_key_heads=keys,
+        linear_num_value_heads=values,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=EXPERT_SIZE,
+        shared_expert_intermediate_size=EXPERT_SIZE,
+        decoder_sparse_step=1,
+        mlp_only_layers=list(range(layers - 1)),
+        norm_topk_prob=True,
+        partial_rotary_factor=0.25,
+        torch_dtype="bfloat16",
+    )
+
+
+def _write(directory: Path, weights: Weights, architecture: str, model_type: str, **own: object) -> Path:
+    """Write the weights and the config: the keys of this family over those that all have."""
     config = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE,
-        "layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": HEAD_SIZE,
-        "linear_value_head_dim": HEAD_SIZE,
-        "linear_num_key_heads": keys,
-        "linear_num_value_heads": values,
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": expert_size,
-        "shared_expert_intermediate_size": expert_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(layers - 1)),
-        "norm_topk_prob": True,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
         "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
-    weights.tensors = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
-    return _write(directory, config, weights)
-
-
-def _write(directory: Path, config: Mapping[str, object], weights: Weights) -> Path:
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config | own))
     save_file(weights.tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

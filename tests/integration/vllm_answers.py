@@ -37,6 +37,7 @@ class Question:
     Attributes:
         images: In the order of their placeholders in the prompt.
         processor: The request's `mm_processor_kwargs`.
+        adapter: Directory of a LoRA adapter.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +46,7 @@ class Question:
     params: Mapping[str, Any] | None = None
     images: tuple[Image, ...] = ()
     processor: Mapping[str, Any] | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

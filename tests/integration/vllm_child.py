@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tests.integration import forking, vision, vllm_worker_calls
@@ -29,15 +30,9 @@ _IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "lmcache_async.engine.engine",
 )
-# Registered as classes, since vLLM looks at models that it knows by name in a process of their own.
-_MODELS = {
-    "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2",
-    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
-    "LlamaForCausalLM": "vllm.model_executor.models.llama",
-    "MistralForCausalLM": "vllm.model_executor.models.mistral",
-    "Qwen3NextForCausalLM": "vllm.model_executor.models.qwen3_next",
-}
-_IMAGE_MODELS = {"Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl"}
+# The models that most tests use; another model's module is imported by the engine that uses it.
+_MODELS = ("deepseek_v2", "gemma3", "llama", "mistral", "qwen3_next")
+_IMAGE_MODELS = ("qwen2_5_vl",)
 
 
 class Child:
@@ -52,15 +47,18 @@ class Child:
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
+        _load_model_class(Path(options["model"]))
         defaults = {"enable_prefix_caching": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(**(defaults | options))
         self._engine: Any = self._llm.llm_engine
         self._answers: dict[str, dict[str, Any]] = {}
         self._begun: dict[str, float] = {}
+        self._adapters: dict[str, int] = {}
 
     def add(self, requests: list[dict[str, Any]]) -> None:
         """Give requests to vLLM."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         for request in requests:
             prompt: Any = {"prompt_token_ids": request["prompt"]}
@@ -80,8 +78,12 @@ class Child:
                 detokenize=False,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
+            adapter = None
+            if request["adapter"]:
+                number = self._adapters.setdefault(request["adapter"], len(self._adapters) + 1)
+                adapter = LoRARequest(f"adapter {number}", number, request["adapter"])
             self._begun[request["name"]] = time.monotonic()
-            self._engine.add_request(request["name"], prompt, sampling)
+            self._engine.add_request(request["name"], prompt, sampling, lora_request=adapter)
 
     def step(self) -> None:
         for output in self._engine.step():
@@ -126,8 +128,12 @@ class Child:
         return TestClient(app).get("/metrics").text
 
     def call(self, name: str) -> Any:
-        """Run a function of `vllm_worker_calls` in the worker."""
-        return self._llm.collective_rpc(getattr(vllm_worker_calls, name))[0]
+        """Run a function of `vllm_worker_calls` in every worker, and return what the first one answers."""
+        return self.call_all(name)[0]
+
+    def call_all(self, name: str) -> list[Any]:
+        """Run a function of `vllm_worker_calls` in every worker."""
+        return list(self._llm.collective_rpc(getattr(vllm_worker_calls, name)))
 
     # With the scheduler in this process only.
 
@@ -243,6 +249,16 @@ def _allow_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(check_otherwise)
 
 
+def _load_model_class(model: Path) -> None:
+    """Register the model's class instead of its name, which vLLM would look at in a process of its own."""
+    from vllm import ModelRegistry
+
+    [architecture] = json.loads((model / "config.json").read_text())["architectures"]
+    registered = ModelRegistry.models[architecture]
+    if hasattr(registered, "module_name"):
+        ModelRegistry.register_model(architecture, registered.load_model_cls())
+
+
 def _copy_states_without_triton() -> None:
     """VLLM copies recurrent states from block to block with a Triton kernel, which a CPU does not have."""
     from vllm.v1.worker import mamba_utils
@@ -272,12 +288,10 @@ def main() -> None:
     gc.disable()  # while vLLM is imported
     forking.fork_instead_of_spawn()
     images = vision.prepare()
-    for name in _IMPORTS:
+    models = _MODELS + (_IMAGE_MODELS if images else ())
+    for name in (*_IMPORTS, *(f"vllm.model_executor.models.{model}" for model in models)):
         importlib.import_module(name)
-    registry = importlib.import_module("vllm").ModelRegistry
     _remember_model("LlamaForCausalLM")
-    for architecture, module in (_MODELS | (_IMAGE_MODELS if images else {})).items():
-        registry.register_model(architecture, getattr(importlib.import_module(module), architecture))
     _copy_states_without_triton()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
     gc.freeze()

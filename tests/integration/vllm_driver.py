@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +126,14 @@ class Engine:
         From then on no block of vLLM's is held, and no host memory but for what the tier `cpu` has.
 
         Returns:
-            The cache engine's statistics.
+            The cache engine's statistics, of the first worker.
         """
         for _ in self.until("holds blocks or leases"):
-            found: dict[str, Any] = self.call("call", name="statistics")
-            idle = not found["running"] and not found["pinned_chunks"]
-            if (
-                idle
-                and found["leased_slabs"] == found["chunks"]["cpu"]
-                and self.call("reset", connector=False)
-            ):
-                return found
+            workers: list[dict[str, Any]] = self.call("call_all", name="statistics")
+            idle = not any(found["running"] or found["pinned_chunks"] for found in workers)
+            released = all(found["leased_slabs"] == found["chunks"]["cpu"] for found in workers)
+            if idle and released and self.call("reset", connector=False):
+                return workers[0]
             self.call("step")
         raise AssertionError
 
@@ -318,17 +315,26 @@ class Reference:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._known: dict[tuple[tuple[int, ...], int], Answer] = {}
+        self._known: dict[Question, Answer] = {}
 
     def __call__(self, question: Question) -> Answer:
-        key = (question.prompt, question.max_tokens)
-        if key not in self._known:
+        alone = self._alone(question)
+        if alone not in self._known:
             assert self._engine.call("reset", connector=False)
-            self._known[key] = self._engine.ask(Question(*key))
-        return self._known[key]
+            self._known[alone] = self._engine.ask(alone)
+        return self._known[alone]
 
     def own_hit(self, question: Question) -> Answer:
         """Return the answer from vLLM's own prefix cache."""
+        alone = self._alone(question)
         assert self._engine.call("reset", connector=False)
-        self._engine.ask(question)
-        return self._engine.ask(question)
+        self._known[alone] = self._engine.ask(alone)
+        return self._engine.ask(alone)
+
+    def own_hits(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return the answers to questions in this order, with what vLLM's own prefix cache has of those before."""
+        assert self._engine.call("reset", connector=False)
+        return [self._engine.ask(question) for question in questions]
+
+    def _alone(self, question: Question) -> Question:
+        return replace(question, cache_salt="", params=None)

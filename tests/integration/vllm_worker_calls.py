@@ -22,6 +22,11 @@ def statistics(worker: Any) -> dict[str, Any]:
     }
 
 
+def run_once(worker: Any) -> None:
+    """Run the model without a request: a later pipeline stage makes its buffers in such a run."""
+    worker.model_runner.profile_run()
+
+
 def status_url(worker: Any) -> str | None:
     """Where the engine's status page is."""
     del worker
