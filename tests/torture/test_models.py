@@ -1,0 +1,107 @@
+"""Arguments and table of `python -m tools.models`. The campaign itself starts real engines for half an hour."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.models import __main__ as main
+from tools.models.campaign import EVERY_FAMILY, MODES, DoesNotRunError
+from tools.models.families import FAMILIES
+from tools.models.questions import Questions, lengths
+
+
+class FakeCampaign:
+    """A campaign without engines."""
+
+    def __init__(self, engines: object, family: Any, directory: Path) -> None:
+        self.family = family
+
+
+class FakeEngines:
+    def __init__(self, directory: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace all modes by one that compares three answers."""
+
+    def three_answers(campaign: Any, outcome: Any) -> None:
+        outcome.add("answers", 3)
+
+    found = dict.fromkeys(MODES, three_answers)
+    monkeypatch.setattr(main, "MODES", found)
+    monkeypatch.setattr(main, "Campaign", FakeCampaign)
+    monkeypatch.setattr(main, "Engines", FakeEngines)
+    return found
+
+
+def test_the_table_has_a_row_for_each_family(
+    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main.main(["--folder", str(tmp_path), "--only", "llama", "--only", "qwen3-next"])
+
+    header, _, llama, states = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert [header.count("|"), llama.count("|"), states.count("|")] == [len(MODES) + 3] * 3
+    assert llama.count("equal (3)") == len(MODES)
+    assert "vLLM keeps no states then" in states
+    assert llama in (tmp_path / "models.md").read_text()
+    assert set(json.loads((tmp_path / "models.json").read_text())["results"]) == {"llama", "qwen3-next"}
+
+
+def test_a_problem_makes_the_exit_status_1(
+    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes["preemption"] = lambda campaign, outcome: outcome.problem("a wrong answer")
+    modes["two ranks"] = lambda campaign, outcome: 1 / 0
+
+    status = main.main(["--folder", str(tmp_path), "--only", "qwen3"])
+
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert status == 1
+    assert row.count("1 problem") == 2
+
+
+def test_a_family_that_plain_vllm_does_not_run_is_no_problem(
+    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def does_not_run(campaign: Any, outcome: Any) -> None:
+        raise DoesNotRunError("no kernel")
+
+    modes["two ranks"] = does_not_run
+
+    assert main.main(["--folder", str(tmp_path), "--only", "qwen3", "--mode", "two ranks"]) == 0
+    assert "not in plain vLLM: no kernel" in capsys.readouterr().out
+
+
+def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--only", "llama-9"])
+    assert "llama-9" in capsys.readouterr().err
+
+
+def test_families_are_listed_with_their_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--list"]) == 0
+
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(lines) == set(FAMILIES)
+    assert all(mode in lines["llama"] for mode in EVERY_FAMILY)
+    assert "no prefix caching" not in lines["qwen3-next"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_end_around_the_boundaries(name: str) -> None:
+    family = FAMILIES[name]
+    found = lengths(family)
+
+    for boundary in {family.block * 3, family.window} - {0}:
+        assert family.images or {boundary - 1, boundary, boundary + 1} <= set(found)
+    assert len(Questions(family).around_boundaries("a")) == len(found)

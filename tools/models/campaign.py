@@ -1,0 +1,309 @@
+"""One family in one mode: the connector's answers and hits against those of a vLLM without connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.integration import model_families as models
+from tests.integration.vllm_answers import TOLERANCE, Answer, Question, difference
+from tests.integration.vllm_driver import CHUNK, Engine, EngineError, Engines, Reference, connector
+from tools.models.families import Family
+from tools.models.questions import STEP, Questions
+from tools.torture.outcome import Outcome
+
+MIN_CHANGE = 0.1
+"""How much a token changes the log-probabilities of an answer. Wrong KV is seen by that."""
+BLOCKS = 512
+FEW_BLOCKS = (160, 128, 100, 80, 64, 52, 44, 36)
+"""Numbers of blocks to try in turn until vLLM preempts requests."""
+TWO_RANKS = {"tensor_parallel_size": 2, "processes": True}
+TWO_STAGES = {"pipeline_parallel_size": 2, "processes": True}
+
+
+class DoesNotRunError(Exception):
+    """A vLLM without connector does not run this family in this mode."""
+
+
+class Campaign:
+    """Runs one family in any mode.
+
+    Args:
+        directory: Directory for the model and for what is stored.
+    """
+
+    def __init__(self, engines: Engines, family: Family, directory: Path) -> None:
+        self.family = family
+        self._engines = engines
+        self._directory = directory
+        self._model = family.make(directory / "model")
+        self._adapters = tuple(
+            str(models.make_adapter(directory / f"adapter-{index}", seed=100 + index))
+            for index in range(family.adapters)
+        )
+
+    def questions(self) -> Questions:
+        return Questions(self.family, self._adapters)
+
+    def with_other_adapters(self, question: Question) -> list[Question]:
+        """The question with each other adapter, and without one. What it has stored is of no use to them."""
+        adapters = ("", *self._adapters) if self._adapters else ()
+        return [replace(question, adapter=other) for other in adapters if other != question.adapter]
+
+    def disk(self, name: str) -> Path:
+        return self._directory / f"disk of {name}"
+
+    @contextmanager
+    def plain(self, **options: Any) -> Iterator[Reference]:
+        """Start a vLLM without connector.
+
+        Raises:
+            DoesNotRunError: It does not start, or gives no answer.
+        """
+        try:
+            with self._engine(None, options) as engine:
+                engine.ask(self.questions().around_boundaries("does it run")[-1])
+                yield Reference(engine)
+        except EngineError as error:
+            raise DoesNotRunError(reason_of(str(error))) from error
+
+    @contextmanager
+    def connected(self, disk: Path, **options: Any) -> Iterator[Engine]:
+        """Start a vLLM with the connector."""
+        with self._engine(connector(disk=disk, arena_chunks=1600), options) as engine:
+            yield engine
+
+    @contextmanager
+    def _engine(self, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Iterator[Engine]:
+        settings = {
+            "model": str(self._model),
+            "num_gpu_blocks_override": BLOCKS,
+            "max_num_batched_tokens": STEP,
+            **self.family.options,
+            **options,
+        }
+        with self._engines.started(transfer, **settings) as engine:
+            if "pipeline_parallel_size" in options:
+                engine.call("call", name="run_once")
+            yield engine
+
+
+def reason_of(failure: str) -> str:
+    """The last error in the log of an engine."""
+    lines = [line.strip() for line in failure.splitlines()]
+    errors = [line for line in lines if "Error" in line.partition(":")[0] or "assert" in line]
+    return (errors or lines)[-1][-300:]
+
+
+def compare(
+    outcome: Outcome,
+    what: str,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    right: Sequence[Answer],
+) -> None:
+    """Check tokens and log-probabilities."""
+    for question, answer, expected in zip(questions, answers, right, strict=True):
+        distance = difference(answer, expected)
+        outcome.add("answers")
+        outcome.counts["largest difference"] = max(outcome.counts.get("largest difference", 0.0), distance)
+        outcome.expect(
+            distance <= TOLERANCE and answer.finish_reason == "length",
+            f"{what}: {_text(question)}, {answer.cached_tokens} tokens loaded: "
+            f"log-probabilities differ by {distance:.3g}",
+        )
+
+
+def compare_hits(
+    outcome: Outcome,
+    what: str,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    own: Sequence[Answer],
+    *,
+    granularity: int = 1,
+) -> None:
+    """Check that as many tokens were loaded as vLLM's own prefix cache would have had.
+
+    Args:
+        granularity: A hit may be shorter by less than this number of tokens.
+    """
+    for question, answer, expected in zip(questions, answers, own, strict=True):
+        outcome.add("hits", answer.cached_tokens > 0)
+        outcome.add("longer hits than vLLM's own", answer.cached_tokens > expected.cached_tokens)
+        outcome.expect(
+            answer.cached_tokens >= expected.cached_tokens // granularity * granularity,
+            f"{what}: {_text(question)}: {answer.cached_tokens} tokens loaded, "
+            f"vLLM's own prefix cache has {expected.cached_tokens}",
+        )
+
+
+def _text(question: Question) -> str:
+    parts = [f"prompt of {len(question.prompt)} tokens"]
+    parts += ["with an image"] if question.images else []
+    parts += [f"with {Path(question.adapter).name}"] if question.adapter else []
+    return " ".join(parts)
+
+
+def in_turn(engine: Engine, questions: Sequence[Question], *, settle: bool = False) -> list[Answer]:
+    """Ask one question after the other.
+
+    Args:
+        settle: Empty vLLM's own prefix cache after each one, so that a hit is the connector's.
+    """
+    answers = []
+    for question in questions:
+        answers.append(engine.ask(question))
+        if settle:
+            engine.settle()
+    return answers
+
+
+def chunked_prefill(campaign: Campaign, outcome: Outcome) -> None:
+    """Prompts around all boundaries, alone, in a batch, after a restart, and with prefixes in common."""
+    questions, disk = campaign.questions(), campaign.disk("chunked prefill")
+    with campaign.plain() as reference:
+        for distance, one, other in questions.changed("chunked"):
+            change = difference(reference(one), reference(other))
+            outcome.expect(
+                change > MIN_CHANGE,
+                f"the token {distance} from the end changes the answer by only {change:.3g}",
+            )
+        asked = questions.around_boundaries("chunked")
+        own = [reference.own_hit(question) for question in asked]
+        right = [reference(question) for question in asked]
+        sequence = questions.in_sequence("chunked")
+        right_sequence = [reference(question) for question in sequence]
+        own_sequence = reference.own_hits(sequence)
+        elsewhere = campaign.with_other_adapters(asked[-1])
+        right_elsewhere = [reference(question) for question in elsewhere]
+    for question, one, two in zip(asked, right, own, strict=True):
+        outcome.expect(
+            difference(one, two) <= TOLERANCE,
+            f"vLLM's own prefix cache changes the answer to a {_text(question)}",
+        )
+    with campaign.connected(disk) as engine:
+        cold = in_turn(engine, asked)
+        engine.settle()
+        warm = in_turn(engine, asked, settle=True)
+        other = in_turn(engine, elsewhere, settle=True)
+        batch = engine.ask_all(asked)
+        engine.settle()
+        shared = in_turn(engine, sequence, settle=True)
+        engine.ask(sequence[-1])  # a hit of vLLM's own, which the connector extends
+        extended = engine.ask(sequence[0])
+        engine.settle()
+        engine.close()
+    with campaign.connected(disk) as engine:
+        restarted = in_turn(engine, asked)
+    compare(outcome, "cold", asked, cold, right)
+    compare(outcome, "with another adapter", elsewhere, other, right_elsewhere)
+    for question, answer in zip([*asked, *elsewhere], [*cold, *other], strict=True):
+        outcome.expect(
+            answer.cached_tokens == 0, f"cold: {_text(question)}: {answer.cached_tokens} tokens loaded"
+        )
+    for what, answers in {"warm": warm, "batch": batch, "restart": restarted}.items():
+        compare(outcome, what, asked, answers, right)
+        compare_hits(outcome, what, asked, answers, own)
+    compare(outcome, "in sequence", sequence, shared, right_sequence)
+    # Of a prefix that prompts have in common, the connector has whole chunks.
+    compare_hits(outcome, "in sequence", sequence, shared, own_sequence, granularity=CHUNK)
+    compare(outcome, "extended", sequence[:1], [extended], right_sequence[:1])
+
+
+def no_prefix_caching(campaign: Campaign, outcome: Outcome) -> None:
+    """The connector alone has hits, as long as vLLM's prefix cache would have them."""
+    asked = campaign.questions().around_boundaries("no prefix caching")
+    with campaign.plain() as reference:
+        own = [reference.own_hit(question) for question in asked]
+        right = [reference(question) for question in asked]
+    with campaign.connected(campaign.disk("no prefix caching"), enable_prefix_caching=False) as engine:
+        cold = in_turn(engine, asked)
+        engine.settle()
+        warm = in_turn(engine, asked)
+        engine.settle()
+        batch = engine.ask_all(asked)
+    compare(outcome, "cold", asked, cold, right)
+    for what, answers in {"warm": warm, "batch": batch}.items():
+        compare(outcome, what, asked, answers, right)
+        compare_hits(outcome, what, asked, answers, own)
+
+
+def preemption(campaign: Campaign, outcome: Outcome) -> None:
+    """Batches in few blocks, so that vLLM preempts requests and computes or loads them again."""
+    asked = campaign.questions().mixed("preemption")
+    with campaign.plain() as reference:
+        right = [reference(question) for question in asked]
+    outcome.counts["preemptions"] = 0
+    for blocks in FEW_BLOCKS:
+        few = {"num_gpu_blocks_override": blocks, "max_model_len": 1024}
+        try:
+            with campaign.connected(campaign.disk(f"{blocks} blocks"), **few) as engine:
+                rounds = {}
+                for what in ("cold", "warm"):
+                    rounds[what] = engine.ask_all(asked)
+                    engine.settle()
+                preempted = engine.call("counters")["vllm:num_preemptions"]
+        except EngineError as error:
+            if "KV cache" in reason_of(str(error)):  # so few that vLLM does not start
+                break
+            raise
+        for what, answers in rounds.items():
+            compare(outcome, f"{what}, {blocks} blocks", asked, answers, right)
+        outcome.add("hits", sum(answer.cached_tokens > 0 for answer in rounds["warm"]))
+        outcome.add("preemptions", preempted)
+        if outcome.counts["preemptions"] >= 4:
+            break
+    outcome.expect(outcome.counts["preemptions"] > 0, "vLLM preempted no request")
+
+
+def two_ranks(campaign: Campaign, outcome: Outcome) -> None:
+    """Two tensor-parallel ranks."""
+    in_processes(campaign, outcome, "two ranks", TWO_RANKS)
+
+
+def pipeline(campaign: Campaign, outcome: Outcome) -> None:
+    """Two pipeline stages."""
+    in_processes(campaign, outcome, "pipeline", TWO_STAGES)
+
+
+def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mapping[str, Any]) -> None:
+    """Several workers, each in a process of its own; also after a restart."""
+    questions, disk = campaign.questions(), campaign.disk(name)
+    asked = questions.around_boundaries(name)
+    with campaign.plain(**options) as reference:
+        own = [reference.own_hit(question) for question in asked]
+        right = [reference(question) for question in asked]
+    with campaign.connected(disk, **options) as engine:
+        cold = in_turn(engine, asked)
+        engine.settle()
+        warm = in_turn(engine, asked)
+        engine.settle()
+        batch = engine.ask_all(asked)
+        engine.settle()
+        engine.close()
+    with campaign.connected(disk, **options) as engine:
+        for _ in engine.until("has no hit after a restart"):  # before the workers are connected there is none
+            if engine.ask(asked[-1]).cached_tokens:
+                break
+            engine.call("reset", connector=False)
+        engine.settle()
+        restarted = in_turn(engine, asked)
+    compare(outcome, "cold", asked, cold, right)
+    for what, answers in {"warm": warm, "batch": batch, "restart": restarted}.items():
+        compare(outcome, what, asked, answers, right)
+        compare_hits(outcome, what, asked, answers, own)
+
+
+MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
+    "chunked prefill": chunked_prefill,
+    "preemption": preemption,
+    "no prefix caching": no_prefix_caching,
+    "two ranks": two_ranks,
+    "pipeline": pipeline,
+}
+EVERY_FAMILY = ("chunked prefill", "preemption", "no prefix caching", "two ranks")
+"""Modes of all families; the others are a family's own."""

@@ -1,0 +1,108 @@
+"""The families of models: how a tiny one is written, and what is special about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.integration import model_families as models
+from tests.integration.vllm_driver import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        title: Its name in the table.
+        cache: What its layers keep, in words.
+        make: Writes a model of it to a directory.
+        block: Tokens per block of its cache.
+        window: Tokens of its window or of its attention chunk; 0 without one.
+        reach: Distance from which a token changes the answer. It is short if all layers have a window.
+        options: Options of vLLM that it needs.
+        modes: Modes of its own, beside those of all families.
+        without: Modes that it does not support, and the reason.
+        images: Its prompts have images.
+        adapters: Number of LoRA adapters that its requests use in turn.
+    """
+
+    title: str
+    cache: str
+    make: Callable[[Path], Path]
+    block: int = BLOCK
+    window: int = 0
+    reach: int = 450
+    options: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    images: bool = False
+    adapters: int = 0
+
+
+FAMILIES = {
+    "llama": Family("Llama", "full attention", models.make_llama, modes=("pipeline",)),
+    "qwen3": Family("Qwen3", "full attention", models.make_qwen3),
+    "qwen3-moe": Family("Qwen3-MoE", "full attention", models.make_qwen3_moe),
+    "mixtral": Family("Mixtral", "full attention", models.make_mixtral),
+    "phi-3": Family("Phi-3", "full attention", models.make_phi3),
+    "gemma-2": Family(
+        "Gemma 2",
+        "sliding windows beside full attention",
+        models.make_gemma2,
+        window=models.GEMMA2_WINDOW,
+    ),
+    "gemma-3": Family(
+        "Gemma 3",
+        "sliding windows beside full attention",
+        partial(
+            models.make_sliding_window_model, repeats=2
+        ),  # so that each pipeline stage has layers of each kind
+        window=models.WINDOW,
+        modes=("pipeline",),
+    ),
+    "gpt-oss": Family(
+        "gpt-oss",
+        "sliding windows beside full attention, with attention sinks",
+        models.make_gpt_oss,
+        window=models.GPT_OSS_WINDOW,
+    ),
+    "mistral": Family(
+        "Mistral 7B v0.1",
+        "sliding windows in all layers",
+        models.make_windows_only_model,
+        window=models.WINDOW,
+        reach=models.WINDOW,
+    ),
+    "llama-4": Family(
+        "Llama 4",
+        "chunked local attention beside full attention",
+        models.make_llama4,
+        window=models.LLAMA4_CHUNK,
+    ),
+    "qwen3-next": Family(
+        "Qwen3-Next",
+        "recurrent states beside full attention",
+        models.make_recurrent_model,
+        block=64,  # vLLM makes blocks of attention as large as a state
+        options={"dtype": "bfloat16"},
+        without={"no prefix caching": "vLLM keeps no states then"},
+    ),
+    "qwen2.5-vl": Family(
+        "Qwen2.5-VL",
+        "full attention, prompts with images",
+        models.make_image_model,
+        options={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+        images=True,
+    ),
+    "llama-lora": Family(
+        "Llama with LoRA adapters",
+        "full attention",
+        models.make_llama,
+        options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+        adapters=2,
+    ),
+}
