@@ -348,7 +348,13 @@ def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def backend_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why the attention backends, which only a worker knows, are not supported; None if they are."""
+    """Why the worker's layers or attention backends, which only a worker knows, are not supported; None if they are."""
+    without = [index for index, group in enumerate(kv_cache_config.kv_cache_groups) if not group.layer_names]
+    if without:
+        return (
+            f"this pipeline stage has no layer of KV cache group {', '.join(map(str, without))}; every stage needs one of "
+            "each group. Use fewer stages, or VLLM_PP_LAYER_PARTITION"
+        )
     if envs.VLLM_BATCH_INVARIANT and (variant := backends_of(vllm_config, kv_cache_config) & _NOT_INVARIANT):
         return f"vLLM does not support prefix caching for {min(variant)} with VLLM_BATCH_INVARIANT"
     return None

@@ -326,6 +326,14 @@ def test_batch_invariance_is_supported_where_vllm_caches_prefixes_with_it(
     assert (backend_reason(loaded, kv_cache_config(setup)) is None) == supported
 
 
+def test_a_pipeline_stage_without_layers_of_a_group_is_not_supported(config: Any, setup: Setup) -> None:
+    """With few layers and several stages vLLM gives a stage groups that are empty there."""
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    stage = with_groups(setup, full, KVCacheGroupSpec([], full.kv_cache_spec))
+
+    assert "no layer of KV cache group 1" in str(backend_reason(config, stage))
+
+
 @pytest.mark.parametrize("kind", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
 def test_attention_windows_are_supported_beside_full_attention_and_alone(
     config: Any, setup: Setup, kind: Any
