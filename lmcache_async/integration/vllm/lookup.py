@@ -49,6 +49,10 @@ FIRST_BOUNDARIES = 16
 """Boundaries in the first query for the KV groups other than full attention. Each further query has four times as
 many."""
 
+LAST_BLOCKS = 128
+"""Blocks at the end of a stored prefix of which each one may end a boundary that is queried. Of the tokens before them,
+whole chunks are queried: a boundary takes 20 to 100 us to hash."""
+
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 2.0
 _CLEAR_RETRY_S = 0.1
@@ -775,14 +779,14 @@ class Query:
     def _candidates(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> list[int]:
         """Positions where a boundary may be stored, longest first.
 
-        These are all block boundaries of the last chunk, where an earlier prompt may have ended, and the ends of
-        chunks before it. VLLM offers recurrent states at any block boundary. One token is left to compute.
+        These are all block boundaries of the last `LAST_BLOCKS` blocks, where an earlier prompt may have ended, and the
+        ends of chunks before them. VLLM offers recurrent states at any block boundary. One token is left to compute.
         """
         size, unit = keys.identity.chunk_size, self._unit
         last = min(answer.hit_tokens(size), lookup.num_tokens - 1) // unit * unit
         if last <= 0:
             return []
-        start = 0 if self._has_states else (last - 1) // size * size
+        start = 0 if self._has_states else max(0, last - LAST_BLOCKS * unit) // size * size
         return [*range(last, start, -unit), *range(start, 0, -size)]
 
     async def _first_boundaries(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
@@ -62,6 +63,15 @@ def spec_of(group: KVGroup) -> KVCacheGroupSpec:
     return KVCacheGroupSpec([f"layer.{group.index}"], spec)
 
 
+def opened_keys(groups: list[KVGroup], num_tokens: int) -> RequestKeys:
+    """The keys of a request of these many tokens."""
+    keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
+    identity = Identity(PROTOCOL, b"r" * 16, "xxh3_128", CHUNK, BLOCK)
+    keys.open([b"r" * 16], identity, "", group_roots=[[bytes([group.index]) * 16 for group in groups]])
+    keys.extend(num_tokens, lambda: None)
+    return keys
+
+
 def usable(groups: list[KVGroup], num_tokens: int, stored: set[tuple[int, bytes]]) -> int:
     """The longest hit of vLLM's own manager classes, of which one token is left to compute."""
     coordinator = MooncakeStoreCoordinator([spec_of(group) for group in groups], BLOCK, BLOCK)
@@ -93,11 +103,7 @@ def models(draw: st.DrawFn) -> list[KVGroup]:
     boundaries=st.lists(st.integers(1, 30).map(lambda blocks: BLOCK * blocks), max_size=3, unique=True),
 )
 def test_vllm_can_use_every_hit_and_has_no_longer_one(groups, num_tokens, full_chunks, boundaries):
-    rank, tokens = Rank(), list(range(num_tokens))
-    keys = RequestKeys("r", tokens, num_tokens)
-    identity = Identity(PROTOCOL, b"r" * 16, "xxh3_128", CHUNK, BLOCK)
-    keys.open([b"r" * 16], identity, "", group_roots=[[bytes([group.index]) * 16 for group in groups]])
-    keys.extend(num_tokens, lambda: None)
+    rank, keys = Rank(), opened_keys(groups, num_tokens)
     full_chunks = min(full_chunks, num_tokens // CHUNK)
     boundaries = [each for each in boundaries if each <= num_tokens]
     rank.stored.update(keys.key(0, chunk) for chunk in range(full_chunks))
@@ -116,8 +122,20 @@ def test_vllm_can_use_every_hit_and_has_no_longer_one(groups, num_tokens, full_c
     assert hit <= usable(groups, num_tokens, theirs)
     if hit:
         assert usable(groups, hit + 1, theirs) == hit
-    anywhere = any(group.state for group in groups)
-    last_chunk = (full_chunks * CHUNK - 1) // CHUNK * CHUNK
-    asked = [each for each in boundaries if anywhere or each % CHUNK == 0 or each > last_chunk]
-    expected = [each for each in asked if each <= min(full_chunks * CHUNK, num_tokens - 1)]
+    expected = [each for each in boundaries if each <= min(full_chunks * CHUNK, num_tokens - 1)]
     assert hit >= max(expected, default=0)
+
+
+@pytest.mark.parametrize("with_full", [True, False], ids=["beside full attention", "in all layers"])
+def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(with_full: bool) -> None:
+    """Also if another prompt has stored the chunks after that place."""
+    window = KVGroup(int(with_full), BLOCK, window=5)
+    groups = [KVGroup(0, BLOCK), window] if with_full else [window]
+    rank, keys = Rank(), opened_keys(groups, 100)
+    rank.stored.update(keys.key(0, chunk) for chunk in range(10 * with_full))
+    rank.stored.update(unpack_keys(keys.boundary_keys(window, 4 * CHUNK + BLOCK)[0]))
+
+    query = Query([rank], groups)  # type: ignore[list-item]
+    answer = asyncio.run(query(keys, Lookup("r", 100, 0, 0.0), [keys.end_candidates()[0]]))
+
+    assert answer.hit_tokens(CHUNK) == 4 * CHUNK + BLOCK
