@@ -159,7 +159,7 @@ def make_image_model(directory: Path, *, image_mean: float = 0.5) -> Path:
         weights.mlp(f"{name}.mlp")
     _vision_tower(weights)
     _write(directory, weights, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **_image_config())
-    _write_tokenizer(directory, IMAGE_SPECIAL)
+    write_tokenizer(directory, IMAGE_SPECIAL)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
@@ -220,7 +220,7 @@ def _image_config() -> dict[str, object]:
     }
 
 
-def _write_tokenizer(directory: Path, special: tuple[str, ...] = ()) -> None:
+def write_tokenizer(directory: Path, special: tuple[str, ...] = ()) -> None:
     """One token for each word `t<id>`, and the special ones after them."""
     words = {f"t{token}": token for token in range(VOCABULARY)}
     words |= {name: token for token, name in enumerate(special, VOCABULARY)}
@@ -247,7 +247,7 @@ def make_llama(directory: Path) -> Path:
 def make_embedding_model(directory: Path) -> Path:
     """Write the small Llama with a tokenizer, without which vLLM starts no pooling model."""
     make_llama(directory)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 

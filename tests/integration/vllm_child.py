@@ -81,7 +81,7 @@ class Child:
             adapter = None
             if request["adapter"]:
                 number = self._adapters.setdefault(request["adapter"], len(self._adapters) + 1)
-                adapter = LoRARequest(f"adapter {number}", number, request["adapter"])
+                adapter = LoRARequest(Path(request["adapter"]).name, number, request["adapter"])
             self._begun[request["name"]] = time.monotonic()
             self._engine.add_request(request["name"], prompt, sampling, lora_request=adapter)
 
@@ -161,6 +161,16 @@ class Child:
             if request.request_id.startswith(name):
                 return str(request.status.name)
         return ""
+
+    def run_watched(self) -> list[str]:
+        """Step until no request is left, and return the names of those that were preempted."""
+        preempted: set[str] = set()
+        while self._engine.has_unfinished_requests():
+            self.step()
+            for request in self._scheduler.requests.values():
+                if request.num_preemptions:
+                    preempted.add(request.request_id.partition("-")[0])
+        return sorted(preempted)
 
     # The end.
 

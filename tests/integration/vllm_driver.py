@@ -103,6 +103,13 @@ class Engine:
         self.call("run")
         return [self.take(name, position) for name in names]
 
+    def ask_all_watched(self, questions: Sequence[Question]) -> tuple[list[Answer], list[bool]]:
+        """Ask all questions at once. Return the answers, and of each one whether vLLM preempted the request."""
+        position = self.log_size
+        names = self.add(*questions)
+        preempted = self.call("run_watched")
+        return [self.take(name, position) for name in names], [name in preempted for name in names]
+
     def add(self, *questions: Question) -> list[str]:
         """Add requests and return their names, which are also in the log."""
         requests = [{"name": f"q{next(_names)}", **asdict(question)} for question in questions]

@@ -24,10 +24,13 @@ class Family:
         window: Tokens of its window or of its attention chunk; 0 without one.
         reach: Distance from which a token changes the answer. It is short if all layers have a window.
         options: Options of vLLM that it needs.
+        rounds: It computes in bfloat16. The answer of a preempted request then differs in plain vLLM too, probably
+            because tokens that were generated one by one are computed again in one step. It is not compared.
         modes: Modes of its own, beside those of all families.
         without: Modes that it does not support, and the reason.
         images: Its prompts have images.
-        adapters: Number of LoRA adapters that its requests use in turn.
+        adapters: Number of LoRA adapters that its requests use in turn. Each batch uses adapters only: in one, vLLM's CPU
+            build answers requests without adapter otherwise than alone.
     """
 
     title: str
@@ -37,6 +40,7 @@ class Family:
     window: int = 0
     reach: int = 450
     options: Mapping[str, Any] = field(default_factory=dict)
+    rounds: bool = False
     modes: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
     images: bool = False
@@ -44,7 +48,7 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("Llama", "full attention", models.make_llama, modes=("pipeline",)),
+    "llama": Family("Llama", "full attention", models.make_llama, modes=("pipeline", "replicas")),
     "qwen3": Family("Qwen3", "full attention", models.make_qwen3),
     "qwen3-moe": Family("Qwen3-MoE", "full attention", models.make_qwen3_moe),
     "mixtral": Family("Mixtral", "full attention", models.make_mixtral),
@@ -62,7 +66,7 @@ FAMILIES = {
             models.make_sliding_window_model, repeats=2
         ),  # so that each pipeline stage has layers of each kind
         window=models.WINDOW,
-        modes=("pipeline",),
+        modes=("pipeline", "replicas"),
     ),
     "gpt-oss": Family(
         "gpt-oss",
@@ -89,6 +93,7 @@ FAMILIES = {
         models.make_recurrent_model,
         block=64,  # vLLM makes blocks of attention as large as a state
         options={"dtype": "bfloat16"},
+        rounds=True,
         without={"no prefix caching": "vLLM keeps no states then"},
     ),
     "qwen2.5-vl": Family(
