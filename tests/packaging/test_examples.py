@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -71,17 +72,37 @@ def test_every_deployment_is_in_the_table() -> None:
     assert [path.name for path in FILES if f"`{path.name}`" not in table] == []
 
 
-def test_the_engine_runs_without_vllm(tmp_path: Path) -> None:
-    program = tmp_path / "without_vllm.py"
+def run_without_vllm(example: str, directory: Path, *arguments: str) -> str:
+    """Run an example in a process that cannot import vLLM, and return what it printed."""
+    program = directory / "without_vllm.py"
     program.write_text(
         "import runpy, sys\n"
         "sys.modules['vllm'] = None\n"
-        "runpy.run_path('engine_only.py', run_name='__main__')\n",
+        f"sys.argv = {[example, *arguments]!r}\n"
+        f"runpy.run_path({example!r}, run_name='__main__')\n",
         encoding="utf-8",
     )
 
     ran = forked_python.run(str(program), cwd=EXAMPLES)
 
     assert ran.status == 0, ran.output
-    assert "stored 8 chunks" in ran.output
-    assert "loaded 2048 of 2051 tokens" in ran.output
+    return ran.output
+
+
+def test_the_engine_runs_without_vllm(tmp_path: Path) -> None:
+    output = run_without_vllm("engine_only.py", tmp_path)
+
+    assert "stored 8 chunks" in output
+    assert "loaded 2048 of 2051 tokens" in output
+
+
+def test_transformers_loads_the_kv_that_it_stored(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    arguments = ["--device", "cpu", "--tokens", "64,300", "--json", str(results), "--path", str(tmp_path)]
+
+    output = run_without_vllm("transformers_generate.py", tmp_path, *arguments)
+
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    assert [row["tokens"] for row in rows] == [64, 304]
+    assert all(row["kv_equal"] for row in rows)
+    assert "passed: loaded KV is bit-equal" in output
