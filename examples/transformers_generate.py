@@ -37,7 +37,9 @@ from lmcache_async import CacheEngine, KVLayout, Namespace, load_config
 BLOCK = 16  # tokens of a block of the paged cache
 DECODED = 4  # tokens after the prompt, whose logits are compared
 REPEATS = 3  # times are the median of as many prefills and loads
-TOLERANCE = 0.05  # relative difference of logits: bfloat16 rounds each of some hundred results to 2**-9
+TOLERANCE = (
+    0.1  # of logits, relative: some 10 results in each of 32 layers are rounded to 2**-9, so 3.5 % are usual
+)
 LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # else the defaults
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -99,8 +101,7 @@ class PagedCache(Cache):
         self.memory = [
             torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(config.num_hidden_layers)
         ]
-        self.block_table = torch.randperm(self.num_blocks)
-        self.device = device
+        self.block_table = torch.randperm(self.num_blocks).to(device)
         super().__init__(layers=[PagedLayer(self, kv) for kv in self.memory])
 
     def layout(self) -> KVLayout:
@@ -109,14 +110,13 @@ class PagedCache(Cache):
         return KVLayout.from_block_views(layers, num_blocks=self.num_blocks, block_size=BLOCK)
 
     def blocks(self, tokens: int) -> torch.Tensor:
-        """Return the block ids of the first tokens."""
-        return self.block_table[: -(-tokens // BLOCK)]
+        """Return the block ids of the first tokens, in host memory."""
+        return self.block_table[: -(-tokens // BLOCK)].cpu()
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the slots of the tokens from `start` to `stop`: block id x BLOCK + place in the block."""
-        position = torch.arange(start, stop)
-        slots = self.block_table[position // BLOCK] * BLOCK + position % BLOCK
-        return slots.to(self.device)
+        position = torch.arange(start, stop, device=self.block_table.device)
+        return self.block_table[position // BLOCK] * BLOCK + position % BLOCK
 
     def clear(self) -> None:
         """Forget the sequence, erase the memory, and give the next sequence the blocks in another order."""

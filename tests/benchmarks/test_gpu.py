@@ -223,7 +223,7 @@ def test_side_streams_have_the_priority_that_is_measured(priority):
 def test_chunks_are_as_large_as_the_layout_says(shape):
     layout = shape.build(2, torch.device("meta"))
 
-    assert shape.chunk_bytes == layout.payload_bytes(gpu.CHUNK_BLOCKS)
+    assert shape.chunk_bytes == layout.payload_bytes(shape.chunk_blocks)
     planes = {"K and V apart": 2 * shape.model.layers, "fused": shape.model.layers, "cross-layer blocks": 1}
     assert layout.num_planes == planes[shape.form]
     assert set(DTYPES.values()) >= {shape.dtype}

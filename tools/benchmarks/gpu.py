@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 256
-CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE
 
 STAGING_BYTES = 64 << 20
 """Staging memory of each direction, as by default."""
@@ -82,12 +81,18 @@ class Shape:
     Attributes:
         form: `K and V apart`: each layer's K before its V, as in FlashAttention; `fused`: K and V of a token
             are adjacent, or one latent vector; `cross-layer blocks`: a block has all layers.
+        block_size: Tokens of a block.
     """
 
     name: str
     model: Model
     dtype: torch.dtype
     form: str
+    block_size: int = BLOCK_SIZE
+
+    @property
+    def chunk_blocks(self) -> int:
+        return CHUNK_TOKENS // self.block_size
 
     @property
     def chunk_bytes(self) -> int:
@@ -98,7 +103,7 @@ class Shape:
     def build(self, num_blocks: int, device: torch.device) -> KVLayout:
         """Return a cache of `num_blocks` blocks with random bytes."""
         layout = KVLayout.from_block_views(
-            self._views(num_blocks, device), num_blocks=num_blocks, block_size=BLOCK_SIZE
+            self._views(num_blocks, device), num_blocks=num_blocks, block_size=self.block_size
         )
         for storage in layout.storages:
             storage.random_()
@@ -110,14 +115,13 @@ class Shape:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=self.dtype, device=device)
 
-        content = (
-            (BLOCK_SIZE, model.head_dim) if model.latent else (model.heads, BLOCK_SIZE, 2 * model.head_dim)
-        )
+        tokens = self.block_size
+        content = (tokens, model.head_dim) if model.latent else (model.heads, tokens, 2 * model.head_dim)
         if self.form == "cross-layer blocks":
             return list(empty(blocks, model.layers, *content).unbind(1))
         if self.form == "fused":
             return [empty(blocks, *content) for _ in range(model.layers)]
-        layers = (empty(2, blocks, BLOCK_SIZE, model.heads, model.head_dim) for _ in range(model.layers))
+        layers = (empty(2, blocks, tokens, model.heads, model.head_dim) for _ in range(model.layers))
         return [[part.transpose(1, 2) for part in layer.unbind(0)] for layer in layers]
 
 
@@ -160,13 +164,15 @@ class Copies:
     """A paged cache, its copier, and contiguous memory of its size on the device and, pinned, on the host.
 
     Attributes:
-        blocks: The cache's blocks in random order; chunk i has the i-th `CHUNK_BLOCKS` of them.
+        blocks: The cache's blocks in random order; chunk i has the i-th `chunk_blocks` of them.
+        chunk_blocks: Blocks of a chunk.
     """
 
     gpu: Gpu
     layout: KVLayout
     copier: CudaCopier
     blocks: BlockIds
+    chunk_blocks: int
     piece: torch.Tensor
     host: HostBytes
 
@@ -176,7 +182,7 @@ class Copies:
         cls, gpu: Gpu, shape: Shape, chunks: int, host: HostBytes, *, priority: int = 0
     ) -> Iterator[Copies]:
         """Open a cache of `chunks` chunks. `host` has room for them."""
-        layout = shape.build(chunks * CHUNK_BLOCKS, gpu.device)
+        layout = shape.build(chunks * shape.chunk_blocks, gpu.device)
         blocks = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int64)
         copier = CudaCopier(
             layout,
@@ -189,7 +195,7 @@ class Copies:
         try:
             size = layout.payload_bytes(layout.num_blocks)
             piece = torch.empty(size, dtype=torch.uint8, device=gpu.device)
-            yield cls(gpu, layout, copier, blocks, piece, host[:size])
+            yield cls(gpu, layout, copier, blocks, shape.chunk_blocks, piece, host[:size])
         finally:
             copier.close()
 
@@ -204,7 +210,7 @@ class Copies:
         kept = [self.piece[end - len(storage) : end] for storage, end in zip(storages, ends, strict=True)]
         for storage, copy in zip(storages, kept, strict=True):
             copy.copy_(storage)
-        chunks = len(self.blocks) // CHUNK_BLOCKS
+        chunks = len(self.blocks) // self.chunk_blocks
         await self.paged(OUT, chunks)()
         for storage in storages:
             storage.zero_()
@@ -213,7 +219,7 @@ class Copies:
             raise RuntimeError("a cache came back otherwise than it was")
 
     def nbytes(self, chunks: int) -> int:
-        return chunks * self.layout.payload_bytes(CHUNK_BLOCKS)
+        return chunks * self.layout.payload_bytes(self.chunk_blocks)
 
     def paged(self, way: str, chunks: int, *, fenced: bool = True) -> Copy:
         """Return the copier's copy of the first `chunks` chunks.
@@ -255,7 +261,7 @@ class Copies:
 
     def pieces(self, chunks: int) -> list[int]:
         """Return the bytes of each copy that the copier makes over the bus."""
-        return self.copier.copies([CHUNK_BLOCKS] * chunks)
+        return self.copier.copies([self.chunk_blocks] * chunks)
 
     def parameters(self, chunks: int) -> dict[str, Parameter]:
         return {
@@ -269,10 +275,10 @@ class Copies:
         }
 
     def _jobs(self, chunks: int) -> list[CopyJob]:
-        size = self.layout.payload_bytes(CHUNK_BLOCKS)
+        size = self.layout.payload_bytes(self.chunk_blocks)
         return [
             CopyJob(
-                self.blocks[chunk * CHUNK_BLOCKS : (chunk + 1) * CHUNK_BLOCKS],
+                self.blocks[chunk * self.chunk_blocks : (chunk + 1) * self.chunk_blocks],
                 self.host[chunk * size : (chunk + 1) * size],
             )
             for chunk in range(chunks)

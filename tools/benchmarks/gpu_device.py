@@ -1,8 +1,9 @@
-"""Interface of the GPU benchmark to a GPU, and its implementation with torch and CUDA. Tests use a fake."""
+"""Interface of the GPU benchmark to a GPU, with torch and CUDA, and on the host for runs without a GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -16,6 +17,7 @@ from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.region import Region
+from tests.support.fake_streams import FakeStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,6 +161,64 @@ class _CudaRunning:
     def milliseconds(self) -> float:
         self.end.synchronize()
         return float(self.start.elapsed_time(self.end)) / self.count
+
+
+class HostGpu:
+    """The host in place of a GPU: the same code with simulated streams. Its figures have no meaning.
+
+    The mover is the Triton kernel if Triton's interpreter is on (`TRITON_INTERPRET=1`).
+    """
+
+    name = "CPU in place of a GPU"
+    device = torch.device("cpu")
+
+    def streams(self) -> Streams:
+        return FakeStreams()
+
+    def mover(self, layout: KVLayout) -> Mover:
+        return open_mover(layout)
+
+    def free_bytes(self) -> int:
+        return self.host_bytes()
+
+    def host_bytes(self) -> int:
+        return available_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
+
+    @contextlib.contextmanager
+    def pin(self, nbytes: int) -> Iterator[HostBytes]:
+        yield np.zeros(nbytes, np.uint8)
+
+    def products(self, size: int) -> Products:
+        return _HostProducts(size)
+
+    def trim(self) -> None:
+        pass
+
+
+class _HostProducts:
+    def __init__(self, size: int) -> None:
+        self._left, self._right = torch.randn(2, size, size).unbind(0)
+
+    def ask(self, count: int) -> Running:
+        start = time.perf_counter()
+        for _ in range(count):
+            torch.mm(self._left, self._right)
+        return _HostRunning((time.perf_counter() - start) * 1e3 / count)
+
+
+@dataclass(slots=True)
+class _HostRunning:
+    """Products that have ended, but not at the first look, so that copies are made beside them."""
+
+    mean_ms: float
+    looks: int = 0
+
+    def ended(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def milliseconds(self) -> float:
+        return self.mean_ms
 
 
 def available_bytes(meminfo: str) -> int:
