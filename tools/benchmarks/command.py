@@ -220,7 +220,7 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
         frame = Frame(rounds=rounds, quick=given.quick, progress=_progress(benchmark.name))
         results.append(run(benchmark.name, benchmark.summary, one.measure, chosen_settings, frame))
         figures = document(results, rounds=rounds, quick=given.quick)
-        if commit := _commit():
+        if commit := commit_of_checkout():
             figures["machine"]["commit"] = commit
         if given.json is not None:
             given.json.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
@@ -229,7 +229,7 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
         yield results[-1]
 
 
-def _commit() -> str:
+def commit_of_checkout() -> str:
     """Return the commit of this checkout, with a `+` for uncommitted changes; "" without git."""
     commit = _git("rev-parse", "--short=12", "HEAD")
     return f"{commit}+" if commit and _git("status", "--porcelain", "-uno") else commit

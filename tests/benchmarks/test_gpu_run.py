@@ -1,0 +1,227 @@
+"""`python -m tools.gpu` with the CPU as its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_async.bench.measure import Frame
+from lmcache_async.device.movers import TorchMover
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
+from tests.support import forked_python
+from tools.benchmarks.gpu_device import HostGpu
+from tools.gpu import checkout, command, profile, race
+from tools.gpu.command import Options, Part
+from tools.gpu.page import page
+
+ROOT = Path(__file__).parents[2]
+SMALL_RACE = dataclasses.replace(race.QUICK, rounds=4)
+
+
+class TorchGpu(HostGpu):
+    """The host as a GPU with torch's operations, which are faster than Triton's interpreter."""
+
+    mover = staticmethod(TorchMover)
+
+
+class LossyMover(TorchMover):
+    """Loads the first row of each batch nowhere."""
+
+    def scatter(self, steps, table, staging):
+        super().scatter([dataclasses.replace(step, start=step.start + 1) for step in steps], table, staging)
+
+
+class LossyGpu(HostGpu):
+    mover = staticmethod(LossyMover)
+
+
+class ForgetfulMover(TorchMover):
+    """Stores what was in staging memory before."""
+
+    def gather(self, steps, table, staging):
+        pass
+
+
+class ForgetfulGpu(HostGpu):
+    mover = staticmethod(ForgetfulMover)
+
+
+class StrayMover(TorchMover):
+    """Writes to the first bytes of the cache with each load."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.memory = layout.storages[0]
+
+    def scatter(self, steps, table, staging):
+        super().scatter(steps, table, staging)
+        self.memory[:64] = 1
+
+
+class StrayGpu(HostGpu):
+    mover = staticmethod(StrayMover)
+
+
+@pytest.mark.one_loop
+async def test_a_race_run_finds_no_problem_and_has_hits():
+    outcome = await race.run(TorchGpu(), SMALL_RACE, seconds=60, seed=3, most_engines=3)
+
+    assert outcome.problems == []
+    assert outcome.counts["rounds"] == 12
+    assert outcome.counts["loads that hit"] > 0
+    assert outcome.counts["stored chunks"] > 0
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        (LossyGpu(), "elements of loaded KV are wrong"),
+        (ForgetfulGpu(), "elements of loaded KV are wrong"),
+        (StrayGpu(), "bytes were written after their copy ended"),
+    ],
+    ids=["lost row", "stale staging", "stray write"],
+)
+async def test_a_race_run_finds_a_broken_copy(device, problem):
+    outcome = await race.run(device, SMALL_RACE, seconds=60, seed=3, most_engines=3)
+
+    assert any(problem in text for text in outcome.problems)
+
+
+@pytest.mark.one_loop
+async def test_the_profile_has_rates_and_calls_of_each_layout_and_block_size():
+    rows = [row async for row in profile.profile(profile.QUICK, Frame(rounds=1), TorchGpu(), 60)]
+
+    caches = {
+        f"deepseek-mla, bf16, {form}, blocks of {size}"
+        for form in ("fused", "cross-layer blocks")
+        for size in (16, 64)
+    }
+    rates = {(row["cache"], row["way"]) for row in rows if row.get("gb_per_s", 0) > 0}
+    calls = {(row["cache"], row["way"]) for row in rows if "calls" in row}
+    assert rates == calls == {(cache, way) for cache in caches for way in ("D2H", "H2D")}
+
+
+@pytest.mark.one_loop
+async def test_what_the_profile_has_no_time_for_is_left_out_with_a_line():
+    frame = Frame(rounds=1)
+
+    assert [row async for row in profile.profile(profile.QUICK, frame, TorchGpu(), -1)] == []
+    assert len(frame.left_out) == 4
+    assert all("the time was over" in line for line in frame.left_out)
+
+
+def test_calls_of_cuda_are_counted_by_kind():
+    names = ["cudaLaunchKernel", "cuLaunchKernelEx", "aten::copy_", "cudaMemcpyAsync", "Memcpy HtoD"]
+
+    assert profile.count_calls([*names, "cudaEventSynchronize", "cudaStreamSynchronize"]) == {
+        "kernel launches": 2,
+        "copies": 1,
+        "waits for events": 1,
+        "waits for streams": 1,
+    }
+
+
+def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_on_the_page(tmp_path):
+    arguments = ["--device", "cpu", "--quick", "--part", "race", "--seed", "5", "--commit", "0123abc"]
+
+    assert command.main([*arguments, "--out", str(tmp_path)]) == 0
+
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    [part] = document["parts"]
+    assert (part["name"], part["status"], part["result"]["problems"]) == ("race", "passed", [])
+    assert part["result"]["counts"]["seed"] == 5
+    text = (tmp_path / "gpu.md").read_text()
+    assert "Commit `0123abc`" in text
+    assert f"| torch | {torch.__version__} |" in text
+    assert "| problems | 0 |" in text
+
+
+def test_without_a_gpu_it_says_how_to_run_without_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "cuda_is_available", lambda: False)
+
+    assert command.main(["--out", str(tmp_path)]) == 2
+    assert "--device cpu --quick" in capsys.readouterr().err
+
+
+def test_each_part_is_listed_with_its_time_limit(capsys):
+    assert command.main(["--list"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["tests", "bench", "profile", "example", "race"]
+    assert all(" min " in line for line in lines)
+
+
+def child(*arguments: str) -> Part:
+    return Part("race", "a child", 1.0, lambda options, result, seconds: list(arguments), command.read_json)
+
+
+def test_a_part_that_exceeds_its_time_limit_is_ended(tmp_path):
+    part = child("-c", "import signal; print('here', flush=True); signal.pause()")
+
+    ended = command.run_part(part, Options("cpu", True, 0, tmp_path), 0.02)
+
+    assert ended.status == "time limit"
+    assert ended.result == {}
+
+
+def test_a_part_without_results_has_failed_and_its_output_is_on_the_page(tmp_path):
+    ended = command.run_part(child("-c", "print('no results')"), Options("cpu", True, 0, tmp_path), 1.0)
+
+    assert (ended.status, ended.output) == ("failed", "no results\n")
+    about = {"commit": "0123abc", "date": "today", "device": "none"}
+    assert "no results" in page({"about": about, "quick": False, "parts": [dataclasses.asdict(ended)]})
+
+
+def test_failed_tests_are_named(tmp_path):
+    (tmp_path / "junit.xml").write_text(
+        '<testsuites><testsuite tests="2" failures="1" errors="0" skipped="0">'
+        '<testcase classname="tests.gpu.a" name="good"/>'
+        '<testcase classname="tests.gpu.a" name="bad"><failure/></testcase></testsuite></testsuites>'
+    )
+
+    result = command.read_tests(tmp_path / "junit.xml")
+
+    assert result["failed"] == ["tests.gpu.a.bad"]
+    assert result["tests"] == 2
+
+
+def test_a_checkout_that_is_not_installed_has_all_plugins(tmp_path):
+    checkout.write_metadata(tmp_path)
+
+    found, installed = Registry([str(tmp_path)]), Registry()
+
+    for group in (TIERS, STAGES, LAYERS):
+        expected = installed.available(group, third_party=False)
+        assert found.available(group).keys() == expected.keys()
+
+
+def test_every_file_with_a_gpu_test_is_run():
+    assert command.gpu_tests() == [
+        "tests/gpu/test_bench_gpu.py",
+        "tests/gpu/test_copier_gpu.py",
+        "tests/unit/test_region.py",
+    ]
+
+
+def test_nothing_that_runs_on_a_gpu_machine_needs_vllm(tmp_path):
+    program = tmp_path / "without_vllm.py"
+    program.write_text(
+        "import sys, runpy\n"
+        "sys.modules['vllm'] = None\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import tools.gpu.measurements, tools.gpu.command\n"
+        f"for name in {command.gpu_tests()!r}:\n"
+        f"    runpy.run_path({str(ROOT)!r} + '/' + name)\n"
+        "print('imported', sys.version_info[:2])\n"
+    )
+
+    ended = forked_python.run(str(program), cwd=tmp_path, timeout_s=60)
+
+    assert ended.status == 0, ended.output
+    assert f"imported {sys.version_info[:2]}" in ended.output

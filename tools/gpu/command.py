@@ -1,0 +1,257 @@
+"""The parts of `python -m tools.gpu`, and the processes that run them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+from tools.gpu.checkout import ROOT, environment, facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SPARE_S = 30.0
+"""A part stops measuring this long before its time limit, to write its results."""
+
+END_S = 10.0
+"""Time between SIGTERM and SIGKILL of a part that exceeds its limit."""
+
+INTERPRETED_TESTS = ("tests/unit/test_copier_kernels.py", "tests/unit/test_copier_cuda.py")
+"""Tests of the GPU code that need no GPU; with `--device cpu` they replace those that do."""
+
+QUICK_TOKENS = "64,304"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a run.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        quick: Tiny sizes.
+        seed: Seed of the race run.
+        out: Directory of all results.
+    """
+
+    device: str
+    quick: bool
+    seed: int
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the run: a process with a time limit.
+
+    Attributes:
+        minutes: Time limit.
+        command: Returns the arguments of Python. Receives the options, the file for results and the seconds
+            after which a measurement should stop by itself.
+        read: Returns the results from the file.
+        interpret: Whether the kernel runs in Triton's interpreter with `--device cpu`.
+    """
+
+    name: str
+    summary: str
+    minutes: float
+    command: Callable[[Options, Path, float], list[str]]
+    read: Callable[[Path], dict[str, Any]]
+    interpret: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A part that has ended.
+
+    Attributes:
+        status: `passed`, `failed` or `time limit`.
+        output: The end of what it printed.
+        result: What it measured, as far as it got; empty if nothing.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    command: str
+    output: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+def gpu_tests() -> list[str]:
+    """Return the test files with the marker `gpu`. Others are not imported: they may need vLLM."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(path.relative_to(ROOT)) for path in files if "mark.gpu" + "\n" in path.read_text(encoding="utf-8")
+    ]
+
+
+def _tests(options: Options, result: Path, seconds: float) -> list[str]:
+    del seconds
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}"]
+    if options.device == "cuda":
+        return [*command, "-m", "gpu", *gpu_tests()]
+    interpreted = INTERPRETED_TESTS[:1] if options.quick else INTERPRETED_TESTS
+    return [*command, *gpu_tests(), *interpreted]
+
+
+def _example(options: Options, result: Path, seconds: float) -> list[str]:
+    del seconds
+    command = ["examples/transformers_generate.py", "--device", options.device, "--json", str(result)]
+    return [*command, "--tokens", QUICK_TOKENS] if options.quick else command
+
+
+def _measurement(name: str) -> Callable[[Options, Path, float], list[str]]:
+    def command(options: Options, result: Path, seconds: float) -> list[str]:
+        made = ["-m", "tools.gpu.measurements", name, "--device", options.device, "--json", str(result)]
+        made += ["--seconds", f"{seconds:.0f}", "--seed", str(options.seed)]
+        return [*made, "--quick"] if options.quick else made
+
+    return command
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def read_tests(path: Path) -> dict[str, Any]:
+    """Return the counts of a JUnit file of pytest, and the names of failed tests."""
+    suite = next(ET.parse(path).iter("testsuite"))
+    counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {**counts, "failed": failed}
+
+
+PARTS = (
+    Part("tests", "the tests marked gpu", 7.0, _tests, read_tests, interpret=False),
+    Part("bench", "python -m tools.benchmarks gpu", 7.5, _measurement("bench"), read_json),
+    Part("profile", "the copy path at every layout and block size", 7.5, _measurement("profile"), read_json),
+    Part("example", "examples/transformers_generate.py at full size", 7.5, _example, read_json),
+    Part(
+        "race",
+        "stores, loads and compute with random delays; --minutes and --seed split it",
+        10.0,
+        _measurement("race"),
+        read_json,
+    ),
+)
+
+
+def run_part(part: Part, options: Options, minutes: float) -> Ended:
+    """Run a part in its own process group and wait for it, at most for its time limit."""
+    result = options.out / f"{part.name}.result"
+    result.unlink(missing_ok=True)
+    limit = minutes * 60
+    command = part.command(options, result, max(limit - SPARE_S, limit / 2))
+    log = options.out / f"{part.name}.log"
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(
+                options.out / "metadata",
+                device=options.device,
+                interpret=part.interpret and options.device == "cpu",
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = "passed" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "time limit"
+        finally:
+            if process.poll() is None:
+                end_group(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    try:
+        measured = part.read(result)
+    except (OSError, ValueError, ET.ParseError, StopIteration):
+        measured = {}  # it ended before it had results
+        status = "failed" if status == "passed" else status
+    seconds = round(time.monotonic() - start, 1)
+    return Ended(part.name, status, seconds, " ".join(["python", *command]), text[-4000:], measured)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+            process.wait(END_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return 1 if a part has not passed."""
+    from tools.gpu.page import page
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu", description="Tests and measurements on a GPU."
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts with their time limits")
+    parser.add_argument(
+        "--part", action="append", choices=[part.name for part in PARTS], help="run only this part"
+    )
+    parser.add_argument("--minutes", type=float, help="time limit of each part, in place of its own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the race run")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; figures have no meaning")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu"), help="directory for results; build/gpu"
+    )
+    parser.add_argument("--commit", help="commit of this tree, where there is no git")
+    given = parser.parse_args(arguments)
+    if given.list:
+        sys.stdout.writelines(f"{part.name:9}{part.minutes:5.1f} min  {part.summary}\n" for part in PARTS)
+        return 0
+    if given.device == "cuda" and not cuda_is_available():
+        sys.stderr.write(
+            "torch finds no CUDA device; --device cpu --quick runs all parts in small without one\n"
+        )
+        return 2
+    options = Options(given.device, given.quick, given.seed, given.out.resolve())
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = facts(options.device)
+    if given.commit:
+        about["commit"] = given.commit
+    ended: list[Ended] = []
+    for part in PARTS:
+        if given.part and part.name not in given.part:
+            continue
+        sys.stderr.write(f"{part.name}: {part.summary}\n")
+        ended.append(run_part(part, options, given.minutes or part.minutes))
+        sys.stderr.write(f"{part.name}: {ended[-1].status} after {ended[-1].seconds} s\n")
+        if ended[-1].status != "passed":
+            sys.stderr.write(f"{ended[-1].output}\n")
+        # After each part, so that an interrupted run keeps its results.
+        document = {"about": about, "quick": given.quick, "parts": [asdict(one) for one in ended]}
+        (options.out / "gpu.json").write_text(
+            json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8"
+        )
+        (options.out / "gpu.md").write_text(page(document), encoding="utf-8")
+    sys.stdout.write(f"{options.out / 'gpu.md'}\n")
+    return int(any(one.status != "passed" for one in ended))

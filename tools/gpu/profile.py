@@ -1,0 +1,193 @@
+"""Profile of the copy path: for every layout and block size its rate, calls of CUDA, host time, and effect on compute.
+
+The limit of each rate is one contiguous pinned copy of the same bytes. The calls are counted after all
+measurements by torch's profiler, which slows down what runs after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmcache_async.bench.measure import Case
+from tools.benchmarks.gpu import IN, OUT, Copies, load_cases, rate, refusal, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from lmcache_async.bench.measure import Frame, Row
+    from tools.benchmarks.gpu import Shape
+    from tools.benchmarks.gpu_device import Gpu
+
+CALLS = {
+    "kernel launches": ("cudaLaunchKernel", "cuLaunchKernel"),
+    "copies": ("cudaMemcpyAsync", "cuMemcpy"),
+    "waits for events": ("cudaEventSynchronize",),
+    "waits for streams": (
+        "cudaStreamSynchronize",
+        "cudaDeviceSynchronize",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+    ),
+}
+"""Beginnings of the names of CUDA calls, by kind. Of the host threads only the reapers should wait, for events."""
+
+_FENCES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes of the profile.
+
+    Attributes:
+        chunks: Chunks of a batch.
+        layers: Layers of each model; 0 for its own number.
+        products: Matrix products of one measurement of the compute load.
+    """
+
+    models: tuple[str, ...] = ("llama-8b", "deepseek-mla")
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    block_sizes: tuple[int, ...] = (16, 32, 64, 128)
+    chunks: int = 32
+    layers: int = 0
+    products: int = 20
+    product_size: int = 8192
+
+
+QUICK = Settings(
+    models=("deepseek-mla",), block_sizes=(16, 64), chunks=1, layers=1, products=2, product_size=64
+)
+
+
+async def profile(
+    settings: Settings, frame: Frame, gpu: Gpu, seconds: float
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield a figure set for each layout, block size and direction; the calls of CUDA of all in a last pass.
+
+    Args:
+        settings: Sizes of the profile.
+        frame: Options of the measurement; receives what is left out.
+        gpu: The device.
+        seconds: Time after which the rest is left out.
+    """
+    deadline = time.monotonic() + seconds
+    chosen = []
+    for shape in _shapes(settings):
+        why = refusal(
+            shape.chunk_bytes * settings.chunks, device_bytes=gpu.free_bytes(), host_bytes=gpu.host_bytes()
+        )
+        if time.monotonic() > deadline:
+            why = "the time was over"
+        if why:
+            frame.leave_out(_name(shape), why)
+            continue
+        chosen.append(shape)
+        for row in await _measure(settings, frame, gpu, shape):
+            yield row
+    for shape in chosen:
+        for row in await _count(settings, gpu, shape):
+            yield row
+
+
+def _shapes(settings: Settings) -> list[Shape]:
+    return [
+        replace(shape, block_size=block_size)
+        for shape in shapes(settings.models, layers=settings.layers)
+        if shape.dtype in settings.dtypes
+        for block_size in settings.block_sizes
+    ]
+
+
+def _name(shape: Shape) -> str:
+    return f"{shape.name}, blocks of {shape.block_size}"
+
+
+async def _measure(settings: Settings, frame: Frame, gpu: Gpu, shape: Shape) -> list[dict[str, Any]]:
+    chunks = settings.chunks
+    gpu.trim()
+    with gpu.pin(shape.chunk_bytes * chunks) as host, Copies.open(gpu, shape, chunks, host) as copies:
+        await copies.check()
+        nbytes = copies.nbytes(chunks)
+        limit = "one contiguous copy"
+        cases = [
+            Case(
+                way,
+                "GB/s",
+                rate(copies.paged(way, chunks), nbytes),
+                {limit: rate(copies.plain(way, [nbytes]), nbytes)},
+            )
+            for way in (OUT, IN)
+        ]
+        rates = {row.name: row for row in await frame.compare(cases)}
+        products = gpu.products(settings.product_size)
+        loads = await frame.compare(load_cases(copies, products, settings.products, chunks, priority=0))
+        slow = {way: _ratio(loads, f"product beside {way}", "product alone") for way in (OUT, IN)}
+        plain = {way: _ratio(loads, f"product beside {way}", "product beside memcpy") for way in (OUT, IN)}
+        rows = []
+        for way in (OUT, IN):
+            fence_us, loop_ms = await _host_time(copies, way, chunks)
+            rows.append(
+                {
+                    "cache": _name(shape),
+                    "way": way,
+                    "bytes": nbytes,
+                    "row_bytes": copies.parameters(chunks)["row_bytes"],
+                    "mover": copies.parameters(chunks)["mover"],
+                    "gb_per_s": rates[way].value,
+                    "limit_gb_per_s": rates[way].limit_value,
+                    "ratio": rates[way].ratio,
+                    "model_thread_us": fence_us,
+                    "loop_thread_ms": loop_ms,
+                    "compute_slowdown": slow[way],
+                    "compute_slowdown_to_plain_copy": plain[way],
+                }
+            )
+        return rows
+
+
+def _ratio(rows: Sequence[Row], name: str, limit: str) -> float:
+    return next(float(row.ratio) for row in rows if row.name.startswith(name) and row.limit_name == limit)
+
+
+async def _host_time(copies: Copies, way: str, chunks: int) -> tuple[float, float]:
+    """Return the microseconds of a fence, which the model's thread takes, and the loop's CPU milliseconds of a copy."""
+    start = time.perf_counter()
+    for _ in range(_FENCES):
+        copies.copier.fence()
+    fence_us = (time.perf_counter() - start) / _FENCES * 1e6
+    copy = copies.paged(way, chunks)
+    start = time.thread_time()
+    await copy()
+    return fence_us, (time.thread_time() - start) * 1e3
+
+
+async def _count(settings: Settings, gpu: Gpu, shape: Shape) -> list[dict[str, Any]]:
+    """Return the calls of CUDA of one copy in each direction, beside its number of parts and pieces."""
+    chunks = settings.chunks
+    rows = []
+    gpu.trim()
+    with gpu.pin(shape.chunk_bytes * chunks) as host, Copies.open(gpu, shape, chunks, host) as copies:
+        for way in (OUT, IN):
+            copy = copies.paged(way, chunks)
+            await copy()
+            calls: dict[str, int | None] = dict.fromkeys(CALLS)
+            if gpu.device.type == "cuda":
+                kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+                with torch.profiler.profile(activities=kinds) as profiler:
+                    await copy()
+                calls |= count_calls(event.name for event in profiler.events() or ())
+            pieces = len(copies.pieces(chunks))
+            rows.append({"cache": _name(shape), "way": way, "pieces": pieces, "calls": calls})
+    return rows
+
+
+def count_calls(names: Iterable[str]) -> dict[str, int]:
+    """Count the names of profiled events that are calls of CUDA, by kind."""
+    counts = Counter[str]()
+    for name in names:
+        counts.update(kind for kind, heads in CALLS.items() if name.startswith(heads))
+    return {kind: counts[kind] for kind in CALLS}
