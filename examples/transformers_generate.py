@@ -37,9 +37,7 @@ from lmcache_async import CacheEngine, KVLayout, Namespace, load_config
 BLOCK = 16  # tokens of a block of the paged cache
 DECODED = 4  # tokens after the prompt, whose logits are compared
 REPEATS = 3  # times are the median of as many prefills and loads
-TOLERANCE = (
-    0.1  # of logits, relative: some 10 results in each of 32 layers are rounded to 2**-9, so 3.5 % are usual
-)
+TOLERANCE = 0.1  # of logits, relative: with 10 results in each of 32 layers rounded to 2**-9, 3.5 % are usual
 LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # else the defaults
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -183,20 +181,16 @@ def decode(model: Any, tokens: torch.Tensor, cache: PagedCache) -> torch.Tensor:
 
 async def timed(device: str, before: Callable[[], None], call: Callable[[], Awaitable[object]]) -> float:
     """Return the median seconds of a call and of all that it submits to the GPU."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     taken = []
     for _ in range(REPEATS):
         before()
-        synchronize(device)
+        synchronize()
         start = time.perf_counter()
         await call()
-        synchronize(device)
+        synchronize()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -218,11 +212,9 @@ async def open_engine(cache: PagedCache, tier: Any, kv_bytes: int) -> AsyncItera
     async with CacheEngine.open(config, layout=layout, namespace=namespace) as engine:
         if layout.device.type == "cuda":  # the arena is pinned in the background, for at most a minute here
             arena, deadline = engine.statistics().arena, time.monotonic() + 60
-            while engine.statistics().arena.pinned_bytes < arena.num_slabs * arena.slab_bytes:
-                if time.monotonic() > deadline:
-                    print("the arena is not pinned: loads are slower (ulimit -l?)", file=sys.stderr)
-                    break
+            while arena.pinned_bytes < arena.num_slabs * arena.slab_bytes and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
+                arena = engine.statistics().arena
         yield engine
 
 
@@ -263,9 +255,8 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
             loads[source] = await timed(device, cache.clear, load)
         equal &= all(map(torch.equal, cache.read(tokens), computed))
         differences.append(relative(decode(model, rest, cache), expected))
-    return Row(
-        tokens, kv_bytes, prefill_s, loads["memory"], loads["disk"], equal, max(differences), without_kv
-    )
+    memory_s, disk_s = loads["memory"], loads["disk"]
+    return Row(tokens, kv_bytes, prefill_s, memory_s, disk_s, equal, max(differences), without_kv)
 
 
 HEAD = "  tokens     KV MiB   prefill s  load from memory s    load from disk s  KV equal  logits differ by"
@@ -280,13 +271,17 @@ def line(row: Row) -> str:
     )
 
 
-async def run(device: str, lengths: list[int], path: Path | None) -> list[Row]:
+def save(path: Path, device: str, rows: list[Row]) -> None:
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    result = {"device": device, "versions": versions, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+async def run(device: str, lengths: list[int], path: Path | None, results: Path | None) -> list[Row]:
     model = random_llama(device, positions=max(lengths) + DECODED)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    print(
-        f"Llama with {layers} layers, {heads} KV heads of {model.config.head_dim}, bfloat16, on {name}\n{HEAD}"
-    )
+    print(f"Llama: {layers} layers, {heads} KV heads of {model.config.head_dim}, bfloat16, on {name}\n{HEAD}")
     rows = []
     for tokens in [BLOCK, *lengths]:  # the first one is a warm-up
         try:
@@ -299,6 +294,8 @@ async def run(device: str, lengths: list[int], path: Path | None) -> list[Row]:
         if tokens != BLOCK:
             rows.append(row)
             print(line(row), flush=True)
+            if results:
+                save(results, device, rows)
     return rows
 
 
@@ -308,23 +305,16 @@ def lengths_of(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Load the KV of prompts instead of computing it again.")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=list(TOKENS), default=default)
     parser.add_argument("--tokens", type=lengths_of, help="lengths of prompts, e.g. 2048,8192")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument(
-        "--path", type=Path, help="directory for the disk tier; by default that for temporary files"
-    )
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--path", type=Path, help="directory for the disk tier; a temporary one by default")
     given = parser.parse_args()
     with torch.no_grad():
-        rows = asyncio.run(run(given.device, given.tokens or lengths_of(TOKENS[given.device]), given.path))
-    if given.json:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        result = {"device": given.device, "versions": versions, "rows": [asdict(row) for row in rows]}
-        given.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        lengths = given.tokens or lengths_of(TOKENS[given.device])
+        rows = asyncio.run(run(given.device, lengths, given.path, given.json))
     failed = [row.tokens for row in rows if not row.passed]
     if failed or not rows:
         print(f"FAILED: {failed or 'nothing was measured'}")
