@@ -117,13 +117,16 @@ async def test_what_the_profile_has_no_time_for_is_left_out_with_a_line():
 
 
 def test_calls_of_cuda_are_counted_by_kind():
-    names = ["cudaLaunchKernel", "cuLaunchKernelEx", "aten::copy_", "cudaMemcpyAsync", "Memcpy HtoD"]
+    on_host = ["aten::copy_", "cudaMemcpyAsync", "cuLaunchKernelEx", "cudaEventSynchronize"]
+    on_device = ["_move_rows", "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"]
+    events = [(name, False) for name in on_host] + [(name, True) for name in on_device]
 
-    assert profile.count_calls([*names, "cudaEventSynchronize", "cudaStreamSynchronize"]) == {
-        "kernel launches": 2,
-        "copies": 1,
+    assert profile.count_calls([*events, ("cudaDeviceSynchronize", False)]) == {
+        "kernels": 1,
+        "copies": 2,
         "waits for events": 1,
-        "waits for streams": 1,
+        "waits for streams": 0,
+        "waits for the device": 1,
     }
 
 
@@ -205,6 +208,7 @@ def test_every_file_with_a_gpu_test_is_run():
     assert command.gpu_tests() == [
         "tests/gpu/test_bench_gpu.py",
         "tests/gpu/test_copier_gpu.py",
+        "tests/gpu/test_race_gpu.py",
         "tests/unit/test_region.py",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ END_S = 10.0
 
 INTERPRETED_TESTS = ("tests/unit/test_copier_kernels.py", "tests/unit/test_copier_cuda.py")
 """Tests of the GPU code that need no GPU; with `--device cpu` they replace those that do."""
+
+MARKER = re.compile(r"^(@|pytestmark = .*)pytest\.mark\.gpu\b", re.MULTILINE)
 
 QUICK_TOKENS = "64,304"
 
@@ -89,9 +92,7 @@ class Ended:
 def gpu_tests() -> list[str]:
     """Return the test files with the marker `gpu`. Others are not imported: they may need vLLM."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [
-        str(path.relative_to(ROOT)) for path in files if "mark.gpu" + "\n" in path.read_text(encoding="utf-8")
-    ]
+    return [str(path.relative_to(ROOT)) for path in files if MARKER.search(path.read_text(encoding="utf-8"))]
 
 
 def _tests(options: Options, result: Path, seconds: float) -> list[str]:

@@ -23,18 +23,14 @@ if TYPE_CHECKING:
     from tools.benchmarks.gpu import Shape
     from tools.benchmarks.gpu_device import Gpu
 
-CALLS = {
-    "kernel launches": ("cudaLaunchKernel", "cuLaunchKernel"),
-    "copies": ("cudaMemcpyAsync", "cuMemcpy"),
-    "waits for events": ("cudaEventSynchronize",),
-    "waits for streams": (
-        "cudaStreamSynchronize",
-        "cudaDeviceSynchronize",
-        "cuStreamSynchronize",
-        "cuCtxSynchronize",
-    ),
+WAITS = {
+    "waits for events": ("cudaEventSynchronize", "cuEventSynchronize"),
+    "waits for streams": ("cudaStreamSynchronize", "cuStreamSynchronize"),
+    "waits for the device": ("cudaDeviceSynchronize", "cuCtxSynchronize"),
 }
-"""Beginnings of the names of CUDA calls, by kind. Of the host threads only the reapers should wait, for events."""
+"""Names of CUDA calls that block a thread. The reapers wait for events; the profiler itself waits for the device."""
+
+KINDS = ("kernels", "copies", *WAITS)
 
 _FENCES = 100
 
@@ -174,20 +170,29 @@ async def _count(settings: Settings, gpu: Gpu, shape: Shape) -> list[dict[str, A
         for way in (OUT, IN):
             copy = copies.paged(way, chunks)
             await copy()
-            calls: dict[str, int | None] = dict.fromkeys(CALLS)
+            calls: dict[str, int | None] = dict.fromkeys(KINDS)
             if gpu.device.type == "cuda":
                 kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-                with torch.profiler.profile(activities=kinds) as profiler:
+                # Without acc_events some versions of torch warn.
+                with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
                     await copy()
-                calls |= count_calls(event.name for event in profiler.events() or ())
+                events = profiler.events() or ()
+                calls |= count_calls((event.name, event.device_type.name == "CUDA") for event in events)
             pieces = len(copies.pieces(chunks))
             rows.append({"cache": _name(shape), "way": way, "pieces": pieces, "calls": calls})
     return rows
 
 
-def count_calls(names: Iterable[str]) -> dict[str, int]:
-    """Count the names of profiled events that are calls of CUDA, by kind."""
+def count_calls(events: Iterable[tuple[str, bool]]) -> dict[str, int]:
+    """Count profiled events by kind.
+
+    Args:
+        events: The name of each event, and whether it ran on the device.
+    """
     counts = Counter[str]()
-    for name in names:
-        counts.update(kind for kind, heads in CALLS.items() if name.startswith(heads))
-    return {kind: counts[kind] for kind in CALLS}
+    for name, on_device in events:
+        if on_device:
+            counts["copies" if name.startswith(("Memcpy", "Memset")) else "kernels"] += 1
+        else:
+            counts.update(kind for kind, names in WAITS.items() if name in names)
+    return {kind: counts[kind] for kind in KINDS}
