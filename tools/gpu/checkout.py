@@ -57,11 +57,12 @@ def facts(device: str) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"commit": commit_of_checkout() or "unknown", **machine_facts()}
-    for name in ("torch", "triton", "transformers"):
+    for name in ("triton", "transformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    found["torch"] = torch.__version__  # with the name of its build
     found["device"] = "CPU in place of a GPU: figures have no meaning"
     if device == "cuda":
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
