@@ -225,7 +225,7 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
     prompt_ids = text[0, :tokens].tolist()
     prompt, rest = text.to(device).split([tokens, DECODED], dim=1)
 
-    # What the checks compare with: the logits of the whole text, computed at once without a cache.
+    # Expected logits: those of the whole text, computed at once without a cache.
     expected = forward(model, text.to(device), None, keep=DECODED)
     cache = PagedCache(model.config, tokens + DECODED, device)
     cache.set_length(tokens)

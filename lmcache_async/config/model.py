@@ -361,8 +361,8 @@ class VLLMConfig(Section):
     socket_dir: OptionalPath = None
     """Directory of the sockets between scheduler and workers; none for a private temporary one."""
     reset_cache: Literal["all", "memory", "new_namespace"] = "all"
-    """What a reset of vLLM's prefix cache clears: all tiers, or memory only. With new_namespace nothing that was stored
-    before is found any more, and other tiers than memory keep it for other processes."""
+    """Tiers that are cleared when vLLM resets its prefix cache: all, or memory only. new_namespace clears memory and
+    uses another namespace from then on: other tiers keep their records, but this process does not find them."""
 
 
 class EngineConfig(Section):

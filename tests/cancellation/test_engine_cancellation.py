@@ -26,7 +26,7 @@ def leases(engine):
 
 
 class Opened:
-    """An engine over memory and a tier that parks where it is told, with TOKENS stored."""
+    """An engine with memory and a ParkingTier, with TOKENS stored."""
 
     def __init__(self, *, tiers=("cpu", "dict"), **settings):
         self.made = Made(ParkingTier)
@@ -282,7 +282,7 @@ async def test_closing_during_a_call_ends_it_and_gives_every_lease_back(verb, pa
         opened.tier.open_gate()
         await asyncio.wait({task})
 
-        assert not task.cancelled(), "nobody cancelled the caller"
+        assert not task.cancelled(), "the caller was not cancelled"
         assert task.exception() is None or isinstance(task.exception(), EngineClosedError)
         await turns(5)
         assert leases(opened.engine) == 0

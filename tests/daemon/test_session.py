@@ -127,7 +127,7 @@ NONSENSE = {
     "a frame that is too long": (messages.MAX_BODY_BYTES + 1).to_bytes(4, "little") + bytes([Op.CONTAINS]),
     "no such message": frame(Op.CONTAINS)[:4] + b"\xff",
     "half a key": frame(Op.CONTAINS, b"123"),
-    "a lease that nobody has": frame(Op.RELEASE, messages.pack_numbers([77])),
+    "a lease that does not exist": frame(Op.RELEASE, messages.pack_numbers([77])),
     "a lease of another's": frame(Op.RELEASE, messages.pack_numbers([1])),
     "a commit of nothing": frame(Op.COMMIT, messages.pack_commits([(9, key_of(1))])),
     "a record without a byte": frame(Op.RESERVE, messages.pack_wishes([(key_of(1), 0)])),

@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request came to.
+    """The result of one request.
 
     Attributes:
         cached_tokens: Prompt tokens that were not computed, by vLLM's count.

@@ -303,7 +303,7 @@ def main() -> None:
         importlib.import_module(name)
     _remember_model("LlamaForCausalLM")
     _copy_states_without_triton()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()
     gc.enable()
     calls.sendall(b".")

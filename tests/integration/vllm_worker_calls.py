@@ -1,4 +1,4 @@
-"""What the tests ask of the cache engine itself. Run in vLLM's worker, on its main thread."""
+"""Functions that tests run in vLLM's worker, on its main thread, to inspect the cache engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _holds: list[threading.Event] = []
 
 
 def statistics(worker: Any) -> dict[str, Any]:
-    """What the engine has under way and what it holds."""
+    """Counts of running calls, leases and stored chunks of the engine."""
     del worker
     found = _engine().statistics()
     return {

@@ -114,7 +114,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 
 async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
-    if os.getuid():  # only root can become somebody else, so we pretend to be
+    if os.getuid():  # only root can change its user, so pretend that the peer has another one
         monkeypatch.setattr(lookup_server.os, "geteuid", lambda: NOBODY)
     path = directory / "s"
     server = server_at(path)

@@ -1,4 +1,4 @@
-"""What the fakes do beyond being tiers: they fail, park and dawdle as told."""
+"""Options of the fake tiers: failures, blocked calls and delays."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def forests(draw: st.DrawFn) -> Forest:
 
 
 def use(policy: LRUPolicy, batch: list[ChunkKey]) -> None:
-    """What a tier does for `put_many`: the batch is touched, what is not held is added."""
+    """Update the policy as a tier does in `put_many`: touch the batch, and add the chunks that are new."""
     policy.touch(batch)
     for chunk in batch:
         if chunk not in policy:

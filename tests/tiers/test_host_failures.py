@@ -1,4 +1,4 @@
-"""The host tier when the daemon is away, stuck, full or back again; and memory that somebody still looks at."""
+"""The host tier when the daemon is away, stuck, full or back again; and memory that is still leased."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def put(tier: HostTier, arena: Arena, *numbers: int) -> None:
 
 
 def churn(daemon: ThreadedDaemon) -> None:
-    """Write over all memory of the pool that nobody has a lease of."""
+    """Overwrite all memory of the pool that is not leased."""
 
     def write() -> None:
         for number in range(3000):
@@ -115,7 +115,7 @@ async def test_an_array_that_outlives_its_lease_keeps_the_record(
     array = got.array[100:200]
     content = bytes(array)
     got.release()
-    await tier.contains(key_of(1))  # whatever the tier had to tell is told
+    await tier.contains(key_of(1))  # the tier has sent its pending messages
     assert await tier.remove(key_of(1))
     churn(daemon)
     assert bytes(array) == content

@@ -116,7 +116,7 @@ class Client:
 
 
 def opened(tier_class, check, **options):
-    """What `check(client, tier)` gives, in an engine that has this tier before a healthy one."""
+    """Return the result of `check(client, tier)` in an engine that has this tier before a healthy one."""
 
     async def main():
         tiers = []

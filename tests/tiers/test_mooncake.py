@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def config(mooncake_pool: MooncakePool) -> MooncakeConfig:
-    """A part of the pool that nobody else uses."""
+    """A part of the pool that no other test uses."""
     return make_config(mooncake_pool)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.one_loop
 
 DEADLINE_S = 0.5
 SLACK_S = 5.0
-"""What a busy machine may add to a deadline."""
+"""Time that a call may take beyond its deadline on a busy machine."""
 HASTE = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_RPC_TIMEOUT_MS": "1000"}
 """How long Mooncake's client waits for one who hangs; 30 s both, if not told."""
 

@@ -135,7 +135,9 @@ async def write(stack, arena, numbers):
     release(buffer for _, buffer in items)
     assert await stack.flush(timeout_s=5)
     await turns(2)
-    assert sorted(position for position, _ in outcomes) == list(range(len(items))), "each is told once"
+    assert sorted(position for position, _ in outcomes) == list(range(len(items))), (
+        "each outcome is reported once"
+    )
     return [cause for _, cause in sorted(outcomes)]
 
 

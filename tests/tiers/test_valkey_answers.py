@@ -168,7 +168,7 @@ async def test_a_value_longer_than_any_record_is_a_miss_and_removed(
         assert await get(tier, allocate, 1) == ["miss"]
         assert tier.statistics().corrupt_by_cause == {"length": 1}
         assert server.ask("EXISTS", name) == 0
-        server.ask("LPUSH", name, "x")  # somebody else's thing under our name
+        server.ask("LPUSH", name, "x")  # a value of another program under the tier's name
         assert await get(tier, allocate, 1) == ["TierError"]
         assert await put(tier, arena, 1) == [None]
         assert await get(tier, allocate, 1) == ["hit"]

@@ -37,7 +37,7 @@ from tests.tiers.valkey_tools import config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}
 SLACK_S = 5.0
-"""What a busy machine may add to a deadline."""
+"""Time that a call may take beyond its deadline on a busy machine."""
 
 
 @pytest.fixture

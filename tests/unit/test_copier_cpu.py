@@ -98,7 +98,7 @@ LONG_S = 20  # only a hang takes so long
 
 
 class Told(LoadProgress):
-    """Keeps what it is told."""
+    """Records the calls of `advance`."""
 
     def __init__(self, num_planes):
         super().__init__(num_planes)
@@ -110,7 +110,7 @@ class Told(LoadProgress):
 
 
 def plane_rows(cache, plane, rows):
-    """What the rows hold in one plane."""
+    """The bytes of the rows in one plane."""
     storage = cache.storages[plane.storage]
     return [storage[plane.start(row) : plane.start(row) + plane.row_bytes] for row in rows if row >= 0]
 
