@@ -149,15 +149,18 @@ class RequestKeys:
     def packed_tokens(self, start: int, stop: int) -> bytes:
         return self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
 
-    def boundary_keys(self, group: KVGroup, boundary: int) -> tuple[bytes, ...]:
+    def boundary_keys(self, group: KVGroup, boundary: int, before: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """Per rank, the keys of what a group needs to continue after `boundary` hashed tokens, 16 bytes each.
 
         These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own.
+
+        Args:
+            before: `keys_before(boundary)`, which is the same for all groups; computed if it is not given.
         """
         identity = self.identity
         tokens = np.frombuffer(self.packed_tokens(group.first_needed(boundary), boundary), np.int32)
         packed = []
-        for rank, key in enumerate(self._keys_before(boundary)):
+        for rank, key in enumerate(before or self.keys_before(boundary)):
             own = self._group_roots[rank][group.index]
             hasher = ChunkHasher(
                 boundary_root(own, key, identity.algorithm, self._hash_key),
@@ -171,13 +174,13 @@ class RequestKeys:
             packed.append(b"".join(keys))
         return tuple(packed)
 
-    def _keys_before(self, boundary: int) -> list[bytes]:
-        """Per rank, the key of the full or partial chunk that ends at `boundary`."""
+    def keys_before(self, boundary: int) -> Sequence[bytes]:
+        """Per rank, the key of the full or partial chunk that ends at `boundary`, which is hashed."""
         identity = self.identity
+        if known := self.keys_at(boundary, identity.chunk_size):
+            return known
         full, rest = divmod(boundary, identity.chunk_size)
         before = [self.key(rank, full - 1) if full else root for rank, root in enumerate(self._roots)]
-        if not rest:
-            return before
         tokens: Tokens = np.frombuffer(self.packed_tokens(boundary - rest, boundary), np.int32)
         return [
             partial_candidates(

@@ -795,8 +795,9 @@ class Query:
         """Query each rank for the first boundary that is stored there."""
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
+            before = keys.keys_before(boundary)
             for group in self._bounded:
-                for rank, made in enumerate(keys.boundary_keys(group, boundary)):
+                for rank, made in enumerate(keys.boundary_keys(group, boundary, before)):
                     packed[rank][index] += made
         return await _ask_all(self.ranks, [_first_message(lookup.lookup_id, each) for each in packed])
 
