@@ -86,6 +86,10 @@ class Child:
             self._engine.add_request(request["name"], prompt, sampling, lora_request=adapter)
 
     def step(self) -> None:
+        """Step once. An engine core in a process of its own steps by itself, and without requests has no output."""
+        in_process = hasattr(self._engine.engine_core, "engine_core")
+        if not in_process and not self._engine.has_unfinished_requests():
+            return
         for output in self._engine.step():
             if output.finished:
                 seconds = time.monotonic() - self._begun.pop(output.request_id)
