@@ -370,6 +370,16 @@ TestTracker = TrackerMachine.TestCase
 WINDOWS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=6))
 
 
+def load_to_boundary(tracker: RequestTracker, boundary: int) -> None:
+    """Look the request up, and start to load it up to a stored boundary."""
+    answer(tracker, ask(tracker), Answer(-(-boundary // CHUNK), boundary=boundary))
+    tracker.local_found(0)
+    tracker.offer(0.0, ready=True)
+    tracker.admitted(boundary)
+    tracker.load_started(boundary)
+    tracker.skip_stored(0)
+
+
 @pytest.mark.parametrize(
     ("prompt", "partial_chunks", "boundaries"),
     [
@@ -424,12 +434,7 @@ def test_a_recurrent_state_inside_of_a_block_is_not_stored() -> None:
 
 def test_a_recurrent_state_that_was_loaded_is_not_stored_again_unless_the_load_failed() -> None:
     tracker = tracker_of(40, policy(groups=STATES))
-    answer(tracker, ask(tracker), Answer(5, boundary=38))
-    tracker.local_found(0)
-    tracker.offer(0.0, ready=True)
-    tracker.admitted(38)
-    tracker.load_started(38)
-    tracker.skip_stored(0)
+    load_to_boundary(tracker, 38)
     tracker.load_ended()
 
     tracker.states_offered([38])
@@ -480,12 +485,7 @@ def test_a_hit_of_several_groups_is_loaded_as_a_whole_or_not_at_all() -> None:
 
 def test_after_a_failed_load_the_boundaries_are_stored_again() -> None:
     tracker = tracker_of(40, policy(groups=WINDOWS))
-    answer(tracker, ask(tracker), Answer(5, boundary=38))
-    tracker.local_found(0)
-    tracker.offer(0.0, ready=True)
-    tracker.admitted(38)
-    tracker.load_started(38)
-    tracker.skip_stored(0)
+    load_to_boundary(tracker, 38)
     tracker.load_tokens_failed(0)
     tracker.load_ended()
 
