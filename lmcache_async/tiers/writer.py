@@ -146,10 +146,11 @@ class TierWriter:
         """End a reservation of these chunks. Other reservations of the same chunks keep their room."""
         unused = 0
         for key in keys:
-            self._reservations[key] -= 1
-            if self._reserved[key] > self._reservations[key]:
+            others = self._reservations.pop(key) - 1
+            if others:
+                self._reservations[key] = others
+            if self._reserved[key] > others:
                 unused += self._take_reserved(key)
-        self._reservations = +self._reservations  # without zeros
         self._budget.release(unused * self._chunk_bytes)
 
     async def submit(
