@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgpack  # type: ignore[import-untyped]
 
+from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
 from lmcache_async.integration.vllm.load_policy import pack_costs
@@ -73,7 +74,7 @@ class TCPAddress:
     secret: bytes = field(repr=False)
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Endpoint(self.host, self.port))
 
 
 Address: TypeAlias = Path | TCPAddress
