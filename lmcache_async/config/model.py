@@ -28,6 +28,7 @@ from lmcache_async.config.values import (
     Fraction,
     Name,
     Names,
+    OptionalCount,
     OptionalPath,
     OptionalRate,
     OptionalSize,
@@ -355,6 +356,10 @@ class VLLMConfig(Section):
     """Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."""
     consumer_stores: Flag = False
     """Whether a vLLM with kv_role kv_consumer stores computed chunks."""
+    kv_head_shards: OptionalCount = None
+    """Number of records that share the KV heads of a chunk, over all tensor-parallel ranks. Servers of different
+    tensor-parallel sizes with the same number use each other's records. It must be a multiple of the tensor-parallel
+    size and divide the number of KV heads; none for one record per rank."""
     lookup_transport: Literal["auto", "unix", "tcp"] = "auto"
     """How the scheduler reaches its workers for lookups: unix sockets, or TCP for workers on other hosts; auto
     chooses tcp if vLLM runs on several nodes or with Ray."""

@@ -323,6 +323,7 @@ def _number(parse: Callable[[object], float], bounds: Any) -> BeforeValidator:
 
 Flag = Annotated[bool, _by(parse_flag, bool | FlagText)]
 Count = Annotated[int, _by(parse_count, CountInput)]
+OptionalCount = Annotated[Count | None, _by(unless_none, CountInput | NoneText | None)]
 Size = Annotated[int, _by(parse_size, SizeInput)]
 OptionalSize = Annotated[Size | None, _by(unless_none, SizeInput | NoneText | None)]
 Seed = Annotated[int, _by(parse_seed, _SeedInput)]

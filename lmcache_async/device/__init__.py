@@ -5,22 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache_async.device.copier import Copier
     from lmcache_async.device.layout import KVLayout
 
 
-def open_copier(
-    layout: KVLayout,
+def open_copiers(
+    layouts: Sequence[KVLayout],
     *,
     threads: int = 2,
     staging_bytes: int = 64 << 20,
     store_priority: int = 0,
     load_priority: int = 0,
-) -> Copier:
-    """Open the copier for the device of the tensors of a layout.
+) -> list[Copier]:
+    """Open a copier for each layout, for the device of their tensors.
+
+    The copiers share their copy threads or their staging memory. Close all of them together.
 
     Args:
-        layout: Layout of the paged KV cache.
+        layouts: Layouts of paged KV caches on one device, at least one.
         threads: Number of copy threads. CPU only.
         staging_bytes: Bytes of device memory for each direction. CUDA only.
         store_priority: Priority of the streams of stores; 0 is the lowest, -1 the next higher. CUDA only.
@@ -29,14 +33,27 @@ def open_copier(
     Raises:
         ValueError: There is no copier for this type of device.
     """
-    if layout.device.type == "cpu":
-        from lmcache_async.device.cpu import CpuCopier
+    device = layouts[0].device
+    if device.type == "cpu":
+        from lmcache_async.device.cpu import CpuCopier, copy_threads
 
-        return CpuCopier(layout, threads=threads)
-    if layout.device.type == "cuda":
-        from lmcache_async.device.cuda import CudaCopier
+        pool = copy_threads(threads)
+        return [CpuCopier(layout, threads=threads, pool=pool) for layout in layouts]
+    if device.type == "cuda":
+        from lmcache_async.device.cuda import CudaCopier, Lanes, TorchStreams
+        from lmcache_async.device.movers import open_mover
 
-        return CudaCopier(
-            layout, staging_bytes=staging_bytes, store_priority=store_priority, load_priority=load_priority
+        streams = TorchStreams(device)
+        movers = [open_mover(layout) for layout in layouts]
+        lanes = Lanes.open(
+            list(zip(layouts, movers, strict=True)),
+            streams,
+            staging_bytes=staging_bytes,
+            store_priority=store_priority,
+            load_priority=load_priority,
         )
-    raise ValueError(f"the KV cache is on {layout.device}; expected a CPU or CUDA device")
+        return [
+            CudaCopier(layout, streams=streams, mover=mover, lanes=lanes)
+            for layout, mover in zip(layouts, movers, strict=True)
+        ]
+    raise ValueError(f"the KV cache is on {device}; expected a CPU or CUDA device")

@@ -44,17 +44,23 @@ MIN_THREAD_BYTES = 1 << 20
 """Minimum bytes of a thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB 100."""
 
 
+def copy_threads(threads: int) -> WorkerPool:
+    """Threads for one or several copiers."""
+    return WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
+
+
 class CpuCopier:
-    """Copier with its own threads. The GIL is released during copies.
+    """Copier with a pool of threads. The GIL is released during copies.
 
     A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn.
 
     Args:
         layout: Layout of the paged KV cache.
         threads: Number of copy threads.
+        pool: The copy threads, if other copiers use them too; the first `close` ends them.
     """
 
-    def __init__(self, layout: KVLayout, *, threads: int = 2) -> None:
+    def __init__(self, layout: KVLayout, *, threads: int = 2, pool: WorkerPool | None = None) -> None:
         self.layout = layout
         self._threads = threads
         self._helpers = max(0, min(threads, len(os.sched_getaffinity(0)) - KEPT_CORES))
@@ -62,7 +68,7 @@ class CpuCopier:
         self._groups = group_planes(layout)
         self._digester = Digester.of(self._groups)
         self._largest = max(plane.row_bytes for plane in layout.planes)
-        self._executor = WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
+        self._executor = pool or copy_threads(threads)
         self._closed = False
 
     def fence(self) -> Fence | None:

@@ -12,7 +12,7 @@ import asyncio
 import ctypes
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -130,6 +130,79 @@ class Lane:
         self._reaper.close()
 
 
+class Lanes:
+    """Streams and staging memory of both directions, for one or several copiers on a device.
+
+    Attributes:
+        store: Lane of stores.
+        load: Lane of loads.
+        part_bytes: Bytes of a part's staging memory.
+        table_words: Numbers of a part's table.
+    """
+
+    def __init__(self, store: Lane, load: Lane, part_bytes: int, table_words: int) -> None:
+        self.store = store
+        self.load = load
+        self.part_bytes = part_bytes
+        self.table_words = table_words
+
+    @classmethod
+    def open(
+        cls,
+        users: Sequence[tuple[KVLayout, Mover]],
+        streams: Streams,
+        *,
+        staging_bytes: int,
+        store_priority: int = 0,
+        load_priority: int = 0,
+    ) -> Self:
+        """Allocate the parts.
+
+        Args:
+            users: Layout and mover of each copier.
+            streams: Opens the side streams.
+            staging_bytes: Bytes of device memory for each direction; more if one row needs it.
+            store_priority: Priority of the side streams that gather, relative to those of the model.
+            load_priority: Priority of the side streams that scatter.
+        """
+        rows = [[plane.row_bytes for plane in layout.planes] for layout, _ in users]
+        part_bytes = max(staging_bytes // PARTS, *(max(sizes) for sizes in rows))
+        words = max(
+            max_entries(part_bytes, min(sizes)) * mover.columns
+            for sizes, (_, mover) in zip(rows, users, strict=True)
+        )
+        num_parts = min(PARTS, max(2, staging_bytes // part_bytes))
+        device = users[0][0].device
+
+        def open_lane(name: str, priority: int) -> Lane:
+            parts = [
+                Part(
+                    stream=streams.open(priority),
+                    staging=torch.empty(-(-part_bytes // 16) * 16, dtype=torch.uint8, device=device),
+                    table=torch.empty(words, dtype=torch.int64, device=device),
+                    host_table=streams.pinned(words),
+                )
+                for _ in range(num_parts)
+            ]
+            # The allocator may return memory that the current stream still writes to.
+            allocated = streams.record_current()
+            for part in parts:
+                streams.wait(part.stream, allocated)
+            return Lane(name, parts, streams)
+
+        store = open_lane("gather", store_priority)
+        return cls(store, open_lane("scatter", load_priority), part_bytes, words)
+
+    def close(self) -> None:
+        self.store.close()
+        self.load.close()
+
+
+def max_entries(part_bytes: int, row_bytes: int) -> int:
+    """Largest number of rows of a part, if the smallest has `row_bytes` bytes."""
+    return min(MAX_ENTRIES, part_bytes // row_bytes)
+
+
 class CudaCopier:
     """Copies through staging memory on side streams.
 
@@ -137,11 +210,10 @@ class CudaCopier:
 
     Args:
         layout: Layout of the paged KV cache.
-        staging_bytes: Bytes of device memory for each direction; more if one row needs it.
-        store_priority: Priority of the side streams that gather, relative to those of the model.
-        load_priority: Priority of the side streams that scatter.
+        staging_bytes: Bytes of device memory for each direction, if no lanes are given.
         streams: Replaces CUDA in tests.
-        mover: Replaces the best mover for the layout in tests.
+        mover: Replaces the best mover for the layout.
+        lanes: Streams and staging memory, if other copiers use them too; the first `close` ends them.
 
     Attributes:
         mover: Copies rows on the device.
@@ -152,21 +224,16 @@ class CudaCopier:
         layout: KVLayout,
         *,
         staging_bytes: int = 64 << 20,
-        store_priority: int = 0,
-        load_priority: int = 0,
         streams: Streams | None = None,
         mover: Mover | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.layout = layout
         self._streams = streams or TorchStreams(layout.device)
         self.mover = mover or open_mover(layout)
         self._table = PlaneTable(layout.planes)
-        largest, smallest = int(self._table.row_bytes.max()), int(self._table.row_bytes.min())
-        self._part_bytes = max(staging_bytes // PARTS, largest)
-        self._part_entries = min(MAX_ENTRIES, self._part_bytes // smallest)
-        num_parts = min(PARTS, max(2, staging_bytes // self._part_bytes))
-        self._store = self._open_lane("gather", num_parts, store_priority)
-        self._load = self._open_lane("scatter", num_parts, load_priority)
+        self._lanes = lanes or Lanes.open([(layout, self.mover)], self._streams, staging_bytes=staging_bytes)
+        self._entries = max_entries(self._lanes.part_bytes, int(self._table.row_bytes.min()))
         self._closed = False
 
     def fence(self) -> Fence | None:
@@ -177,7 +244,7 @@ class CudaCopier:
     ) -> list[bytes] | None:
         del digest  # the device writes the payloads, so the host would have to read them again
         checked = check_jobs(self.layout, jobs, writes_payload=True)
-        await self._run(checked, fence, self._store)
+        await self._run(checked, fence, self._lanes.store)
         return None
 
     async def scatter(
@@ -185,37 +252,19 @@ class CudaCopier:
     ) -> None:
         del progress  # only the end of the whole load is reported
         checked = check_jobs(self.layout, jobs, writes_payload=False)
-        await self._run(checked, fence, self._load)
+        await self._run(checked, fence, self._lanes.load)
 
     def close(self) -> None:
         self._closed = True
-        self._store.close()
-        self._load.close()
+        self._lanes.close()
 
     def statistics(self) -> tuple[RingStatistics, RingStatistics]:
         """Return the statistics of the ring of stores and of the ring of loads."""
-        return self._store.ring.statistics(), self._load.ring.statistics()
+        return self._lanes.store.ring.statistics(), self._lanes.load.ring.statistics()
 
     def copies(self, num_rows: Sequence[int]) -> list[int]:
         """Return the bytes of each copy over the bus for jobs with `num_rows` rows, none of them skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
-
-    def _open_lane(self, name: str, num_parts: int, priority: int) -> Lane:
-        device, words = self.layout.device, self._part_entries * self.mover.columns
-        parts = [
-            Part(
-                stream=self._streams.open(priority),
-                staging=torch.empty(-(-self._part_bytes // 16) * 16, dtype=torch.uint8, device=device),
-                table=torch.empty(words, dtype=torch.int64, device=device),
-                host_table=self._streams.pinned(words),
-            )
-            for _ in range(num_parts)
-        ]
-        # The allocator may return memory that the current stream still writes to.
-        allocated = self._streams.record_current()
-        for part in parts:
-            self._streams.wait(part.stream, allocated)
-        return Lane(name, parts, self._streams)
 
     async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
         running: list[asyncio.Future[None]] = []
@@ -232,7 +281,7 @@ class CudaCopier:
             await wait_all(running)
 
     def _cut(self, counts: Sequence[int]) -> list[list[Piece]]:
-        return cut(self._table, counts, max_bytes=self._part_bytes, max_entries=self._part_entries)
+        return cut(self._table, counts, max_bytes=self._lanes.part_bytes, max_entries=self._entries)
 
     def _submit(
         self, part: Part, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], fence: Fence | None, lane: Lane
@@ -243,11 +292,11 @@ class CudaCopier:
         entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
         with self._streams.use(part.stream):
             part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
-            if lane is self._load:
+            if lane is self._lanes.load:
                 self._copy_payloads(part.staging, jobs, pieces, to_host=False)
             if fence is not None:
                 self._streams.wait(part.stream, fence.event)
-            if lane is self._load:
+            if lane is self._lanes.load:
                 self.mover.scatter(steps, part.table, part.staging)
             else:
                 self.mover.gather(steps, part.table, part.staging)

@@ -72,6 +72,7 @@ class KVLayout:
         num_blocks: int,
         block_size: int,
         kind: Literal["heads", "pages"] = "heads",
+        by_head: bool = False,
     ) -> Self:
         """Create a layout of views [B, H, N, C], or [B, N, C] for MLA, as vLLM has them. A row is a block.
 
@@ -82,6 +83,9 @@ class KVLayout:
             num_blocks: Blocks of the cache. Dimension 0 may count kernel blocks, several per block.
             block_size: Tokens of a block.
             kind: With "pages", the dimensions after the block dimension are opaque and may have any shape.
+            by_head: No piece extends beyond the heads. Views of the same number of heads then have the same text and
+                the same payload, whether they are all heads of their tensors or some of them (`tensor[:, 2:4]`). Views
+                without heads are refused.
 
         Raises:
             ValueError: A shape is not one of these, or two rows share bytes.
@@ -89,6 +93,10 @@ class KVLayout:
         named = _named(tensors)
         for name, tensor in named:
             _check_blocks(name, tensor, num_blocks, block_size, kind)
+            if by_head and (kind != "heads" or tensor.dim() != 4):
+                raise ValueError(
+                    f"{_title(name)}: shape {tuple(tensor.shape)} has no heads, expected [B, H, N, C]"
+                )
         storages = _storages(named)
         views = [
             view_of(
@@ -98,6 +106,7 @@ class KVLayout:
                 storages.index,
                 num_blocks=num_blocks,
                 by_token=False,
+                whole="H" if by_head else "",
             )
             for name, tensor in _distinct(named)
         ]
@@ -244,7 +253,7 @@ def _block_axes(dim: int, kind: str) -> str:
 
 
 def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: int, kind: str) -> None:
-    title = f"KV cache of {name}" if name else "KV cache tensor"
+    title = _title(name)
     shape = tuple(tensor.shape)
     if num_blocks < 1 or block_size < 1:
         raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
@@ -264,3 +273,7 @@ def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: 
             f"{title}: shape {shape} with {num_blocks} blocks has {tokens} tokens per block, "
             f'expected block_size={block_size}; opaque pages need kind="pages"'
         )
+
+
+def _title(name: str) -> str:
+    return f"KV cache of {name}" if name else "KV cache tensor"

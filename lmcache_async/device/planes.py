@@ -54,7 +54,7 @@ def merge(views: Sequence[TensorView], pieces: Sequence[Pieces]) -> tuple[list[P
     """Merge the pieces of all tensors into planes.
 
     Adjacent pieces of equal strides become one plane, as long as its rows are not longer than the distance
-    between two rows.
+    between two rows. Pieces of a view with a `whole` axis are planes of their own.
 
     Args:
         views: Tensors as rows of bytes.
@@ -75,6 +75,7 @@ def merge(views: Sequence[TensorView], pieces: Sequence[Pieces]) -> tuple[list[P
         last = planes[-1] if planes else None
         joins = (
             last is not None
+            and not views[tensor].whole
             and (last.storage, last.rows, last.base + last.row_bytes) == (storage, rows, base)
             and last.row_bytes + nbytes <= rows.pitch
         )
@@ -110,7 +111,7 @@ def digest(
         [
             view.name,
             view.dtype,
-            [[axis.name, axis.size] for axis in view.content],
+            [[axis.name, axis.size] for axis in view.content if axis.size > 1],
             [axis.name for axis in part.inner],
             [axis.name for axis in part.outer],
             [places[tensor, piece] for piece in range(len(part.offsets))],

@@ -56,9 +56,10 @@ class TensorView:
         storage: Index of the storage; equal for tensors of one storage.
         base: Bytes from the start of the storage to row 0.
         rows: Start offsets of the rows.
-        content: Axes within one row, in the order of the tensor; axes of size 1 are left out.
+        content: Axes within one row, in the order of the tensor; axes of size 1 are left out, except `whole`.
         itemsize: Bytes of one element.
         dtype: Name of the element type, without `torch.`.
+        whole: Name of the axis that no piece extends beyond; "" for no limit.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TensorView:
     content: tuple[Axis, ...]
     itemsize: int
     dtype: str
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def view_of(
     *,
     num_blocks: int | None,
     by_token: bool,
+    whole: str = "",
 ) -> TensorView:
     """Describe a tensor as rows.
 
@@ -106,6 +109,7 @@ def view_of(
         storages: Index of each storage by `storage_id`.
         num_blocks: Blocks of the cache, if dimension `B` may count several kernel blocks per block.
         by_token: A row is a token slot; else a block.
+        whole: See `TensorView`.
 
     Raises:
         ValueError: A dimension is expanded (stride 0), or tokens extend over blocks.
@@ -123,7 +127,7 @@ def view_of(
     rows = Rows(block.stride)
     if by_token:
         rows = _token_rows(name, block, dims.pop("N"))
-    content = tuple(axis for axis in dims.values() if axis.size > 1)
+    content = tuple(axis for axis in dims.values() if axis.size > 1 or axis.name == whole)
     for axis in content:
         if axis.stride == 0:
             raise ValueError(
@@ -137,6 +141,7 @@ def view_of(
         content=content,
         itemsize=itemsize,
         dtype=str(tensor.dtype).removeprefix("torch."),
+        whole=whole,
     )
 
 
@@ -161,12 +166,14 @@ def pieces_of(view: TensorView) -> Pieces:
     nbytes = view.itemsize
     inner: list[Axis] = []
     outer: list[Axis] = []
-    for axis in sorted(view.content, key=lambda axis: axis.stride):
-        if axis.stride == nbytes and nbytes * axis.size <= view.rows.pitch:
+    extends = True
+    for axis in sorted(view.content, key=lambda axis: (axis.stride, axis.size)):  # `whole` may be of size 1
+        if axis.size > 1 and extends and axis.stride == nbytes and nbytes * axis.size <= view.rows.pitch:
             nbytes *= axis.size
             inner.append(axis)
-        else:
+        elif axis.size > 1:
             outer.insert(0, axis)
+        extends = extends and axis.name != view.whole
     count = 1
     for axis in outer:
         count *= axis.size

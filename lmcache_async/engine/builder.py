@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.device import open_copier
+from lmcache_async.device import open_copiers
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.tiers import stacked_tiers
@@ -159,16 +159,17 @@ def build(
         undo.callback(workers.shutdown)
         max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
         budgets = _budgets(config, arena, max_pinned)
-        built = []
-        for record_format, group in zip(formats, groups, strict=True):
-            copier = open_copier(
-                group.layout,
-                threads=config.copy_threads,
-                staging_bytes=config.gpu.staging_bytes,
-                store_priority=PRIORITIES[config.gpu.store_priority],
-                load_priority=PRIORITIES[config.gpu.load_priority],
-            )
+        copiers = open_copiers(
+            [group.layout for group in groups],
+            threads=config.copy_threads,
+            staging_bytes=config.gpu.staging_bytes,
+            store_priority=PRIORITIES[config.gpu.store_priority],
+            load_priority=PRIORITIES[config.gpu.load_priority],
+        )
+        for copier in copiers:
             undo.callback(copier.close)
+        built = []
+        for record_format, group, copier in zip(formats, groups, copiers, strict=True):
             # Resources that the constructor of a stage can request by parameter name.
             resources: dict[str, Any] = {
                 "arena": arena,

@@ -15,6 +15,7 @@ from lmcache_async.hashing.namespace import (
     boundary_root,
     canonical_text,
     engine_root,
+    group_keys,
 )
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 
@@ -33,6 +34,7 @@ __all__ = [
     "canonical_text",
     "digest_function",
     "engine_root",
+    "group_keys",
     "hash_key_id",
     "message_end",
     "partial_candidates",

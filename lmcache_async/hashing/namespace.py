@@ -11,10 +11,11 @@ import hashlib
 import hmac
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lmcache_async.hashing.digest import digest_function, hash_key_id
-from lmcache_async.types import KEY_BYTES
+from lmcache_async.types import KEY_BYTES, ChunkKey
 
 Pairs = tuple[tuple[str, str], ...]
 """Names with values, sorted in the canonical text."""
@@ -23,6 +24,7 @@ Pairs = tuple[tuple[str, str], ...]
 _ENGINE_MARK = 0xFFFFFFFF
 _REQUEST_MARK = 0xFFFFFFFE
 _BOUNDARY_MARK = 0xFFFFFFFD
+_GROUP_MARK = 0xFFFFFFFC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,20 @@ def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: byte
     """
     message = b"".join((engine_root, key, struct.pack("<II", len(key), _BOUNDARY_MARK)))
     return digest_function(algorithm, hash_key)(message)
+
+
+def group_keys(
+    engine_root: bytes, keys: Iterable[bytes], algorithm: str, hash_key: bytes = b""
+) -> list[ChunkKey]:
+    """Return the keys, 16 bytes each, under which a further KV cache group of full attention is stored.
+
+    Args:
+        engine_root: Root of the group's namespace.
+        keys: Keys of the chunks in the leading group, each of 16 bytes. A key covers all tokens up to the end of its
+            chunk.
+    """
+    digest, end = digest_function(algorithm, hash_key), struct.pack("<II", KEY_BYTES, _GROUP_MARK)
+    return [ChunkKey(digest(b"".join((engine_root, key, end)))) for key in keys]
 
 
 def canonical_text(value: object) -> str:

@@ -38,6 +38,9 @@ class CacheForm:
         separate: Each layer has its own storage.
         shared_layers: Number of additional layers that alias the first one.
         kernel_blocks: Kernel blocks of each block, as dimension 0 counts them; views by block only.
+        all_heads: KV heads in memory, of which the tensors have `heads`; 0 if they have all, in pieces of any length.
+            Views by block only.
+        first_head: First head of the tensors among `all_heads`.
     """
 
     order: str = "LBNHC"
@@ -51,6 +54,8 @@ class CacheForm:
     separate: bool = False
     shared_layers: int = 0
     kernel_blocks: int = 1
+    all_heads: int = 0
+    first_head: int = 0
 
     def build(self, num_blocks: int, *, seed: int = 0, device: str = "cpu") -> PagedCache:
         """Allocate a cache of this layout and fill its storages with random bytes.
@@ -73,6 +78,8 @@ class CacheForm:
                 typed.as_strided(shape, strides[1:], layer * strides[0] + self._lead)
                 for layer in range(count)
             ]
+        if self.all_heads:
+            tensors = [tensor.narrow(1, self.first_head, self.heads) for tensor in tensors]
         tensors += tensors[:1] * self.shared_layers
         return PagedCache(self, num_blocks, tuple(tensors), tuple(storages))
 
@@ -89,7 +96,8 @@ class CacheForm:
         """Return a tensor's shape, the strides of layers and of its dimensions, and a storage's elements."""
         physical = "L" + self.order if self.order in SLOT_ORDERS else self.order
         tokens = self.tokens // self.kernel_blocks
-        sizes = {"L": layers, "B": num_blocks * self.kernel_blocks, "H": self.heads, "N": tokens, "2": 2}
+        heads = self.all_heads or self.heads
+        sizes = {"L": layers, "B": num_blocks * self.kernel_blocks, "H": heads, "N": tokens, "2": 2}
         sizes |= {"C": self.content, "D": self.content}
         strides: dict[str, int] = {}
         span = 1
@@ -123,7 +131,12 @@ class PagedCache:
         named = {f"layer.{index}": tensor for index, tensor in enumerate(self.tensors)}
         if self.form.granularity == "token":
             return KVLayout.from_token_slots(named, order=self.form.logical)
-        return KVLayout.from_block_views(named, num_blocks=self.num_blocks, block_size=self.form.tokens)
+        return KVLayout.from_block_views(
+            named,
+            num_blocks=self.num_blocks,
+            block_size=self.form.tokens,
+            by_head=self.form.all_heads > 0,
+        )
 
     def snapshot(self) -> list[torch.Tensor]:
         return [storage.clone() for storage in self.storages]
@@ -136,7 +149,7 @@ def cache_forms(
     granularities: Sequence[str] = ("block", "token"),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> CacheForm:
-    """Layouts of paged caches: all orders, MLA, opaque bytes, padding, aliases, kernel blocks.
+    """Layouts of paged caches: all orders, MLA, opaque bytes, padding, aliases, kernel blocks, some of the heads.
 
     Args:
         granularities: Granularities to draw from.
@@ -148,11 +161,13 @@ def cache_forms(
     padded = order in VLLM_ORDERS
     block_outside = order.index("B") < order.index("N")
     kernel_blocks = draw(st.sampled_from((1, 1, 2))) if by_block and order.startswith("LB") else 1
+    heads = draw(st.integers(1, 3))
+    all_heads = draw(st.sampled_from((0, heads, 2 * heads))) if by_block else 0
     return CacheForm(
         order=order,
         granularity=granularity,
         layers=draw(st.integers(1, 3)),
-        heads=draw(st.integers(1, 3)),
+        heads=heads,
         tokens=draw(st.integers(1, 4)) * kernel_blocks,
         content=draw(st.sampled_from((4, 8, 12, 7))),
         dtype=draw(st.sampled_from(dtypes)),
@@ -160,4 +175,6 @@ def cache_forms(
         separate=draw(st.booleans()),
         shared_layers=draw(st.integers(0, 1)),
         kernel_blocks=kernel_blocks,
+        all_heads=all_heads,
+        first_head=draw(st.integers(0, all_heads - heads)) if all_heads else 0,
     )

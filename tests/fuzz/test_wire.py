@@ -30,7 +30,18 @@ from lmcache_async.integration.vllm.lookup_server import (
 from tests.fuzz.effort import effort, keep_at_it
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
-NAMES = ["op", "id", "keys", "tail", "lookup_id", "epoch", "memory_only", *asdict(IDENTITY)]
+NAMES = [
+    "op",
+    "id",
+    "keys",
+    "tail",
+    "boundary_keys",
+    "boundary_counts",
+    "lookup_id",
+    "epoch",
+    "memory_only",
+    *asdict(IDENTITY),
+]
 NAMES += ["count", "pinned", "tiers", "first", "first_pinned", "removed", "error"]
 
 leaves = (
@@ -50,6 +61,15 @@ good = st.sampled_from(
     [
         {"id": 1, "op": "hello"},
         {"id": 2, "op": "lookup", "lookup_id": "r#1", "keys": bytes(64), "tail": bytes(32)},
+        {
+            "id": 2,
+            "op": "lookup",
+            "lookup_id": "r#1",
+            "keys": bytes(64),
+            "tail": b"",
+            "boundary_keys": bytes(48),
+            "boundary_counts": b"\x01\x00\x02\x00",
+        },
         {"id": 3, "op": "first", "lookup_id": "a", "keys": bytes(32), "counts": b"\x01\x00\x01\x00"},
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},

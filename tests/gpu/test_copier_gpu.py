@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_async.device import open_copier
+from lmcache_async.device import open_copiers
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import CudaCopier
@@ -212,7 +212,7 @@ async def test_pageable_payloads_are_copied_all_the_same():
     cache = CacheForm().build(6, device="cuda")
     rows = np.array([5, 0], np.int64)
     payload = np.zeros(cache.layout.payload_bytes(2), np.uint8)
-    copier = open_copier(cache.layout)
+    (copier,) = open_copiers([cache.layout])
 
     await copier.gather([CopyJob(rows, payload)], copier.fence())
     await copier.scatter([CopyJob(np.array([1, 2]), memoryview(payload.tobytes()))])
@@ -224,7 +224,7 @@ async def test_pageable_payloads_are_copied_all_the_same():
 
 
 def test_on_a_gpu_the_kernel_is_taken():
-    copier = open_copier(CacheForm().build(4, device="cuda").layout)
+    (copier,) = open_copiers([CacheForm().build(4, device="cuda").layout])
 
     assert isinstance(copier, CudaCopier)
     assert isinstance(copier.mover, TritonMover)

@@ -436,9 +436,10 @@ def make_mla_model(directory: Path) -> Path:
     )
 
 
-def make_sliding_window_model(directory: Path, *, repeats: int = 1) -> Path:
-    """Write a Gemma 3: two layers with a sliding window, then one that sees everything, so many times."""
-    weights, layers = Weights(seed=4), LAYERS * repeats
+def make_sliding_window_model(directory: Path, *, pattern: str = "wwf", repeats: int = 1) -> Path:
+    """Write a Gemma 3 of layers with a sliding window (w) and layers that see everything (f), so many times."""
+    types = {"w": "sliding_attention", "f": "full_attention"}
+    weights, layers = Weights(seed=4), len(pattern) * repeats
     for name in weights.decoder(layers=layers, norms=_GEMMA_NORMS, norm=0.0, tied=True):
         weights.attention(f"{name}.self_attn", norm=0.5)  # one is added to norms
         weights.mlp(f"{name}.mlp")
@@ -450,10 +451,69 @@ def make_sliding_window_model(directory: Path, *, repeats: int = 1) -> Path:
         query_pre_attn_scalar=HEAD_SIZE,
         num_hidden_layers=layers,
         sliding_window=WINDOW,
-        layer_types=(["sliding_attention"] * (LAYERS - 1) + ["full_attention"]) * repeats,
+        layer_types=[types[each] for each in pattern * repeats],
         rope_local_base_freq=10000.0,
         hidden_activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
+    )
+
+
+def make_gemma4(directory: Path) -> Path:
+    """Write a Gemma 4: heads of full attention are twice as large as those with a sliding window."""
+    types = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+    weights = Weights(seed=24)
+    for kind, name in zip(types, weights.decoder(norms=_GEMMA_NORMS, tied=True), strict=True):
+        size = HEAD_SIZE if kind == "sliding_attention" else 2 * HEAD_SIZE
+        for part in ("q_proj", "k_proj", "v_proj"):
+            weights.linear(f"{name}.self_attn.{part}", HEADS * size, HIDDEN)
+        weights.linear(f"{name}.self_attn.o_proj", HIDDEN, HEADS * size)
+        for part in ("q_norm", "k_norm"):
+            weights.constant(f"{name}.self_attn.{part}", size, 0.5)
+        weights.mlp(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        sliding_window=WINDOW,
+        layer_types=types,
+        global_head_dim=2 * HEAD_SIZE,
+        num_global_key_value_heads=HEADS,
+        hidden_size_per_layer_input=0,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )
+
+
+def make_eagle_head(directory: Path) -> Path:
+    """Write an EAGLE head: a layer that reads the embedding of a token and the target's hidden state before it."""
+    weights = Weights(seed=22)
+    weights.linear("fc", HIDDEN, 2 * HIDDEN)
+    weights.attention("layers.0.self_attn")
+    weights.mlp("layers.0.mlp")
+    weights.constant("layers.0.post_attention_layernorm", HIDDEN, 1.0)
+    return _write(directory, weights, "LlamaForCausalLM", "llama", num_hidden_layers=1)
+
+
+def make_eagle3_head(directory: Path) -> Path:
+    """Write an EAGLE-3 head: a layer that reads the embedding of a token and hidden states of three layers."""
+    weights = Weights(seed=23)
+    weights.linear("fc", HIDDEN, 3 * HIDDEN)
+    weights.attention("midlayer.self_attn")
+    for part in ("q_proj", "k_proj", "v_proj"):
+        weights.linear(f"midlayer.self_attn.{part}", HEADS * HEAD_SIZE, 2 * HIDDEN)
+    weights.mlp("midlayer.mlp")
+    for norm in (*(f"midlayer.{each}" for each in (*_NORMS, "hidden_norm")), "norm"):
+        weights.constant(norm, HIDDEN, 1.0)
+    weights.linear("lm_head", VOCABULARY, HIDDEN)
+    return _write(
+        directory,
+        weights,
+        "LlamaForCausalLMEagle3",
+        "llama",
+        num_hidden_layers=1,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
     )
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,12 @@ import pytest
 
 from lmcache_async.memory.header import read_header
 from tests.integration.model_families import (
+    GPT_OSS_WINDOW,
     WINDOW,
+    make_eagle3_head,
+    make_eagle_head,
+    make_gemma4,
+    make_gpt_oss,
     make_recurrent_model,
     make_sliding_window_model,
     make_windows_only_model,
@@ -28,7 +34,7 @@ pytestmark = pytest.mark.vllm
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model with a group of full attention and groups of another kind.
+    """A model with groups of full attention and groups of another kind.
 
     Attributes:
         kind: The other kind in the namespace of a record.
@@ -36,6 +42,7 @@ class Family:
         stored: Tokens of records of the other groups, for one boundary.
         options: Options of vLLM.
         settings: Settings of the connector with two ranks.
+        full_groups: Groups of full attention.
     """
 
     name: str
@@ -45,6 +52,7 @@ class Family:
     stored: int
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    full_groups: int = 1
 
 
 WINDOWS = Family("windows", make_sliding_window_model, f"window={WINDOW}", BLOCK, 2 * WINDOW)
@@ -57,10 +65,20 @@ STATES = Family(
     {"dtype": "bfloat16"},
     {"vllm.lookup_transport": "tcp"},
 )
+# One layer with a window and two of full attention: vLLM gives all groups the same number of layers.
+TWO_FULL = Family(
+    "two of full attention",
+    partial(make_sliding_window_model, pattern="fwf"),
+    f"window={WINDOW}",
+    BLOCK,
+    WINDOW,
+    full_groups=2,
+)
+GPT_OSS = Family("gpt-oss", make_gpt_oss, f"window={GPT_OSS_WINDOW}", BLOCK, 2 * GPT_OSS_WINDOW)
 DAMAGED = Question(tokens("damage", 450))
 
 
-@pytest.fixture(scope="module", params=[WINDOWS, STATES], ids=lambda family: family.name)
+@pytest.fixture(scope="module", params=[WINDOWS, TWO_FULL, STATES], ids=lambda family: family.name)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -168,7 +186,8 @@ def test_damage_of_one_group_is_never_used(
     directory = tmp_path / "kv"
     shutil.copytree(stored, directory)
     kind = "full" if damaged == "full" else family.kind
-    damage(min(path for path in directory.glob("??/*") if kind in namespace_of(path)))
+    records = [path for path in sorted(directory.glob("??/*")) if kind in namespace_of(path)]
+    damage(max(records, key=namespace_of))  # of the last group of this kind
 
     with engines.started(connector(disk=directory), **options) as after:
         answers = [after.ask(DAMAGED)]
@@ -193,7 +212,21 @@ def test_other_groups_than_full_attention_are_stored_for_one_position(
         header = read_header(memoryview(path.read_bytes()))
         stored["other" if family.kind in header.namespace else "full"] += len(header.tokens)
 
-    assert stored == {"full": 1472, "other": family.stored}
+    assert stored == {"full": 1472 * family.full_groups, "other": family.stored}
+
+
+def speculation(method: str, make: Callable[[Path], Path]) -> dict[str, Any]:
+    """Options for a draft model, which `made` writes."""
+    config = {"method": method, "num_speculative_tokens": 3, "model": make}
+    return {"speculative_config": config, "num_gpu_blocks_override": 512}
+
+
+def made(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Options with the draft model written to a directory, if there is one."""
+    draft = options.get("speculative_config", {})
+    if "model" not in draft:
+        return options
+    return options | {"speculative_config": draft | {"model": str(draft["model"](directory))}}
 
 
 MODES: dict[str, tuple[Family, dict[str, Any]]] = {
@@ -203,6 +236,10 @@ MODES: dict[str, tuple[Family, dict[str, Any]]] = {
         WINDOWS,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
     ),
+    "two of full attention, EAGLE": (TWO_FULL, speculation("eagle", make_eagle_head)),
+    "windows, EAGLE": (WINDOWS, speculation("eagle", make_eagle_head)),
+    # Blocks of 64 tokens, but of 32 in the group of the draft model, which has full attention too.
+    "gpt-oss, EAGLE-3": (GPT_OSS, speculation("eagle3", make_eagle3_head)),
     # `tools.models` has preemption: it changes the rounding of bfloat16 in plain vLLM too.
     "a state for each block": (STATES, {"prefix_cache_retention_interval": STATES.block}),
 }
@@ -225,7 +262,8 @@ def test_batches_of_many_lengths_have_the_same_answers(
         questions.append(Question(prompt, max_tokens=generator.randrange(4, 24)))
     questions += questions[:4]
 
-    with engines.started(connector(disk=tmp_path), **options, **MODES[mode][1]) as engine:
+    own = made(MODES[mode][1], tmp_path / "draft")
+    with engines.started(connector(disk=tmp_path / "kv"), **options, **own) as engine:
         rounds = []
         for _ in range(2):
             rounds.append(engine.ask_all(questions))
@@ -275,6 +313,7 @@ def test_a_new_engine_loads_from_disk(
 
 ALONE: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "windows in every layer": (make_windows_only_model, {}),
+    "heads of two sizes": (make_gemma4, {}),  # blocks of 64 tokens with a window, of 32 with full attention
     # Short steps change the rounding of a state in bfloat16, so the plain engine takes the same ones.
     "states, steps shorter than a block": (
         make_recurrent_model,

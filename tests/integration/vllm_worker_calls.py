@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 _holds: list[threading.Event] = []
 
 
 def statistics(worker: Any) -> dict[str, Any]:
-    """Counts of running calls, leases and stored chunks of the engine."""
+    """Counts of running calls, leases and stored chunks, of all engines of the worker together."""
     del worker
-    found = _engine().statistics()
+    found = [engine.statistics() for engine in _engines()]
     return {
-        "running": found.running,
-        "pinned_chunks": found.pinned_chunks,
-        "leased_slabs": found.arena.leased_slabs,
-        "chunks": {name: tier.chunks for name, tier in found.tiers.items()},
-        "corrupt": found.tiers["disk"].corrupt if "disk" in found.tiers else 0,
-        "counts": dict(found.counts),
+        "running": sum(each.running for each in found),
+        "pinned_chunks": sum(each.pinned_chunks for each in found),
+        "leased_slabs": sum(each.arena.leased_slabs for each in found),
+        "chunks": {name: sum(each.tiers[name].chunks for each in found) for name in found[0].tiers},
+        "corrupt": sum(each.tiers["disk"].corrupt for each in found if "disk" in each.tiers),
+        "counts": dict(sum((Counter(each.counts) for each in found), Counter[str]())),
     }
 
 
@@ -52,7 +53,13 @@ def let_copies_go(worker: Any) -> None:
 
 
 def _engine() -> Any:
+    (engine,) = _engines()
+    return engine
+
+
+def _engines() -> list[Any]:
+    """The engine of the worker, or those of the shards of its KV heads."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    return connector.worker.engine
+    return [each.engine for each in connector.worker.engines]

@@ -72,6 +72,8 @@ class Setup:
         options: The connector's kv_connector_extra_config; None for no connector.
         overlapped: A step is scheduled while the previous one still runs, as on GPUs.
         multi: The connector is a child of vLLM's MultiConnector.
+        split_heads: The ranks divide the KV heads, and the values of a head are those of no other. Otherwise each rank
+            has as many heads, with values of its own.
         kv_events: vLLM collects KV events. The scheduler publishes them.
     """
 
@@ -87,6 +89,7 @@ class Setup:
     overlapped: bool = False
     kv_events: bool = False
     multi: bool = False
+    split_heads: bool = False
 
 
 def vllm_config(setup: Setup) -> VllmConfig:
@@ -137,8 +140,9 @@ def vllm_config(setup: Setup) -> VllmConfig:
 
 
 def kv_cache_config(setup: Setup) -> KVCacheConfig:
+    heads = HEADS // setup.ranks if setup.split_heads else HEADS
     spec = FullAttentionSpec(
-        block_size=setup.block_size, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float32
+        block_size=setup.block_size, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
     )
     layers = [f"layer.{layer}" for layer in range(LAYERS)]
     return KVCacheConfig(
@@ -160,11 +164,15 @@ class Work:
 class Rank:
     """One worker: its KV cache and its WorkerConnector."""
 
-    def __init__(self, config: Any, cache_config: Any, rank: int) -> None:
+    def __init__(self, config: Any, cache_config: Any, rank: int, *, split_heads: bool = False) -> None:
         self.rank = rank
-        block_size = cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.block_size = block_size
-        shape = (cache_config.num_blocks, HEADS, block_size, CONTENT)
+        spec = cache_config.kv_cache_groups[0].kv_cache_spec
+        self.block_size = spec.block_size
+        self._heads = np.full((1, 1, 1), rank % 2, np.float32)
+        if split_heads:
+            first = rank * spec.num_kv_heads
+            self._heads = np.arange(first, first + spec.num_kv_heads, dtype=np.float32).reshape(1, -1, 1)
+        shape = (cache_config.num_blocks, spec.num_kv_heads, spec.block_size, CONTENT)
         self.caches = {f"layer.{layer}": torch.full(shape, -1.0) for layer in range(LAYERS)}
         # Their memory as numpy arrays: each step reads and writes a few values, for which torch is slow.
         self._arrays = [self.caches[f"layer.{layer}"].numpy() for layer in range(LAYERS)]
@@ -195,8 +203,8 @@ class Rank:
     ) -> tuple[Positions, Positions, npt.NDArray[np.float32]]:
         positions = np.arange(start, start + len(values), dtype=np.intp)
         rows = np.asarray(blocks, np.intp)[positions // self.block_size]
-        stored = np.asarray(values, np.float32) * np.float32(4) + np.float32(layer * 2 + self.rank % 2)
-        return rows, positions % self.block_size, stored.reshape(-1, 1, 1)
+        stored = np.asarray(values, np.float32).reshape(-1, 1, 1) * np.float32(4) + np.float32(layer * 2)
+        return rows, positions % self.block_size, stored + self._heads
 
 
 def value_after(value: int, token: int) -> int:
@@ -232,7 +240,10 @@ class SimulatedVLLM:
         self.config = vllm_config(setup)
         cache_config = kv_cache_config(setup)
         init_none_hash(sha256)
-        self.ranks = [Rank(self.config, cache_config, rank) for rank in range(setup.ranks)]
+        self.ranks = [
+            Rank(self.config, cache_config, rank, split_heads=setup.split_heads)
+            for rank in range(setup.ranks)
+        ]
         scheduler_class = AsyncScheduler if setup.overlapped else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=self.config,

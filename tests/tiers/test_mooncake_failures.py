@@ -256,7 +256,10 @@ async def fill(directory: Path, arena: Arena, allocate: Allocate) -> None:
 
             assert isinstance(error, TierFullError)
             assert stored > 100
-            assert await get(tier, allocate, 0, stored - 1) == ["hit", "hit"]
+            found = await get(tier, allocate, *range(stored))
+            # The master evicts some records at any time after a put that failed.
+            assert set(found) <= {"hit", "miss"}
+            assert found.count("hit") > stored // 2
 
 
 def test_memory_of_the_tiers_own_is_given_again_to_a_new_master(

@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.device import cpu, open_copier
+from lmcache_async.device import cpu, open_copiers
 from lmcache_async.device import rows as row_copies
 from lmcache_async.device.copier import CopyJob, wait_all
 from lmcache_async.device.cpu import CpuCopier
@@ -51,6 +52,33 @@ async def transfer(source, target, rows, target_rows, *, threads=2):
     copier.close()
     other.close()
     return jobs
+
+
+@given(st.data(), cache_forms(granularities=("block",)), st.integers(1, 3))
+def test_each_shard_of_the_heads_moves_between_a_cache_of_all_heads_and_one_of_its_own(data, form, shards):
+    whole_form = replace(form, heads=form.heads * shards, all_heads=0, first_head=0)
+    own_form = replace(form, all_heads=form.heads, first_head=0)
+    whole, back = whole_form.build(3), whole_form.build(4, seed=1)
+    expected = whole_form.build(4, seed=1)
+    rows, own_rows, back_rows = ([data.draw(st.permutations(range(3)))[:2]] for _ in range(3))
+    assign(expected, back_rows[0], whole, rows[0])
+
+    for shard in range(shards):
+        own = own_form.build(3, seed=2)
+        asyncio.run(transfer(shard_of(whole, shard, form.heads), own, rows, own_rows))
+        asyncio.run(transfer(own, shard_of(back, shard, form.heads), own_rows, back_rows))
+
+        alone = own_form.build(3, seed=2)
+        assign(alone, own_rows[0], shard_of(whole, shard, form.heads), rows[0])
+        assert all(map(torch.equal, own.storages, alone.storages))
+    assert all(map(torch.equal, back.storages, expected.storages))
+
+
+def shard_of(cache, shard, heads):
+    """Some heads of a cache, in the same memory."""
+    form = replace(cache.form, heads=heads, all_heads=cache.form.heads, first_head=shard * heads)
+    tensors = tuple(tensor.narrow(1, form.first_head, heads) for tensor in cache.tensors)
+    return replace(cache, form=form, tensors=tensors)
 
 
 @given(st.data(), cache_forms())
@@ -403,7 +431,7 @@ def test_gather_leaves_the_payload_of_skipped_rows_alone(form, data):
 
 async def test_a_payload_is_plane_by_plane():
     cache = CacheForm(order="LBNHC", layers=2).build(6)
-    copier = open_copier(cache.layout)
+    (copier,) = open_copiers([cache.layout])
     (job,) = copy_jobs(cache.layout, [4, 1])
 
     await copier.gather([job])
@@ -480,9 +508,29 @@ def test_a_cache_in_host_memory_has_no_fence():
     copier.close()
 
 
+async def test_copiers_of_several_layouts_share_threads():
+    caches = [CacheForm(layers=layers).build(4, seed=layers) for layers in (1, 2, 3)]
+    before = threading.active_count()
+    copiers = open_copiers([cache.layout for cache in caches], threads=2)
+    jobs = [copy_jobs(cache.layout, [3, 1]) for cache in caches]
+
+    await asyncio.gather(*(copier.gather(some) for copier, some in zip(copiers, jobs, strict=True)))
+    started = threading.active_count() - before
+    for copier in copiers:
+        copier.close()
+
+    assert started <= 2
+    for cache, (job,) in zip(caches, jobs, strict=True):
+        reference = CpuCopier(cache.layout)
+        (expected,) = copy_jobs(cache.layout, [3, 1])
+        await reference.gather([expected])
+        reference.close()
+        assert np.array_equal(job.payload, expected.payload)
+
+
 def test_there_is_no_copier_for_other_devices():
     with pytest.raises(ValueError, match="meta"):
-        open_copier(CacheForm().build(2, device="meta").layout)
+        open_copiers([CacheForm().build(2, device="meta").layout])
 
 
 async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_async.device import cuda
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.cuda import CudaCopier, Lanes
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
@@ -133,9 +133,35 @@ async def test_side_streams_begin_behind_what_may_still_use_their_memory():
 def test_stores_and_loads_have_a_priority_each():
     layout, streams = CacheForm().build(4).layout, FakeStreams()
 
-    CudaCopier(layout, store_priority=0, load_priority=-1, streams=streams, mover=TorchMover(layout)).close()
+    users = [(layout, TorchMover(layout))]
+    Lanes.open(users, streams, staging_bytes=1 << 20, store_priority=0, load_priority=-1).close()
 
     assert streams.priorities == [0] * cuda.PARTS + [-1] * cuda.PARTS
+
+
+async def test_copiers_of_several_layouts_share_streams_and_staging():
+    """Their rows differ in size, and their movers need tables of different widths."""
+    wide, narrow = CacheForm(layers=3).build(8), CacheForm(heads=1).build(6, seed=1)
+    streams = FakeStreams()
+    movers = [TorchMover(cache.layout) for cache in (wide, narrow)]
+    movers[1].columns = 3
+    users = [(cache.layout, mover) for cache, mover in zip((wide, narrow), movers, strict=True)]
+    lanes = Lanes.open(users, streams, staging_bytes=1)
+    copiers = [CudaCopier(layout, streams=streams, mover=mover, lanes=lanes) for layout, mover in users]
+    jobs = [job_of(layout, [3, 0, 5]) for layout, _ in users]
+    expected = [job_of(layout, [3, 0, 5]) for layout, _ in users]
+
+    await asyncio.gather(*(copier.gather([job]) for copier, job in zip(copiers, jobs, strict=True)))
+    for (layout, _), job in zip(users, expected, strict=True):
+        reference = CpuCopier(layout)
+        await reference.gather([job])
+        reference.close()
+    for copier in copiers:
+        copier.close()
+
+    assert [job.payload.tobytes() for job in jobs] == [job.payload.tobytes() for job in expected]
+    assert len(streams.priorities) == 2 * 2  # two parts in each direction
+    assert all(map(all_free, copiers))
 
 
 @pytest.mark.parametrize(("staging_bytes", "expected"), [(1, [128] * 24), (1 << 20, [15 * 128, 9 * 128])])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_async.device import open_copier
+from lmcache_async.device import open_copiers
 from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
@@ -397,11 +397,11 @@ async def test_one_line_a_store_and_a_retrieve(caplog):
 async def test_what_is_configured_of_a_gpu_reaches_its_copier(monkeypatch):
     given = {}
 
-    def note(layout, **options):
+    def note(layouts, **options):
         given.update(options)
-        return open_copier(layout, **options)
+        return open_copiers(layouts, **options)
 
-    monkeypatch.setattr("lmcache_async.engine.builder.open_copier", note)
+    monkeypatch.setattr("lmcache_async.engine.builder.open_copiers", note)
 
     async with Rig().open(**{"gpu.staging_bytes": "1MiB", "gpu.load_priority": "high"}):
         pass

@@ -63,6 +63,24 @@ def test_text_says_nothing_of_blocks_and_addresses(form, some, other):
     assert form.build(some).layout.text == form.build(other, seed=1).layout.text
 
 
+@given(cache_forms(granularities=("block",)), st.integers(1, 3), st.data())
+def test_some_heads_have_the_text_of_a_cache_that_has_no_others(form, factor, data):
+    alone = replace(form, all_heads=form.heads, first_head=0)
+    first = data.draw(st.integers(0, form.heads * (factor - 1)))
+    among = replace(form, all_heads=form.heads * factor, first_head=first)
+
+    assert among.build(2).layout.text == alone.build(3).layout.text
+
+
+def test_a_layout_by_head_tells_tokens_in_heads_from_heads_in_tokens():
+    texts = {
+        order: CacheForm(order=order, all_heads=4).build(3).layout.text
+        for order in ("LBHNC", "LBNHC", "BLHNC")
+    }
+
+    assert texts["LBHNC"] == texts["BLHNC"] != texts["LBNHC"]
+
+
 @pytest.mark.parametrize("order", VLLM_ORDERS)
 def test_text_is_the_same_on_another_device(order):
     form = CacheForm(order=order)
@@ -178,6 +196,14 @@ def test_mla_of_three_dimensions_is_the_view_with_one_head():
 
     assert flat.text == view.text
     assert [plane.row_bytes for plane in flat.planes] == [64 * 576 * 2]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"), [(torch.zeros(6, 4, 8), "heads"), (torch.zeros(6, 1, 4, 8), "pages")]
+)
+def test_tensors_without_heads_have_no_layout_by_head(tensor, kind):
+    with pytest.raises(ValueError, match="no heads"):
+        KVLayout.from_block_views([tensor], num_blocks=6, block_size=4, kind=kind, by_head=True)
 
 
 def test_kernel_blocks_fold_into_blocks():

@@ -15,6 +15,14 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/unit/test_hashing_namespace.py",
         "lmcache-async\\[blake3\\]",
     ),
+    "lmcache_async/integration/vllm/config.py: ConfigError(f'vllm.kv_head_shards is {shards}, but {reason}')": (
+        "tests/unit/vllm/test_config.py",
+        "test_numbers_of_head_shards_that_are_refused",
+    ),
+    "lmcache_async/integration/vllm/worker.py: ConfigError(f'vllm.kv_head_shards is {shard.shards}, but the KV cache of {name} has the shape {shape}, which is not that of {spec.num_kv_heads} heads of {content} elements; expected none')": (
+        "tests/unit/vllm/test_config.py",
+        "which is not that of 2 heads",
+    ),
     "lmcache_async/integration/vllm/lookup_server.py: ConfigError(f'kv_transfer_config.engine_id: process {process} serves {path} already; give each vLLM an engine_id of its own, or none')": (
         "tests/security/test_lookup_socket.py",
         "an engine_id of its own",

@@ -55,8 +55,7 @@ QUICK = Settings(chunks=(8, 64), single=8, turns=10)
 class NoCopier:
     """A copier that takes no time. Like the CPU copier, it returns checksums."""
 
-    def __init__(self, layout: KVLayout, **options: Any) -> None:
-        del options
+    def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
 
     def fence(self) -> Fence | None:
@@ -74,6 +73,10 @@ class NoCopier:
 
     def close(self) -> None:
         pass
+
+
+def _no_copiers(layouts: Sequence[KVLayout], **_: Any) -> list[NoCopier]:
+    return [NoCopier(layout) for layout in layouts]
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
@@ -123,7 +126,7 @@ class Batches:
                 f"{verb}.timeout_s": 60.0,
             }
         async with contextlib.AsyncExitStack() as stack:
-            with mock.patch("lmcache_async.engine.builder.open_copier", NoCopier):
+            with mock.patch("lmcache_async.engine.builder.open_copiers", _no_copiers):
                 engine = await stack.enter_async_context(self.cache.open(**settings | more))
             yield engine
 

@@ -248,12 +248,13 @@ class Race:
         )
         staging = rng.choice([1 << 16, 1 << 20, 64 << 20]) if device != "cpu" else 1 << 16
 
-        def open_copier(layout: KVLayout, **_: Any) -> Copier:
+        def open_copiers(layouts: Sequence[KVLayout], **_: Any) -> list[Copier]:
+            [layout] = layouts
             streams = DelayedStreams(gpu.streams(), delays)
             mover = PoisoningMover(gpu.mover(layout), delays)
-            return PoisoningCopier(CudaCopier(layout, staging_bytes=staging, streams=streams, mover=mover))
+            return [PoisoningCopier(CudaCopier(layout, staging_bytes=staging, streams=streams, mover=mover))]
 
-        with mock.patch.object(builder, "open_copier", open_copier):
+        with mock.patch.object(builder, "open_copiers", open_copiers):
             async with CacheEngine.open(config, layout=layout, namespace=namespace) as engine:
                 matrix = torch.randn(sizes.product, sizes.product, device=gpu.device)
                 wrong = torch.zeros((), dtype=torch.int64, device=gpu.device)

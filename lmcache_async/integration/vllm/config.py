@@ -14,6 +14,7 @@ from vllm import envs
 
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.engine.check import load_engine_config
+from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import (
     FingerprintMode,
     Namespace,
@@ -21,7 +22,7 @@ from lmcache_async.hashing import (
     processor_fingerprint,
     weights_fingerprint,
 )
-from lmcache_async.integration.vllm.groups import block_size_of, groups_of, kind_of, specs_of
+from lmcache_async.integration.vllm.groups import HeadShard, block_size_of, groups_of, kind_of, specs_of
 from lmcache_async.integration.vllm.keys import local_path
 from lmcache_async.integration.vllm.request import Roles
 from lmcache_async.integration.vllm.versions import transfer_results
@@ -48,6 +49,11 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of the machine
 _SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 _STATE = frozenset({"MambaSpec"})
+_PLAIN = frozenset({"NONE", "FP8_PER_TENSOR"})  # elements without scales beside them
+# Methods of speculation. Draft tokens are always verified, so the KV of a draft model cannot change an answer. Method
+# draft_model is left out: with several groups the answers of vLLM 0.32 differ from those without speculation.
+_DRAFTS = frozenset({"eagle", "eagle3"})
+_DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _NOT_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})  # a prefix changes the order of their sums
 
 
@@ -119,6 +125,86 @@ def roles_of(transfer: Any, config: EngineConfig) -> Roles:
         loads=consumes or config.vllm.producer_loads,
         stores=produces or config.vllm.consumer_stores,
         hands_over=not consumes,
+    )
+
+
+def head_shards(config: EngineConfig, vllm_config: Any, kv_cache_config: Any) -> tuple[HeadShard, ...]:
+    """The shards of this rank's KV heads, each with records of its own; empty if they are not divided.
+
+    Their number is the same in the scheduler's process and in every worker process.
+
+    Raises:
+        ConfigError: The KV heads of this model cannot be divided like this.
+    """
+    shards = config.vllm.kv_head_shards
+    if shards is None:
+        return ()
+    if reason := _shards_reason(shards, vllm_config, kv_cache_config):
+        raise ConfigError(f"vllm.kv_head_shards is {shards}, but {reason}")
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    count = shards // tp_size
+    first = vllm_config.parallel_config.rank % tp_size * count
+    return tuple(HeadShard(first + position, shards, position, count) for position in range(count))
+
+
+def _shards_reason(shards: int, vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why the KV heads cannot be divided into so many shards; None if they can.
+
+    Every shard has whole heads. Therefore each head belongs to one rank, and no rank has a replica of another one's.
+    """
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    if shards % tp_size:
+        return f"the tensor-parallel size is {tp_size}; expected a multiple of it, or none"
+    kinds = {kind_of(spec) for spec in specs_of(kv_cache_config)}
+    if whole := sorted(kinds - _WINDOWED - {"FullAttentionSpec"}):
+        return f"the model has a KV cache without heads ({', '.join(whole)}); expected none"
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    if heads % shards:
+        return f"the model has {heads} KV heads; expected a number that divides them, or none"
+    for spec in specs_of(kv_cache_config):
+        if spec.num_kv_heads % (shards // tp_size):
+            return f"a layer has {spec.num_kv_heads} KV heads in each rank; expected none, or fewer shards"
+        mode = getattr(spec, "kv_quant_mode", None)
+        packed = any(
+            getattr(spec, name, None) is not None for name in ("num_head_slots", "state_content_bytes")
+        )
+        if packed or (mode is not None and mode.name not in _PLAIN):
+            return "vLLM packs the KV of a head with its scales or with other heads; expected none"
+    return None
+
+
+def shard_config(config: EngineConfig, shards: int) -> EngineConfig:
+    """The configuration of each engine of a rank that has one for each of its shards. Memory and threads are divided."""
+    store, retrieve = config.store, config.retrieve
+    pending = store.max_pending_write_bytes
+    return config.model_copy(
+        update={
+            "copy_threads": max(1, config.copy_threads // shards),
+            "arena": config.arena.model_copy(update={"max_bytes": max(1, config.arena.max_bytes // shards)}),
+            "gpu": config.gpu.model_copy(
+                update={"staging_bytes": max(1, config.gpu.staging_bytes // shards)}
+            ),
+            "store": store.model_copy(
+                update={
+                    "max_in_flight_bytes": max(1, store.max_in_flight_bytes // shards),
+                    "max_pending_write_bytes": None if pending is None else max(1, pending // shards),
+                }
+            ),
+            "retrieve": retrieve.model_copy(
+                update={"max_in_flight_bytes": max(1, retrieve.max_in_flight_bytes // shards)}
+            ),
+        }
+    )
+
+
+def shard_namespace(namespace: Namespace, shard: HeadShard) -> Namespace:
+    """The namespace of a shard, from that of its rank: that of a rank of a model with one rank for each shard."""
+    return replace(
+        namespace,
+        world_size=shard.shards * namespace.pp_size,
+        tp_rank=shard.index,
+        tp_size=shard.shards,
+        tp_replicas=1,
     )
 
 
@@ -290,6 +376,8 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     described = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))})"
     if not all(group.enable_kv_transfer for group in groups):
         return "vLLM does not allow the model's KV cache to be transferred"
+    if scratch := sorted({kind_of(spec) for spec in specs_of(kv_cache_config) if not _is_cacheable(spec)}):
+        return f"{described}, and vLLM keeps no prefix of {', '.join(scratch)}, which only the running request uses"
     if unknown := sorted(kinds - _SUPPORTED - _WINDOWED - _STATE):
         return (
             f"the KV cache is a {', '.join(unknown)};"
@@ -297,25 +385,20 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
         )
     if kinds <= _SUPPORTED and len(groups) == 1:
         return None
-    inner = {
-        name
-        for group in groups
-        for name in map(kind_of, getattr(group.kv_cache_spec, "kv_cache_specs", {}).values())
-    }
-    if inner & _WINDOWED:
-        return f"{described}, of layers with windows of several sizes; one size for each group is supported"
     advice = ""
     if not kinds & _STATE:  # vLLM cannot treat a recurrent state as full attention
         advice = ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
     if transfer_results() is None:
         return f"{described}, which needs vLLM 0.32 or newer{advice}"
-    if sum(group.is_full for group in groups_of(kv_cache_config)) > 1:
-        return f"{described}, more than one of full attention; one is supported"
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        return f"{described} and a draft model ({speculative.method}), which is supported with one group only{advice}"
-    if not all(getattr(group.kv_cache_spec, "prefix_cacheable", True) for group in groups):
-        return f"{described}, of which vLLM does not cache every one"
+    if speculative is not None and (method := speculative.method) not in _DRAFTS_WITHOUT_KV:
+        if method not in _DRAFTS:
+            return (
+                f"{described} and speculation with {method!r}; with several groups"
+                f" {', '.join(sorted(_DRAFTS | _DRAFTS_WITHOUT_KV))} are supported{advice}"
+            )
+        if untested := sorted(kinds - _SUPPORTED - {"SlidingWindowSpec"}):
+            return f"{described} and a draft model ({method}), which is not supported beside {untested[0]}{advice}"
     modes = {spec.mamba_cache_mode for spec in specs_of(kv_cache_config) if kind_of(spec) in _STATE}
     if modes - {"align"}:
         return (
@@ -325,6 +408,11 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if kv_cache_config.cache_hit_alignment_tokens not in (None, block_size_of(groups_of(kv_cache_config))):
         return f"{described}, with hits that end inside of a block"
     return None
+
+
+def _is_cacheable(spec: Any) -> bool:
+    """Whether vLLM looks for a prefix in groups of this kind. VLLM 0.31 and older do for all of them."""
+    return bool(getattr(spec, "prefix_cacheable", True))
 
 
 def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:

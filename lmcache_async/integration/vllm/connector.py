@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lmcache_async.integration.vllm.jobs import WorkerReport
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
-    from lmcache_async.integration.vllm.worker import WorkerConnector
+    from lmcache_async.integration.vllm.worker import Worker, WorkerConnector
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         super().__init__(vllm_config, role, kv_cache_config)
         _log_to_vllm()
         self.scheduler: SchedulerConnector | None = None
-        self.worker: WorkerConnector | None = None
+        self.worker: Worker | None = None
         # A process imports only its own side.
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
@@ -63,9 +63,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             if self.scheduler.roles.loads:
                 _defer_frees(vllm_config.kv_transfer_config)
         else:
-            from lmcache_async.integration.vllm.worker import WorkerConnector
+            from lmcache_async.integration.vllm.worker import open_worker
 
-            self.worker = WorkerConnector.of_vllm(vllm_config, kv_cache_config)
+            self.worker = open_worker(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -87,9 +87,10 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         side, tp_size = self.scheduler, self._vllm_config.parallel_config.tensor_parallel_size
         if side is not None:
             ranks = {
-                pp_rank * tp_size + tp_rank: each.address
+                (pp_rank * tp_size + tp_rank) * len(each.addresses) + shard: address
                 for (pp_rank, tp_rank), each in metadata.items()
                 if isinstance(each, LookupAddress)  # MultiConnector passes those of other connectors too
+                for shard, address in enumerate(each.addresses)
             }
             self._guard(lambda: side.connect(ranks), None)
 
@@ -171,8 +172,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self.worker = None
 
     def get_handshake_metadata(self) -> LookupAddress | None:
-        address = self.worker.tcp_address if self.worker is not None else None
-        return LookupAddress(address) if address is not None else None
+        engines = self.worker.engines if self.worker is not None else ()
+        addresses = tuple(each.tcp_address for each in engines if each.tcp_address is not None)
+        return LookupAddress(addresses) if addresses else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -228,14 +230,17 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # Both sides.
 
     def get_kv_connector_stats(self) -> LMCacheAsyncStats | None:
-        side: SchedulerConnector | WorkerConnector | None = self.scheduler or self.worker
-        if side is None:
-            return None
-        samples = self._guard(side.take_stats, Samples())
-        if not samples:
-            return None
-        source = f"rank {self.worker.rank}" if self.worker is not None else "scheduler"
-        return LMCacheAsyncStats({PARTS: [[source, samples.to_plain()]]})
+        parts: list[list[Any]] = []
+        for name, side in self._stats_sources():
+            if samples := self._guard(side.take_stats, Samples()):
+                parts.append([name, samples.to_plain()])
+        return LMCacheAsyncStats({PARTS: parts}) if parts else None
+
+    def _stats_sources(self) -> list[tuple[str, SchedulerConnector | WorkerConnector]]:
+        if self.scheduler is not None:
+            return [("scheduler", self.scheduler)]
+        engines = self.worker.engines if self.worker is not None else ()
+        return [(f"rank {each.rank}", each) for each in engines]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheAsyncStats:
@@ -264,7 +269,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             _report(error)
             return otherwise
 
-    def _guard_step(self, side: WorkerConnector, call: Callable[[], None]) -> None:
+    def _guard_step(self, side: Worker, call: Callable[[], None]) -> None:
         """Run a part of a step. If it fails, report its jobs as failed, because vLLM waits for them."""
         try:
             call()

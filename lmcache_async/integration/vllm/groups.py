@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class KVGroup:
     """Layers of the model that share a block table in vLLM.
 
     A group of full attention needs every token to continue a request. Its chunks are stored one by one. Another group
-    needs only the last tokens: these are stored together, for single positions ("boundaries") of a request.
+    needs only the last tokens: these are stored together, for single positions ("boundaries") of a request. Several
+    groups of full attention are stored in the same chunks.
 
     Attributes:
         index: Position in vLLM's list of groups, and of the group's table among those of a request.
@@ -59,13 +60,35 @@ class KVGroup:
         return first - first % self.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """A part of the KV heads of a model. A rank has one or more, each with an engine and records of its own.
+
+    Attributes:
+        index: Number of the shard in the model.
+        shards: Number of shards of the model.
+        position: Number of the shard among those of its rank.
+        shards_of_rank: Number of shards of each rank.
+    """
+
+    index: int
+    shards: int
+    position: int
+    shards_of_rank: int
+
+    def of_heads(self, heads: int) -> tuple[int, int]:
+        """First head and number of heads of this shard, among the `heads` of its rank."""
+        count = heads // self.shards_of_rank
+        return self.position * count, count
+
+
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
     """The KV groups of the model."""
     return tuple(_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
 
 
 def _group(index: int, group: Any) -> KVGroup:
-    spec = group.kv_cache_spec
+    spec = next(_layer_specs(group))  # layers of one group differ at most in the size of a block
     kind = kind_of(spec)
     return KVGroup(
         index,
@@ -88,7 +111,12 @@ def kind_of(spec: Any) -> str:
 
 def leading_group(groups: Sequence[KVGroup]) -> KVGroup:
     """The group whose namespace is the root of the chunk keys: that of full attention, if there is one."""
-    return next((group for group in groups if group.is_full), groups[0])
+    return next(iter(full_groups(groups)), groups[0])
+
+
+def full_groups(groups: Iterable[KVGroup]) -> list[KVGroup]:
+    """The groups that are stored chunk by chunk, the leading one first."""
+    return [group for group in groups if group.is_full]
 
 
 def block_size_of(groups: Sequence[KVGroup]) -> int:
@@ -99,5 +127,9 @@ def block_size_of(groups: Sequence[KVGroup]) -> int:
 def specs_of(kv_cache_config: Any) -> Iterator[Any]:
     """The spec of each group, or of each of its layers if they differ in size."""
     for group in kv_cache_config.kv_cache_groups:
-        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        yield from inner.values() if isinstance(inner, dict) else (group.kv_cache_spec,)
+        yield from _layer_specs(group)
+
+
+def _layer_specs(group: Any) -> Iterator[Any]:
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    yield from inner.values() if isinstance(inner, dict) else (group.kv_cache_spec,)

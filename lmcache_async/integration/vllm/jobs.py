@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_async.integration.vllm.groups import leading_group
 from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
 
 if TYPE_CHECKING:
@@ -41,10 +42,12 @@ class JobPart:
         group: Index of the KV group.
         start: Position of the first token; a multiple of the chunk size for full attention, else of the block size.
         tokens: Token ids, int32 in native byte order.
-        keys: Per rank, the keys of the chunks, 16 bytes each; empty if none is loaded and all blocks fail.
+        keys: Per rank (or shard of its KV heads), the keys of the chunks, 16 bytes each; empty if none is loaded and
+            all blocks fail.
         texts: Extra text of the chunks that have one, by index in the part.
         block_ids: Block ids, int64; SKIP for a block that is not touched.
-        parents: Per rank, the key of the chunk before the first one; empty if that is the first of the prompt.
+        parents: Per rank, the key of the chunk before the first one; empty if that is the first of the prompt, and in
+            other groups than the leading one.
     """
 
     group: int
@@ -131,8 +134,9 @@ def load_job(
     Args:
         block_ids: Block table of the request for each group, from its first token on.
     """
+    leading = leading_group(groups)
     parts = tuple(
-        _load_part(keys, span, ids, group, chunk_size)
+        _load_part(keys, span, ids, group, chunk_size, leading=group is leading)
         if group.is_full or span.answer is None
         else _boundary_part(keys, span, ids, group)
         for ids, group in zip(block_ids, groups, strict=True)
@@ -149,7 +153,13 @@ def load_job(
 
 
 def _load_part(
-    keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], group: KVGroup, chunk_size: int
+    keys: RequestKeys,
+    span: LoadSpan,
+    block_ids: Sequence[int],
+    group: KVGroup,
+    chunk_size: int,
+    *,
+    leading: bool,
 ) -> JobPart:
     answer, block_size = span.answer, group.block_size
     if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
@@ -175,10 +185,10 @@ def _load_part(
         group=group.index,
         start=start,
         tokens=keys.packed_tokens(start, end),
-        keys=packed,
+        keys=packed if leading else keys.chunk_keys(group, packed),
         texts=tuple(texts.items()),
         block_ids=pack_blocks(rows),
-        parents=keys.packed_keys(first - 1, first) if first else (),
+        parents=keys.packed_keys(first - 1, first) if leading and first else (),
     )
 
 
@@ -210,9 +220,9 @@ def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: b
 
 @dataclass(frozen=True, slots=True)
 class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker connector to the scheduler connector, once: where its lookup server is reached over TCP."""
+    """From each worker to the scheduler connector, once: where its lookup servers are reached over TCP."""
 
-    address: TCPAddress
+    addresses: tuple[TCPAddress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +247,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     VLLM adds up the reports of all ranks in a step. The scheduler connector adds up the steps.
 
     Attributes:
-        copied: Number of ranks that no longer read the blocks of the store.
+        copied: Number of ranks (or shards of the KV heads) that no longer read the blocks of the store.
         unshared: For stores to be handed over that the tiers have answered, the number of chunks that did not
             reach a tier that other processes read.
         notices: Chunks that the tiers of the first rank stored or removed.

@@ -26,6 +26,7 @@ from lmcache_async.hashing import (
     Extra,
     FingerprintMode,
     boundary_root,
+    group_keys,
     partial_candidates,
     weights_fingerprint,
 )
@@ -173,6 +174,19 @@ class RequestKeys:
                 keys.append(tail.key)
             packed.append(b"".join(keys))
         return tuple(packed)
+
+    def chunk_keys(self, group: KVGroup, leading: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Per rank, the keys of chunks in a group of full attention, 16 bytes each.
+
+        Args:
+            leading: Per rank, the keys of these chunks in the leading group, whose root is that of the chunk keys.
+        """
+        pairs = [(roots[group.index], keys) for roots, keys in zip(self._group_roots, leading, strict=True)]
+        made: dict[tuple[bytes, bytes], bytes] = {}  # ranks with equal roots have equal keys
+        for own, packed in set(pairs):
+            keys = (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
+            made[own, packed] = b"".join(group_keys(own, keys, self.identity.algorithm, self._hash_key))
+        return tuple(made[pair] for pair in pairs)
 
     def keys_before(self, boundary: int) -> Sequence[bytes]:
         """Per rank, the key of the full or partial chunk that ends at `boundary`, which is hashed."""

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
-from lmcache_async.integration.vllm.groups import block_size_of
+from lmcache_async.integration.vllm.groups import block_size_of, full_groups
 from lmcache_async.integration.vllm.keys import AdapterFingerprints
 from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
 from lmcache_async.integration.vllm.lookup_server import (
@@ -48,6 +49,10 @@ logger = LimitedLogger(logging.getLogger(__name__))
 FIRST_BOUNDARIES = 16
 """Boundaries in the first query for the KV groups other than full attention. Each further query has four times as
 many."""
+
+SENT_BOUNDARIES = 4
+"""Boundaries at the end of the request that are part of the first message, so that a hit of the whole request takes one
+message."""
 
 LAST_BLOCKS = 128
 """Blocks at the end of a stored prefix of which each one may end a boundary that is queried. Of the tokens before them,
@@ -93,7 +98,8 @@ class Answer:
         partial_tokens: Tokens of the partial chunk after them; 0 for none.
         partial_keys: Key of the partial chunk, by rank.
         partial_text: Extra text of the partial chunk.
-        tiers: Number of chunks by the id of the tier that has them, on the first rank.
+        tiers: Number of records by the id of the tier that has them, on the first rank. A chunk has one in each group
+            of full attention.
         pinned: A rank holds leases for this lookup until they are released.
         resident: Every rank holds leases for the whole hit: all of it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
@@ -671,18 +677,20 @@ class PromiseWaiter:
             asks += 1
             if pending.abandoned:
                 break
-            if await self._is_stored(lookup, last, deadline) or self._clock() >= deadline:
+            if await self._is_stored(keys, lookup, last, deadline) or self._clock() >= deadline:
                 answer = await self._query_again(keys, pending, ends, answer)
         return answer
 
-    async def _is_stored(self, lookup: Lookup, last: Sequence[bytes], deadline: float) -> bool:
+    async def _is_stored(
+        self, keys: RequestKeys, lookup: Lookup, last: Sequence[bytes], deadline: float
+    ) -> bool:
         left = deadline - self._clock()
         if left <= 0:
             return False
         self.counts.asks += 1
         try:
             async with asyncio.timeout(min(self._timeout_s, left)):
-                return await is_stored(self._query.ranks, lookup.lookup_id, last)
+                return await self._query.is_stored(keys, lookup.lookup_id, last)
         except TimeoutError:
             return False
 
@@ -723,6 +731,7 @@ class Query:
     def __init__(self, ranks: Sequence[RankConnection], groups: Sequence[KVGroup] = ()) -> None:
         self.ranks = ranks
         self._bounded = [group for group in groups if not group.is_full]
+        self._further = full_groups(groups)[1:]
         self._unit = block_size_of(groups) if groups else 0
         self._has_chunks = not groups or len(self._bounded) < len(groups)
         self._has_states = any(group.state for group in groups)
@@ -741,10 +750,20 @@ class Query:
         else:
             full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
             answer = Answer(chunks=full, partial_tokens=rest)
-        if not self._bounded:
+        if not self._bounded or answer.boundary is not None:
             return answer
         boundary, pinned = await self._boundary(keys, lookup, answer)
         return replace(answer, boundary=boundary, pinned=answer.pinned or pinned, resident=False)
+
+    async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
+        """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned.
+
+        Raises:
+            ValueError: The answer of a rank is invalid.
+        """
+        messages = [_first_message(lookup_id, [run]) for run in self._records(keys, chunk)]
+        replies = await _ask_all(self.ranks, messages)
+        return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
 
     def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
         """Whether an answer has all promised tokens that the request can use."""
@@ -758,7 +777,7 @@ class Query:
 
         The second value is whether a rank holds leases for it.
         """
-        left = self._candidates(keys, lookup, answer)
+        left = self._candidates(keys, lookup, answer.hit_tokens(keys.identity.chunk_size))
         asked, pinned = FIRST_BOUNDARIES, False
         while left:
             some, left = left[:asked], left[asked:]
@@ -776,14 +795,14 @@ class Query:
             asked *= 4
         return 0, pinned
 
-    def _candidates(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> list[int]:
-        """Positions where a boundary may be stored, longest first.
+    def _candidates(self, keys: RequestKeys, lookup: Lookup, num_tokens: int) -> list[int]:
+        """Positions in the first `num_tokens` tokens where a boundary may be stored, longest first.
 
         These are all block boundaries of the last `LAST_BLOCKS` blocks, where an earlier prompt may have ended, and the
         ends of chunks before them. VLLM offers recurrent states at any block boundary. One token is left to compute.
         """
         size, unit = keys.identity.chunk_size, self._unit
-        last = min(answer.hit_tokens(size), lookup.num_tokens - 1) // unit * unit
+        last = min(num_tokens, lookup.num_tokens - 1) // unit * unit
         if last <= 0:
             return []
         start = 0 if self._has_states else max(0, last - LAST_BLOCKS * unit) // size * size
@@ -793,81 +812,103 @@ class Query:
         self, keys: RequestKeys, lookup: Lookup, boundaries: Sequence[int]
     ) -> list[Message] | None:
         """Query each rank for the first boundary that is stored there."""
+        packed = self._boundary_keys(keys, boundaries)
+        return await _ask_all(self.ranks, [_first_message(lookup.lookup_id, each) for each in packed])
+
+    def _boundary_keys(self, keys: RequestKeys, boundaries: Sequence[int]) -> list[list[bytes]]:
+        """Per rank and boundary, the keys of what all groups other than full attention need there."""
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
             before = keys.keys_before(boundary)
             for group in self._bounded:
                 for rank, made in enumerate(keys.boundary_keys(group, boundary, before)):
                     packed[rank][index] += made
-        return await _ask_all(self.ranks, [_first_message(lookup.lookup_id, each) for each in packed])
+        return packed
 
     async def _prefix(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
 
-        The partial chunks at the end of the request are part of the first message, so a full hit takes one message.
+        A chunk has one record in each group of full attention. The boundaries at the end of the request and, with one
+        such group, the partial chunks there are part of the first message, so a full hit takes one message. The answer
+        has a boundary only if every rank has found the same one of these.
         """
-        chunks = lookup.num_tokens // keys.identity.chunk_size
-        packed = keys.packed_keys(0, chunks)
-        replies = await _ask_all(
-            self.ranks,
-            [
-                {
-                    "op": "lookup",
-                    "lookup_id": lookup.lookup_id,
-                    "keys": packed[rank],
-                    "tail": _pack(ends[rank]),
-                }
-                for rank in range(len(self.ranks))
-            ],
+        chunks, records = lookup.num_tokens // keys.identity.chunk_size, 1 + len(self._further)
+        packed = self._records(keys, keys.packed_keys(0, chunks))
+        boundaries = (
+            self._candidates(keys, lookup, lookup.num_tokens)[:SENT_BOUNDARIES] if self._bounded else []
         )
+        messages: list[Message] = [
+            {
+                "op": "lookup",
+                "lookup_id": lookup.lookup_id,
+                "keys": packed[rank],
+                "tail": b"" if self._further else _pack(ends[rank]),
+            }
+            for rank in range(len(self.ranks))
+        ]
+        if boundaries:
+            for message, runs in zip(messages, self._boundary_keys(keys, boundaries), strict=True):
+                message |= {"boundary_keys": b"".join(runs), "boundary_counts": _pack_counts_of(runs)}
+        replies = await _ask_all(self.ranks, messages)
         if replies is None:
             return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
-        counts = [_number(reply, "count", 0, chunks) for reply in replies]
-        held = [_number(reply, "pinned", 0, chunks) for reply in replies]
-        hit = min(counts)
+        counts = [_number(reply, "count", 0, chunks * records) for reply in replies]
+        held = [_number(reply, "pinned", 0, chunks * records) for reply in replies]
+        hit = min(counts) // records
         candidates, end_replies = ends, replies
         failed = False
-        if hit < chunks:
-            candidates = keys.hole_candidates(hit)
-            asked = await _first_of_all(self.ranks, lookup.lookup_id, candidates)
+        if hit < chunks or self._further:
+            candidates = ends if hit == chunks else keys.hole_candidates(hit)
+            asked = await self._first_partial(keys, lookup, candidates)
             end_replies, failed = asked or [], asked is None
         partial = _agreed(candidates, _firsts(end_replies, candidates))
         costs = [
             unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)
         ]
         partial_held = [_flag(reply, "first_pinned") for reply in end_replies]
-        return Answer(
+        boundary, boundary_held = _agreed_boundary(replies, boundaries) if boundaries else (None, False)
+        answer = Answer(
             chunks=hit,
             partial_tokens=len(partial[0].tokens) if partial else 0,
             partial_keys=tuple(chunk.key for chunk in partial),
             partial_text=partial[0].extra if partial else "",
             tiers=_tiers(replies[0]),
-            pinned=any(held) or any(partial_held) or failed,
-            resident=all(count == number for count, number in zip(counts, held, strict=True))
+            pinned=any(held) or any(partial_held) or boundary_held or failed,
+            resident=not (self._bounded or self._further)
+            and all(count == number for count, number in zip(counts, held, strict=True))
             and (not partial or all(partial_held)),
-            costs=slowest(costs, hit),
+            costs=slowest([_by_chunk(each, records) for each in costs], hit),
         )
+        if boundary is None or boundary > answer.hit_tokens(keys.identity.chunk_size):
+            return answer
+        return replace(answer, boundary=boundary)
 
+    async def _first_partial(
+        self, keys: RequestKeys, lookup: Lookup, candidates: Sequence[Sequence[Chunk]]
+    ) -> list[Message] | None:
+        """Query which partial chunk each rank has; an empty list if there are no candidates."""
+        if not candidates[0]:
+            return []
+        size = (1 + len(self._further)) * KEY_BYTES
+        messages = []
+        for packed in self._records(keys, [_pack(chunks) for chunks in candidates]):
+            runs = [packed[at : at + size] for at in range(0, len(packed), size)]
+            messages.append(_first_message(lookup.lookup_id, runs))
+        return await _ask_all(self.ranks, messages)
 
-async def is_stored(ranks: Sequence[RankConnection], lookup_id: str, keys: Sequence[bytes]) -> bool:
-    """Whether every rank has its key of `keys`. A chunk in host memory is pinned.
+    def _records(self, keys: RequestKeys, leading: Sequence[bytes]) -> Sequence[bytes]:
+        """Per rank, the keys of all records of chunks: chunk by chunk, one for each group of full attention.
 
-    Raises:
-        ValueError: The answer of a rank is invalid.
-    """
-    replies = await _ask_all(ranks, [_first_message(lookup_id, [key]) for key in keys])
-    return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
-
-
-async def _first_of_all(
-    ranks: Sequence[RankConnection], lookup_id: str, candidates: Sequence[Sequence[Chunk]]
-) -> list[Message] | None:
-    """Query which partial chunk each rank has; an empty list if there are no candidates."""
-    if not candidates[0]:
-        return []
-    return await _ask_all(
-        ranks, [_first_message(lookup_id, [chunk.key for chunk in chunks]) for chunks in candidates]
-    )
+        Args:
+            leading: Per rank, the keys of the chunks.
+        """
+        if not self._further:
+            return leading
+        groups = [leading, *(keys.chunk_keys(group, leading) for group in self._further)]
+        return [
+            np.stack([np.frombuffer(each, f"V{KEY_BYTES}") for each in own], axis=1).tobytes()
+            for own in zip(*groups, strict=True)
+        ]
 
 
 def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
@@ -876,8 +917,26 @@ def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
         "op": "first",
         "lookup_id": lookup_id,
         "keys": b"".join(runs),
-        "counts": pack_counts([len(run) // KEY_BYTES for run in runs]),
+        "counts": _pack_counts_of(runs),
     }
+
+
+def _pack_counts_of(runs: Sequence[bytes]) -> bytes:
+    return pack_counts([len(run) // KEY_BYTES for run in runs])
+
+
+def _agreed_boundary(replies: Sequence[Message], boundaries: Sequence[int]) -> tuple[int | None, bool]:
+    """The longest of these boundaries that is stored, None if the ranks differ or have none; and whether one is pinned."""
+    firsts = {_number(reply, "boundary", -1, len(boundaries) - 1) for reply in replies}
+    pinned = any(_flag(reply, "boundary_pinned") for reply in replies)
+    return boundaries[firsts.pop()] if len(firsts) == 1 and min(firsts) >= 0 else None, pinned
+
+
+def _by_chunk(costs: Costs, records: int) -> Costs:
+    """Costs of loading chunks, from those of loading their records."""
+    return tuple(
+        {end // records: (end // records, seconds) for end, seconds in costs if end >= records}.values()
+    )
 
 
 def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:

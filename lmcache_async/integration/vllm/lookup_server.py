@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
@@ -463,8 +463,18 @@ class LookupServer:
 
     async def _answer(self, message: Message) -> Message | None:
         match message:
+            case {
+                "op": "lookup",
+                "lookup_id": str(lookup_id),
+                "keys": bytes(keys),
+                "tail": bytes(tail),
+                "boundary_keys": bytes(runs),
+                "boundary_counts": bytes(counts),
+            }:
+                boundaries = _runs(unpack_keys(runs), unpack_counts(counts))
+                return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail), boundaries)
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
-                return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail))
+                return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail), ())
             case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys), "counts": bytes(counts)}:
                 return await self._first(lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
@@ -476,16 +486,26 @@ class LookupServer:
                 return asdict(self._identity)
         raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
-    async def _lookup(self, lookup_id: str, keys: list[ChunkKey], tail: list[ChunkKey]) -> Message:
+    async def _lookup(
+        self,
+        lookup_id: str,
+        keys: list[ChunkKey],
+        tail: list[ChunkKey],
+        boundaries: Sequence[Sequence[ChunkKey]],
+    ) -> Message:
         result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
-        first = await self._first(lookup_id, [[key] for key in tail] if result.count == len(keys) else [])
-        return {
+        whole = result.count == len(keys)
+        answer = {
             "count": result.count,
             "pinned": result.pinned,
             "tiers": dict(result.by_tier),
             "costs": pack_costs(result.costs),
-            **first,
+            **await self._first(lookup_id, [[key] for key in tail] if whole else []),
         }
+        if boundaries:
+            found = await self._first(lookup_id, boundaries if whole else [])
+            answer |= {"boundary": found["first"], "boundary_pinned": found["first_pinned"]}
+        return answer
 
     async def _first(self, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
         found = await self._engine.first_present(runs, lookup_id=lookup_id) if runs else None

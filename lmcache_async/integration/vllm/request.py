@@ -134,7 +134,7 @@ class RequestPolicy:
         return any(group.is_full for group in self.groups)
 
     @property
-    def one_group(self) -> bool:
+    def only_full(self) -> bool:
         """Whether the model has nothing but full attention, so that a hit may end at any block."""
         return all(group.is_full for group in self.groups)
 
@@ -158,7 +158,7 @@ class RequestPolicy:
         At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
         chunks. With a recurrent state they are the boundaries that vLLM offers, see `RequestTracker.states_offered`.
         """
-        if self.one_group or self.has_states:
+        if self.only_full or self.has_states:
             return []
         unit = self.block_size if self.partial_chunks else self.chunk_size
         found = {tokens // unit * unit for tokens in (num_prompt_tokens - 1, num_prompt_tokens)}
@@ -695,7 +695,7 @@ class RequestTracker:
         """Other requests share `num_tokens` leading tokens, so they can continue at the end of a chunk before."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
         if boundary and not (
-            self._policy.one_group or self._policy.has_states or boundary in self._boundaries
+            self._policy.only_full or self._policy.has_states or boundary in self._boundaries
         ):
             self._boundaries = sorted([*self._boundaries, boundary])
 

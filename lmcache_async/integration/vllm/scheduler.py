@@ -14,12 +14,13 @@ from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
     engine_config,
+    head_shards,
     layerwise_tokens,
     roles_of,
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES
-from lmcache_async.integration.vllm.groups import block_size_of, groups_of
+from lmcache_async.integration.vllm.groups import block_size_of, full_groups, groups_of
 from lmcache_async.integration.vllm.jobs import (
     SKIP,
     Job,
@@ -163,7 +164,7 @@ class StoreQueue:
     """Stores of all requests: pinned, sent to the workers, and unpinned when every rank has copied the blocks.
 
     Args:
-        world_size: Number of ranks that report each job.
+        world_size: Number of ranks, or shards of KV heads, that report each job.
         pins: Pins of the blocks.
         metrics: Counts the chunks that are skipped.
     """
@@ -181,7 +182,7 @@ class StoreQueue:
         self._metrics = metrics
         self._world_size = world_size
         self._chunk_size = chunk_size
-        self._full = [group for group in groups if group.is_full]
+        self._full = full_groups(groups)
         self._bounded = [group for group in groups if not group.is_full]
         self._planned: list[_PlannedStore] = []
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
@@ -322,9 +323,14 @@ class StoreQueue:
         has_parent = bool(start) and not span.is_tail
         tokens = keys.packed_tokens(start, stop)
         parents = keys.packed_keys(span.first - 1, span.first) if has_parent else ()
+        leading, *further = self._full
+        own = [
+            (leading, packed, parents),
+            *((group, keys.chunk_keys(group, packed), ()) for group in further),
+        ]
         parts = tuple(
-            JobPart(group.index, start, tokens, packed, tuple(texts.items()), block_ids, parents)
-            for group, block_ids in zip(self._full, store.block_ids, strict=True)
+            JobPart(group.index, start, tokens, group_keys, tuple(texts.items()), block_ids, group_parents)
+            for (group, group_keys, group_parents), block_ids in zip(own, store.block_ids, strict=True)
         )
         return Job(
             job_id=store.job_id,
@@ -365,7 +371,7 @@ class SchedulerConnector:
 
     Args:
         groups: KV groups of the model.
-        world_size: Number of ranks.
+        world_size: Number of ranks, or shards of KV heads; each has an engine.
         roles: What this vLLM does.
         client: Looks requests up.
         layerwise_tokens: Longest hit that is loaded by the step that uses it; 0 for none.
@@ -449,8 +455,9 @@ class SchedulerConnector:
         groups = groups_of(kv_cache_config)
         one_group = len(groups) == 1 and groups[0].is_full
         block_size = block_size_of(groups)
-        world_size = vllm_config.parallel_config.world_size
         config = engine_config(vllm_config, block_size)
+        shards = head_shards(config, vllm_config, kv_cache_config)
+        world_size = vllm_config.parallel_config.world_size * max(1, len(shards))
         capabilities = tier_capabilities(config, Registry())
         _warn_of_lost_writes(vllm_config, config, capabilities)
         client = LookupClient(
@@ -523,7 +530,7 @@ class SchedulerConnector:
         """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
         tracker = self._tracker(request)
         admission = tracker.admitted(external_tokens)
-        if not self._policy.one_group:  # vLLM 0.31 and older, which lack the attribute, have one group
+        if not self._policy.only_full:  # vLLM 0.31 and older, which lack the attribute, have one group
             tracker.junction_found(request.shared_prefix_boundary)
         self.metrics.admitted(admission)
         if self._wants_plans and admission.first:

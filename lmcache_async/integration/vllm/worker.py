@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
@@ -23,7 +26,10 @@ from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
     group_namespace,
+    head_shards,
     namespace_of,
+    shard_config,
+    shard_namespace,
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import Notices
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
     from lmcache_async.config import EngineConfig
     from lmcache_async.device.copier import Fence
     from lmcache_async.hashing import Namespace
-    from lmcache_async.integration.vllm.groups import KVGroup
+    from lmcache_async.integration.vllm.groups import HeadShard, KVGroup
     from lmcache_async.integration.vllm.jobs import Job, JobPart
     from lmcache_async.tiers.handle import Watcher
     from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
@@ -78,7 +84,7 @@ class Transfers:
     The end of every job is reported exactly once, also after a failure: of a load by its request, of a store by its
     job. `load`, `store` and the `take_*` methods are called by the model's thread and do not block.
 
-    With full attention only, the blocks that were not loaded are reported, and vLLM computes from the first
+    With one group of full attention the blocks that were not loaded are reported, and vLLM computes from the first
     one on. Otherwise the request is reported, because block ids do not name their group, and vLLM computes all of it.
 
     Attributes:
@@ -103,7 +109,8 @@ class Transfers:
         self._notices = notices
         self._chunk_size = chunk_size
         self._groups = groups
-        self._by_block = all(group.is_full for group in groups)
+        self._leading = leading_group(groups).index
+        self._by_block = len(groups) == 1 and groups[0].is_full
         self._epoch = 0
         self._lock = threading.Lock()
         self._finished: set[str] = set()
@@ -285,11 +292,11 @@ class Transfers:
         )
 
     def _chunks(self, job: Job, part: JobPart) -> tuple[tuple[Chunk, ...], tuple[BlockIds, ...]]:
-        """The chunks of a part with their block ids. Those of full attention are announced to the KV events."""
+        """The chunks of a part with their block ids. Those of the leading group are announced to the KV events."""
         block_size = self._groups[part.group].block_size
         pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
         chunks = tuple(chunk for chunk, _ in pairs)
-        if self._notices is not None and self._groups[part.group].is_full:
+        if self._notices is not None and part.group == self._leading and self._groups[part.group].is_full:
             self._notices.know(chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name)
         return chunks, tuple(rows for _, rows in pairs)
 
@@ -496,21 +503,23 @@ class OpenEngine(Protocol):
 
 
 class WorkerConnector:
-    """The connector in a vLLM worker process. Only `open` and `close` block.
+    """The connector in a vLLM worker process, or of one shard of its KV heads. Only `open` and `close` block.
 
     Attributes:
         config: Configuration of the engine.
-        rank: Rank of this worker in the engine.
+        rank: Rank of this worker in the engine; with shards, the number of this shard among those of all ranks.
+        namespace: Namespace of the rank, without its layout, once the KV cache is registered.
         address: Path of the lookup server's socket, or the host where it listens over TCP.
         engine: The engine, once it is open.
 
     Args:
-        rank: Rank of this worker in the engine; selects its keys in a job.
+        rank: See the attribute; selects its keys in a job.
         groups: KV groups of the model.
         address: See the attribute.
         open_engine: Opens the engine.
         kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
         replica: Number of the data-parallel replica.
+        shard: The shard of the rank's KV heads that is loaded and stored; None for all heads, in one record.
     """
 
     def __init__(
@@ -523,8 +532,11 @@ class WorkerConnector:
         open_engine: OpenEngine = CacheEngine.open,
         kv_events: bool = False,
         replica: int = 0,
+        shard: HeadShard | None = None,
     ) -> None:
         self.config = config
+        self._shard = shard
+        self.namespace: Namespace | None = None
         self._replica = replica
         self.rank = rank
         self._groups = tuple(groups)
@@ -545,7 +557,12 @@ class WorkerConnector:
 
     @classmethod
     def of_vllm(
-        cls, vllm_config: Any, kv_cache_config: Any, *, open_engine: OpenEngine = CacheEngine.open
+        cls,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        open_engine: OpenEngine = CacheEngine.open,
+        shard: HeadShard | None = None,
     ) -> Self:
         """Create this rank's connector. It is opened when the KV cache is registered.
 
@@ -555,6 +572,9 @@ class WorkerConnector:
         groups = groups_of(kv_cache_config)
         config = engine_config(vllm_config, block_size_of(groups))
         rank = vllm_config.parallel_config.rank
+        if shard is not None:
+            config = shard_config(config, shard.shards_of_rank)
+            rank = rank * shard.shards_of_rank + shard.position
         events = vllm_config.kv_events_config
         return cls(
             config,
@@ -566,10 +586,24 @@ class WorkerConnector:
             kv_events=events is not None and events.enable_kv_cache_events,
             replica=data_parallel_index(vllm_config),
             open_engine=open_engine,
+            shard=shard,
         )
 
-    def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
+    @property
+    def engines(self) -> Sequence[WorkerConnector]:
+        return (self,)
+
+    def register(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        kv_caches: Mapping[str, Any],
+        namespace: Namespace | None = None,
+    ) -> bool:
         """Open the engine over vLLM's KV cache. False if that fails: then all lookups are misses.
+
+        Args:
+            namespace: The namespace of the rank, if it is known: it takes time to read the weights.
 
         Raises:
             ConfigError: The configuration is invalid, so vLLM must not start with it.
@@ -579,7 +613,8 @@ class WorkerConnector:
             logging.getLogger(__name__).warning("LMCacheAsyncConnector is off: %s", reason)
             return False
         try:
-            self.open(*self._engine_groups(vllm_config, kv_cache_config, kv_caches))
+            self.namespace = namespace or namespace_of(vllm_config, kv_cache_config, self.config, "")
+            self.open(*self._engine_groups(kv_cache_config, kv_caches, self.namespace))
         except (ConfigError, MissingDependencyError):
             raise
         except Exception:
@@ -590,27 +625,26 @@ class WorkerConnector:
         return True
 
     def _engine_groups(
-        self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+        self, kv_cache_config: Any, kv_caches: Mapping[str, Any], namespace: Namespace
     ) -> list[EngineGroup]:
         """Layout and namespace of each KV group."""
-        layouts = []
+        if self._shard is not None:
+            namespace = shard_namespace(namespace, self._shard)
+            kv_caches = shard_views(kv_cache_config, kv_caches, self._shard)
+        made = []
         for group in self._groups:
             own = kv_caches
             if len(self._groups) > 1:
                 own = {name: kv_caches[name] for name in group.layers if name in kv_caches}
-            layouts.append(
-                KVLayout.from_block_views(
-                    own,
-                    num_blocks=kv_cache_config.num_blocks,
-                    block_size=group.block_size,
-                    kind="pages" if group.state else "heads",
-                )
+            layout = KVLayout.from_block_views(
+                own,
+                num_blocks=kv_cache_config.num_blocks,
+                block_size=group.block_size,
+                kind="pages" if group.state else "heads",
+                by_head=self._shard is not None,
             )
-        namespace = namespace_of(vllm_config, kv_cache_config, self.config, layouts[0].text)
-        return [
-            EngineGroup(layout, group_namespace(namespace, group, self._groups, layout.text))
-            for group, layout in zip(self._groups, layouts, strict=True)
-        ]
+            made.append(EngineGroup(layout, group_namespace(namespace, group, self._groups, layout.text)))
+        return made
 
     def open(self, *groups: EngineGroup) -> None:
         """Open the engine over the registered KV cache of each KV group, and start the lookup server.
@@ -706,6 +740,12 @@ class WorkerConnector:
         """get_kv_connector_stats: what the engine counted since the last call."""
         return self._feed.take() if self._feed is not None else Samples()
 
+    def stop(self) -> None:
+        """Start to close the engine, without waiting."""
+        if self._loop is not None:
+            with contextlib.suppress(EngineClosedError):
+                self._loop.call_soon(self._stop.set)
+
     def close(self) -> None:
         """Close the engine and the loop. Blocks for at most `shutdown_timeout_s` and one second."""
         if self._loop is None or self._serving is None:
@@ -771,3 +811,132 @@ class WorkerConnector:
             hash_key_id=hash_key_id(namespace.hash_key),
             group_roots=tuple(group.namespace.root() for group in groups),
         )
+
+
+class ShardedWorkerConnector:
+    """The connector in a vLLM worker process that stores its KV heads in several shards.
+
+    Each shard has an engine, a lookup server and records of its own, as if it were a rank of a vLLM with as many
+    ranks as shards. A step is over when it is over in all of them. Methods are those of `WorkerConnector`.
+
+    Attributes:
+        engines: The connector of each shard of this rank.
+    """
+
+    def __init__(self, engines: Sequence[WorkerConnector]) -> None:
+        self.engines = engines
+        self._ended: Counter[str] = (
+            Counter()
+        )  # shards in which a request's load has ended, until it has in all
+
+    def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
+        opened: list[WorkerConnector] = []
+        try:
+            for engine in self.engines:
+                namespace = opened[0].namespace if opened else None
+                if not engine.register(vllm_config, kv_cache_config, kv_caches, namespace):
+                    break
+                opened.append(engine)
+        finally:
+            if len(opened) < len(self.engines):
+                _close_all(opened)
+        return len(opened) == len(self.engines)
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        self._in_each(lambda engine: engine.begin_step(metadata))
+
+    def start_loads(self) -> None:
+        self._in_each(WorkerConnector.start_loads)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        for engine in self.engines:
+            engine.wait_for_layer(layer_name)
+
+    def start_stores(self) -> None:
+        self._in_each(WorkerConnector.start_stores)
+
+    def abandon_step(self) -> None:
+        self._in_each(WorkerConnector.abandon_step)
+
+    def take_finished(self) -> set[str]:
+        for engine in self.engines:
+            self._ended.update(engine.take_finished())
+        finished = {name for name, count in self._ended.items() if count == len(self.engines)}
+        for name in finished:
+            del self._ended[name]
+        return finished
+
+    def take_failed_requests(self) -> set[str]:
+        return {name for engine in self.engines for name in engine.take_failed_requests()}
+
+    def take_failed_blocks(self) -> set[int]:
+        return {block for engine in self.engines for block in engine.take_failed_blocks()}
+
+    def take_report(self) -> WorkerReport | None:
+        reports = [report for engine in self.engines if (report := engine.take_report()) is not None]
+        return reduce(WorkerReport.aggregate, reports) if reports else None
+
+    def close(self) -> None:
+        _close_all(self.engines)
+
+    def _in_each(self, call: Callable[[WorkerConnector], None]) -> None:
+        """Run a part of a step in every shard, and then raise the first error."""
+        errors = []
+        for engine in self.engines:
+            try:
+                call(engine)
+            except Exception as error:  # noqa: BLE001 - the other shards must know the step too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _close_all(engines: Sequence[WorkerConnector]) -> None:
+    """Close engines at the same time."""
+    for engine in engines:
+        engine.stop()
+    for engine in engines:
+        engine.close()
+
+
+Worker: TypeAlias = WorkerConnector | ShardedWorkerConnector
+
+
+def open_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:
+    """Create the connector of this rank. It is opened when the KV cache is registered.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
+    config = engine_config(vllm_config, block_size_of(groups_of(kv_cache_config)))
+    shards = head_shards(config, vllm_config, kv_cache_config)
+    if not shards:
+        return WorkerConnector.of_vllm(vllm_config, kv_cache_config)
+    return ShardedWorkerConnector(
+        [WorkerConnector.of_vllm(vllm_config, kv_cache_config, shard=shard) for shard in shards]
+    )
+
+
+def shard_views(kv_cache_config: Any, kv_caches: Mapping[str, Any], shard: HeadShard) -> dict[str, Any]:
+    """The KV heads of a shard, as views of the KV caches of its rank.
+
+    Layers that share the KV of another layer are left out.
+
+    Raises:
+        ConfigError: A KV cache is not one tensor of whole heads.
+    """
+    views = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            if name not in kv_caches:
+                continue
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            shape = tuple(getattr(kv_caches[name], "shape", ()))
+            content = spec.head_size + spec.head_size_v
+            if len(shape) != 4 or (shape[1], shape[3]) != (spec.num_kv_heads, content):
+                raise ConfigError(
+                    f"vllm.kv_head_shards is {shard.shards}, but the KV cache of {name} has the shape {shape},"
+                    f" which is not that of {spec.num_kv_heads} heads of {content} elements; expected none"
+                )
+            views[name] = kv_caches[name].narrow(1, *shard.of_heads(spec.num_kv_heads))
+    return views

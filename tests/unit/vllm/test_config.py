@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from vllm.config import MultiModalConfig, ParallelConfig, PoolerConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -32,12 +37,15 @@ from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
     group_namespace,
+    head_shards,
     namespace_of,
+    shard_config,
+    shard_namespace,
     unsupported_reason,
 )
-from lmcache_async.integration.vllm.groups import groups_of
+from lmcache_async.integration.vllm.groups import HeadShard, groups_of
 from lmcache_async.integration.vllm.versions import data_parallel_index
-from lmcache_async.integration.vllm.worker import WorkerConnector
+from lmcache_async.integration.vllm.worker import WorkerConnector, shard_views
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
@@ -69,20 +77,20 @@ def changed(config: Any, path: str, value: Any) -> Any:
     return result
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("model_config.model", "another/model"),
-        ("model_config.dtype", torch.bfloat16),
-        ("model_config.quantization", "fp8"),
-        ("model_config.hf_config.rope_theta", 5.0),
-        ("cache_config.cache_dtype", "fp8"),
-        ("parallel_config.rank", 1),
-        ("parallel_config.tensor_parallel_size", 2),
-        ("parallel_config.pipeline_parallel_size", 2),
-        ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
-    ],
-)
+CHANGES = [
+    ("model_config.model", "another/model"),
+    ("model_config.dtype", torch.bfloat16),
+    ("model_config.quantization", "fp8"),
+    ("model_config.hf_config.rope_theta", 5.0),
+    ("cache_config.cache_dtype", "fp8"),
+    ("parallel_config.rank", 1),
+    ("parallel_config.tensor_parallel_size", 2),
+    ("parallel_config.pipeline_parallel_size", 2),
+    ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CHANGES)
 def test_everything_that_the_kv_depends_on_is_in_the_root(config: Any, setup: Setup, path: str, value: Any):
     assert root(changed(config, path, value), setup) != root(config, setup)
 
@@ -284,6 +292,156 @@ def test_ranks_that_share_a_kv_head_have_the_same_keys(config: Any, setup: Setup
     assert roots[0] != roots[2]
 
 
+def sharded(number: int) -> Any:
+    return load_config(env={}, extra={"weights_fingerprint": "text:w", "vllm.kv_head_shards": number})
+
+
+def ranked(config: Any, tp_size: int, rank: int, pp_size: int = 1) -> Any:
+    made = changed(config, "parallel_config.tensor_parallel_size", tp_size)
+    made = changed(made, "parallel_config.pipeline_parallel_size", pp_size)
+    made = changed(made, "parallel_config.world_size", tp_size * pp_size)
+    return changed(made, "parallel_config.rank", rank)
+
+
+def with_heads(config: Any, setup: Setup, heads: int, tp_size: int) -> tuple[Any, Any]:
+    """The config of a model with so many KV heads, and the KV cache of one of its ranks."""
+    cache = kv_cache_config(setup)
+    spec = dataclasses.replace(cache.kv_cache_groups[0].kv_cache_spec, num_kv_heads=heads // tp_size)
+    cache.kv_cache_groups[0].kv_cache_spec = spec
+    return changed(config, "model_config.model_arch_config.total_num_kv_heads", heads), cache
+
+
+def shard_namespaces(config: Any, setup: Setup, tp_size: int, pp_size: int = 1, number: int = 4) -> list[Any]:
+    """The namespaces of all shards of all ranks of a model with eight KV heads."""
+    config, cache = with_heads(config, setup, 8, tp_size)
+    made = []
+    for rank in range(tp_size * pp_size):
+        mine = ranked(config, tp_size, rank, pp_size)
+        own = namespace_of(mine, cache, sharded(number), "layout")
+        made += [shard_namespace(own, shard) for shard in head_shards(sharded(number), mine, cache)]
+    return made
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_head_shards_have_the_same_namespaces_with_every_number_of_ranks(
+    config: Any, setup: Setup, pp_size: int
+):
+    one, two, four = (shard_namespaces(config, setup, tp_size, pp_size) for tp_size in (1, 2, 4))
+
+    assert one == two == four
+    assert len({each.root() for each in one}) == len({each.rank for each in one}) == 4 * pp_size
+    assert shard_namespaces(config, setup, 2, pp_size, number=8)[0].root() != one[0].root()
+
+
+def test_head_shards_are_named_like_the_ranks_of_a_vllm_with_as_many(config: Any, setup: Setup):
+    model, cache = with_heads(config, setup, 8, 4)
+    ranks = [namespace_of(ranked(model, 4, rank), cache, sharded(4), "layout") for rank in range(4)]
+
+    assert shard_namespaces(config, setup, 1) == ranks
+
+
+@pytest.mark.parametrize(("path", "value"), [each for each in CHANGES if "tensor_parallel" not in each[0]])
+def test_everything_that_the_kv_depends_on_but_the_number_of_ranks_is_in_the_root_of_a_head_shard(
+    config: Any, setup: Setup, path: str, value: Any
+):
+    def roots(config: Any) -> set[bytes]:
+        config, cache = with_heads(config, setup, 8, config.parallel_config.tensor_parallel_size)
+        own = namespace_of(config, cache, sharded(4), "layout")
+        shards = head_shards(sharded(4), config, cache)
+        return {shard_namespace(own, shard).root() for shard in shards}
+
+    two = ranked(config, 2, 0)
+    assert not roots(changed(two, path, value)) & roots(two)
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_head_shards_have_every_head_of_every_rank_once_and_in_order(tp_size: int, count: int, size: int):
+    heads = []
+    for rank in range(tp_size):
+        for position in range(count):
+            shard = HeadShard(rank * count + position, tp_size * count, position, count)
+            first, number = shard.of_heads(count * size)
+            heads += [(shard.index, rank * count * size + head) for head in range(first, first + number)]
+
+    assert heads == [(head // size, head) for head in range(tp_size * count * size)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "tp_size", "changes", "reason"),
+    [
+        (2, 4, {}, "the tensor-parallel size is 4; expected a multiple of it, or none"),
+        (3, 1, {}, "the model has 8 KV heads; expected a number that divides them, or none"),
+        (16, 16, {}, "the model has 8 KV heads; expected a number that divides them, or none"),
+        (4, 1, {"num_kv_heads": 2}, "a layer has 2 KV heads in each rank; expected none, or fewer shards"),
+        (4, 1, {"num_head_slots": 16}, "vLLM packs the KV of a head with its scales or with other heads"),
+        (
+            4,
+            1,
+            {"state_content_bytes": 72},
+            "vLLM packs the KV of a head with its scales or with other heads",
+        ),
+        (4, 1, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "vLLM packs the KV of a head with its"),
+    ],
+)
+def test_numbers_of_head_shards_that_are_refused(
+    config: Any, setup: Setup, shards: int, tp_size: int, changes: dict[str, Any], reason: str
+):
+    made, cache = with_heads(ranked(config, tp_size, 0), setup, 8, tp_size)
+    group = cache.kv_cache_groups[0]
+    group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(f"vllm.kv_head_shards is {shards}, but {reason}")):
+        head_shards(sharded(shards), made, cache)
+
+
+@pytest.mark.parametrize("kind", ["MLAAttentionSpec", "MambaSpec"])
+def test_kv_caches_without_heads_have_no_head_shards(config: Any, setup: Setup, kind: str):
+    specs = {
+        "MLAAttentionSpec": MLAAttentionSpec(
+            block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+        ),
+        "MambaSpec": MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,)),
+    }
+    full = kv_cache_config(setup).kv_cache_groups[0]
+
+    with pytest.raises(ConfigError, match=rf"a KV cache without heads \({kind}\); expected none"):
+        head_shards(sharded(2), config, with_groups(setup, full, group(specs[kind])))
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 16, 9), (8, 4, 16, 8), (8, 16, 16), ()])
+def test_kv_caches_of_another_form_than_their_heads_are_refused(setup: Setup, shape: tuple[int, ...]):
+    cache = kv_cache_config(setup)
+    caches = {f"layer.{index}": torch.zeros(8, 2, 16, 8) for index in range(2)}
+
+    assert shard_views(cache, caches, HeadShard(0, 2, 0, 2))["layer.1"].shape == (8, 1, 16, 8)
+    caches["layer.1"] = torch.zeros(shape)
+    with pytest.raises(ConfigError, match=r"layer\.1 has the shape .* which is not that of 2 heads"):
+        shard_views(cache, caches, HeadShard(0, 2, 0, 2))
+
+
+def test_layers_that_share_the_kv_of_others_are_left_out_of_head_shards(setup: Setup):
+    caches = {f"layer.{index}": torch.zeros(8, 2, 16, 8) for index in range(2)}
+    caches["layer.2"] = caches["layer.1"]
+
+    assert list(shard_views(kv_cache_config(setup), caches, HeadShard(0, 2, 0, 2))) == ["layer.0", "layer.1"]
+
+
+def test_head_shards_divide_the_memory_and_the_threads_of_their_process():
+    whole = load_config(
+        env={},
+        extra={"arena.max_bytes": "8GiB", "copy_threads": 3, "store.max_pending_write_bytes": "2GiB"},
+    )
+    part = shard_config(whole, 4)
+
+    assert part.arena.max_bytes == 2 << 30
+    assert part.copy_threads == 1
+    assert part.gpu.staging_bytes * 4 == whole.gpu.staging_bytes
+    assert part.store.max_in_flight_bytes * 4 == whole.store.max_in_flight_bytes
+    assert part.retrieve.max_in_flight_bytes * 4 == whole.retrieve.max_in_flight_bytes
+    assert part.max_pending_write_bytes == 512 << 20
+    assert shard_config(load_config(env={}), 2).max_pending_write_bytes == 1 << 30
+
+
 @pytest.mark.parametrize("chunked_prefill", [True, False])
 def test_a_user_may_disable_vllms_own_prefix_caching(tmp_path: Path, chunked_prefill: bool):
     setup = Setup(folder=tmp_path / "model", options={}, prefix_caching=False)
@@ -332,6 +490,34 @@ def test_a_pipeline_stage_without_layers_of_a_group_is_not_supported(config: Any
     stage = with_groups(setup, full, KVCacheGroupSpec([], full.kv_cache_spec))
 
     assert "no layer of KV cache group 1" in str(backend_reason(config, stage))
+
+
+def layers_of(*specs: Any) -> dict[str, Any]:
+    return {f"layer.{index}": spec for index, spec in enumerate(specs)}
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_groups_of_layers_of_several_sizes_are_supported(config: Any, setup: Setup, layout: str):
+    """As in Gemma 4: heads of full attention are larger, and fewer, than those with a window."""
+    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
+    made = changed(config, "scheduler_config.disable_hybrid_kv_cache_manager", False)
+    made = changed(made, "cache_config.kv_cache_layout", layout)
+    specs = (WINDOW, dataclasses.replace(full, head_size=64), WINDOW, dataclasses.replace(full, head_size=32))
+    cache = with_groups(setup, *get_kv_cache_groups(made, layers_of(*specs)))
+
+    assert unsupported_reason(config, cache) is None
+    assert {each.kind for each in groups_of(cache)} == {"full", "window=64"}
+    assert sorted(name for each in groups_of(cache) for name in each.layers) == list(layers_of(*specs))
+
+
+def test_several_groups_of_full_attention_are_supported(config: Any, setup: Setup):
+    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
+    made = changed(config, "scheduler_config.disable_hybrid_kv_cache_manager", False)
+    made = changed(made, "cache_config.kv_cache_layout", "LBNHC")
+    cache = with_groups(setup, *get_kv_cache_groups(made, layers_of(full, full, WINDOW)))
+
+    assert unsupported_reason(config, cache) is None
+    assert [each.kind for each in groups_of(cache)].count("full") == 2
 
 
 @pytest.mark.parametrize("kind", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
@@ -412,17 +598,42 @@ def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup, monke
     assert "--disable" not in reason
 
 
+LOCAL = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=64
+)
+SCRATCH = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("method", "other", "reason"),
+    [
+        ("ngram", STATE, ""),
+        ("suffix", WINDOW, ""),
+        ("eagle", WINDOW, ""),
+        ("eagle3", WINDOW, ""),
+        ("eagle", STATE, "beside MambaSpec"),
+        ("eagle3", LOCAL, "beside ChunkedLocalAttentionSpec"),
+        ("draft_model", WINDOW, "'draft_model'; with several groups eagle, eagle3"),
+        ("mtp", WINDOW, "'mtp'"),
+    ],
+)
+def test_draft_models_are_supported_beside_windows(
+    config: Any, setup: Setup, method: str, other: Any, reason: str
+):
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    speculating = changed(config, "speculative_config", SimpleNamespace(method=method, model="draft"))
+
+    found = unsupported_reason(speculating, with_groups(setup, full, full, group(other)))
+
+    assert reason in str(found) if reason else found is None
+    assert unsupported_reason(speculating, with_groups(setup, full)) is None
+
+
 def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
-    eagle = SimpleNamespace(method="eagle", model="draft")
-    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOW, "b": WINDOW})
     reasons = [
-        unsupported_reason(config, with_groups(setup, full, full)),
         unsupported_reason(config, with_groups(setup)),
-        unsupported_reason(
-            changed(config, "speculative_config", eagle), with_groups(setup, full, group(WINDOW))
-        ),
-        unsupported_reason(config, with_groups(setup, group(several))),
+        unsupported_reason(config, with_groups(setup, full, group(SCRATCH))),
         unsupported_reason(config, with_groups(setup, dataclasses.replace(full, enable_kv_transfer=False))),
         unsupported_reason(
             changed(config, "parallel_config.decode_context_parallel_size", 2), kv_cache_config(setup)
@@ -433,7 +644,7 @@ def test_what_is_not_supported_is_named(config: Any, setup: Setup):
     ]
     for reason, word in zip(
         reasons,
-        ("2 KV", "no KV", "draft", "several sizes", "transferred", "context", "calculate"),
+        ("no KV", "no prefix of CircularBufferSpec", "transferred", "context", "calculate"),
         strict=True,
     ):
         assert reason is not None

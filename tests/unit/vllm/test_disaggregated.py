@@ -94,6 +94,24 @@ def test_what_one_computes_the_other_decodes_from(pair: Pair, length: int, ranks
         assert_nothing_is_held(sim)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+def test_one_rank_and_two_ranks_keep_each_others_promises_of_head_shards(
+    pair: Pair, prefill: int, decode: int
+):
+    shards = {"vllm.kv_head_shards": 2}
+    producer = pair.vllm("kv_producer", shards, ranks=prefill, split_heads=True)
+    consumer = pair.vllm("kv_consumer", shards, ranks=decode, split_heads=True)
+    tokens = prompt(300)
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    consumer.run()
+
+    assert consumer.cached_tokens["d"] == (0, 288)
+    assert consumer.outputs["d"] == expected(tokens, 4)
+    assert (waits(consumer).kept, waits(consumer).late, waits(consumer).doubted) == (1, 0, 0)
+    for sim in (producer, consumer):
+        assert_nothing_is_held(sim)
+
+
 def test_what_is_still_being_written_is_waited_for_and_others_run_meanwhile(pair: Pair):
     producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
     pair.shelf.slow = True

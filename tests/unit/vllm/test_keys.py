@@ -138,6 +138,19 @@ def test_boundary_keys_are_those_of_one_rank_one_group_and_one_position():
     assert chain.boundary_keys(LOCAL, 32) == (b"", b"", b"")  # an attention chunk begins there
 
 
+def test_chunk_keys_are_those_of_one_group_and_of_all_tokens_before():
+    groups, first, second = (KVGroup(1, 2), KVGroup(2, 2)), grouped([7] * 32), grouped([8] + [7] * 31)
+    keys = [chain.chunk_keys(group, chain.packed_keys(0, 4)) for chain in (first, second) for group in groups]
+    leading = [chain.packed_keys(0, 4) for chain in (first, second)]
+
+    flat = [
+        each[at : at + 16] for ranks in [*keys, *leading] for each in ranks[:2] for at in range(0, 64, 16)
+    ]
+    assert len(set(flat)) == 2 * 3 * 2 * 4  # requests, groups, roots, chunks
+    assert all(ranks[0] == ranks[2] for ranks in keys)  # these ranks have the same root
+    assert first.chunk_keys(groups[0], first.packed_keys(1, 2)) == tuple(each[16:32] for each in keys[0])
+
+
 def test_an_image_before_the_boundary_is_part_of_its_keys():
     plain, image = grouped([7] * 40), grouped([7] * 40, extras=(Extra(2, 4, "image"),))
 

@@ -208,6 +208,10 @@ def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
     return [(part.start, part.start + len(part.tokens) // 4) for job in jobs for part in job.parts]
 
 
+def unpacked(packed: tuple[bytes, ...]) -> list[bytes]:
+    return [each[at : at + 16] for each in packed for at in range(0, len(each), 16)]
+
+
 def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
     keys = (b"p" * 16, b"q" * 16) if partial else ()
     return Answer(chunks, partial, keys, "", {"cpu": chunks}, pinned=True, resident=resident)
@@ -751,6 +755,25 @@ def test_a_job_has_a_part_for_each_group():
     assert bench.scheduler.pinned_blocks == 2 * (8 + 2)  # two chunks, and the partial one
     bench.complete((store,))
     assert bench.scheduler.pinned_blocks == 2 * 2
+
+
+def test_every_group_of_full_attention_has_keys_of_its_own_for_the_same_chunks():
+    bench = Bench(groups=3)
+    request = bench.request(21)
+    full, partial = bench.step((request, 21)).stores
+    keys = tracker(bench, request).keys
+    assert keys.tail is not None
+    request.num_computed_tokens = 0
+    bench.answer(request, Answer(2, keys.tail.num_tokens, keys.tail.keys))
+    bench.scheduler.match(request, 0)
+    bench.allocate(request, 20, 20)
+    (load_of_all,) = bench.idle().loads
+
+    for index, part in enumerate(load_of_all.parts):
+        stored = zip(full.parts[index].keys, partial.parts[index].keys, strict=True)
+        assert part.keys == tuple(chunks + end for chunks, end in stored)
+    assert full.parts[0].keys == keys.packed_keys(0, 2)
+    assert len({own for part in load_of_all.parts for own in unpacked(part.keys)}) == 3 * RANKS * 3
 
 
 def test_what_the_lookup_found_is_not_stored_again():

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmcache_async.integration.vllm.request import Phase
+from lmcache_async.memory.header import read_header
+from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.types import RetrieveReport
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
 
@@ -49,7 +51,7 @@ class Simulators:
     def settle(self, sim: SimulatedVLLM) -> None:
         """All that was computed is stored, and vLLM's own cache is empty."""
         sim.run()
-        self.until(lambda: all(engine_of(rank).statistics().running == 0 for rank in sim.ranks))
+        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
         assert sim.scheduler.reset_prefix_cache()
 
 
@@ -67,6 +69,11 @@ def scheduler_of(sim: SimulatedVLLM) -> Any:
 
 def engine_of(rank: Any) -> Any:
     return rank.connector.worker.engine
+
+
+def engines_of(sim: SimulatedVLLM) -> list[Any]:
+    """The engines of all ranks, and of all shards of their KV heads."""
+    return [each.engine for rank in sim.ranks for each in rank.connector.worker.engines]
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -199,6 +206,134 @@ def test_chunks_live_on_disk_through_a_restart(simulators: Simulators, tmp_path:
     assert second.outputs["warm"] == expected(tokens, 4)
 
 
+SHARDS = {"vllm.kv_head_shards": 2}
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    return {"tiers": ["cpu", {"name": "disk", "path": str(folder), "max_bytes": "64MiB"}]}
+
+
+def hit_after_restart(
+    simulators: Simulators, folder: Path, before: dict[str, Any], after: dict[str, Any]
+) -> int:
+    """The tokens that a second vLLM loads from the first one's disk. Each is given its `options` and its setup."""
+    tokens = prompt(500)
+    sims = []
+    for setup in (before, after):
+        options = {**on_disk(folder), **setup.get("options", {})}
+        rest = {name: value for name, value in setup.items() if name != "options"}
+        sims.append(simulators(options, split_heads=True, **rest))
+        sims[-1].add("one", tokens)
+        simulators.settle(sims[-1])
+        sims[-1].close()
+        simulators.made.clear()
+    for sim in sims:
+        assert sim.outputs["one"] == expected(tokens, 4)
+        assert_nothing_is_held(sim)
+    return sims[1].cached_tokens["one"][1]
+
+
+@pytest.mark.parametrize("layerwise", ["auto", "never"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_one_rank_and_two_ranks_load_each_others_head_shards(
+    simulators: Simulators, tmp_path: Path, before: int, after: int, layerwise: str
+):
+    options = {**SHARDS, "vllm.layerwise_load": layerwise}
+    hit = hit_after_restart(
+        simulators,
+        tmp_path / "kv",
+        {"ranks": before, "options": options},
+        {"ranks": after, "options": options},
+    )
+
+    assert hit == 496
+
+
+def test_head_shards_of_pages_by_head_are_the_records_of_as_many_ranks(
+    simulators: Simulators, tmp_path: Path
+):
+    shards = {"ranks": 1, "options": SHARDS}
+
+    assert hit_after_restart(simulators, tmp_path / "there", {"ranks": 2}, shards) == 496
+    assert hit_after_restart(simulators, tmp_path / "back", shards, {"ranks": 2}) == 496
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"ranks": 1}, {"ranks": 2}),
+        ({"ranks": 2}, {"ranks": 1}),
+        ({"ranks": 1}, {"ranks": 1, "options": SHARDS}),
+        ({"ranks": 1, "options": SHARDS}, {"ranks": 1}),
+        ({"ranks": 1, "options": {"vllm.kv_head_shards": 1}}, {"ranks": 1, "options": SHARDS}),
+        ({"ranks": 1, "options": SHARDS}, {"ranks": 1, "options": {"vllm.kv_head_shards": 1}}),
+        ({"ranks": 1, "options": {"vllm.kv_head_shards": 1}}, {"ranks": 2, "options": SHARDS}),
+    ],
+    ids=str,
+)
+def test_ranks_and_head_shards_of_other_numbers_load_nothing(
+    simulators: Simulators, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+):
+    assert hit_after_restart(simulators, tmp_path / "kv", before, after) == 0
+
+
+def test_a_hit_ends_where_one_head_shard_has_no_record(simulators: Simulators, tmp_path: Path):
+    folder = tmp_path / "kv"
+    tokens = prompt(500)
+    first = simulators({**SHARDS, **on_disk(folder)}, split_heads=True)
+    first.add("cold", tokens)
+    simulators.settle(first)
+    first.close()
+    simulators.made.clear()
+    for path in (folder / "rank-1").glob("??/*"):
+        if read_header(memoryview(path.read_bytes())).tokens.tolist() == tokens[128:192]:
+            path.unlink()
+
+    second = simulators({**SHARDS, **on_disk(folder)}, split_heads=True, ranks=2)
+    second.add("warm", tokens)
+    second.run()
+
+    assert second.cached_tokens["warm"] == (0, 128)
+    assert second.outputs["warm"] == expected(tokens, 4)
+
+
+def test_a_step_that_fails_in_one_head_shard_is_reported_once_for_the_rank(
+    simulators: Simulators, monkeypatch: pytest.MonkeyPatch
+):
+    sim = simulators({**SHARDS, "vllm.layerwise_load": "never"}, split_heads=True)
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    first, _ = sim.ranks[0].connector.worker.engines
+
+    def fail() -> None:
+        if first._loads:
+            monkeypatch.undo()
+            raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(first, "start_loads", fail)
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 1
+    assert_nothing_is_held(sim)
+
+
+def test_a_head_shard_that_cannot_be_opened_closes_those_before_it(socket_dir: Path, tmp_path: Path):
+    folder = tmp_path / "kv"
+    taken, free = RecordDirectory(folder / "rank-1"), RecordDirectory(folder / "rank-0")
+    taken.open()
+
+    options = {**OPTIONS, "vllm.socket_dir": str(socket_dir), **SHARDS, **on_disk(folder)}
+    sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, split_heads=True))
+
+    assert sim.ranks[0].connector.worker is None
+    assert free.open() == []
+    for closes in (taken, free, sim):
+        closes.close()
+
+
 def test_requests_with_one_prefix_at_the_same_moment(simulators: Simulators):
     sim = simulators(num_blocks=200)
     shared = prompt(200)
@@ -293,15 +428,18 @@ def test_a_request_aborted_in_the_middle_of_its_prefill_leaves_what_was_computed
 
 @pytest.mark.parametrize("layerwise", ["auto", "never"])
 @pytest.mark.parametrize("hit_chunks", [0, 1, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "shards"), [(1, None), (2, None), (1, 2)], ids=["one rank", "two ranks", "shards"]
+)
 def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
-    simulators: Simulators, hit_chunks: int, num_ranks: int, layerwise: str
+    simulators: Simulators, hit_chunks: int, num_ranks: int, shards: int | None, layerwise: str
 ):
-    sim = simulators({"vllm.layerwise_load": layerwise}, ranks=num_ranks)
+    options = {"vllm.layerwise_load": layerwise, "vllm.kv_head_shards": shards}
+    sim = simulators(options, ranks=num_ranks, split_heads=shards is not None)
     tokens = prompt(300)
     sim.add("cold", tokens)
     simulators.settle(sim)
-    engine = engine_of(sim.ranks[-1])
+    engine = engines_of(sim)[-1]
     retrieve = engine.retrieve_chunks
 
     async def some(request: Any) -> Any:
@@ -430,6 +568,7 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed
             "vllm.lookup_timeout_s": chosen.choice([1e-4, 0.1, 20.0]),
             "vllm.layerwise_load": chosen.choice(["auto", "never"]),
             "vllm.layerwise_max_tokens": chosen.choice([100, 16384]),
+            "vllm.kv_head_shards": 2 if seed % 3 == 0 else None,
         },
         num_blocks=chosen.choice([24, 40, 200]),
         ranks=chosen.choice([1, 2]),
@@ -437,6 +576,7 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed
         max_num_batched_tokens=chosen.choice([64, 256]),
         max_num_seqs=chosen.choice([2, 8]),
         prefix_caching=chosen.random() < 0.5,
+        split_heads=seed % 3 == 0,
     )
     fail_some_loads(sim, chosen)
     roots = [prompt(280, seed=1000 + index) for index in range(2)]
@@ -467,8 +607,7 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed
 
 
 def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
-    for rank in sim.ranks:
-        engine = engine_of(rank)
+    for engine in engines_of(sim):
 
         async def some(request: Any, retrieve: Any = engine.retrieve_chunks) -> Any:
             if chosen.random() < 0.1:

@@ -51,7 +51,14 @@ def multi() -> bool:
 
 
 @pytest.fixture
-def simulator(tmp_path: Path, socket_dir: Path, until: Until, multi: bool) -> Iterator[SimulatedVLLM]:
+def shards() -> int | None:
+    return None
+
+
+@pytest.fixture
+def simulator(
+    tmp_path: Path, socket_dir: Path, until: Until, multi: bool, shards: int | None
+) -> Iterator[SimulatedVLLM]:
     options = {
         "chunk_size": 64,
         "arena.max_bytes": "8MiB",
@@ -62,7 +69,11 @@ def simulator(tmp_path: Path, socket_dir: Path, until: Until, multi: bool) -> It
         "vllm.socket_dir": str(socket_dir),
         "tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}],
     }
-    sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, ranks=2, multi=multi))
+    if shards:  # two engines in one process, which share its memory, instead of in two
+        options |= {"vllm.kv_head_shards": shards, "arena.max_bytes": "16MiB"}
+    ranks = 1 if shards else 2
+    setup = Setup(folder=tmp_path / "model", options=options, ranks=ranks, multi=multi, split_heads=True)
+    sim = SimulatedVLLM(setup)
     until(lambda: ours(sim.connector).scheduler.ready)
     yield sim
     sim.close()
@@ -95,7 +106,7 @@ def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> Non
 
 def settle(sim: SimulatedVLLM, until: Until) -> None:
     sim.run()
-    engines = [ours(rank.connector).worker.engine for rank in sim.ranks]
+    engines = [each.engine for rank in sim.ranks for each in ours(rank.connector).worker.engines]
     until(lambda: all(engine.statistics().running == 0 for engine in engines))
     assert sim.scheduler.reset_prefix_cache()
 
@@ -121,7 +132,11 @@ def run_until_received(
     until(received)
 
 
-@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
+@pytest.mark.parametrize(
+    ("multi", "shards"),
+    [(False, None), (True, None), (False, 2)],
+    ids=["alone", "in a MultiConnector", "shards"],
+)
 def test_a_hit_is_exported_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until: Until) -> None:
     sim = simulator
     prom = server_metrics(sim)

@@ -98,7 +98,10 @@ class Worker(WorkerConnector):
         self,
         engine: Engine,
         socket_dir: Path,
-        groups: tuple[KVGroup, ...] = (KVGroup(0, BLOCK), KVGroup(1, BLOCK)),
+        groups: tuple[KVGroup, ...] = (KVGroup(0, BLOCK),),
+        *,
+        rank: int = 1,
+        kv_events: bool = False,
     ) -> None:
         self.engine = engine
         self.closed = False
@@ -106,14 +109,16 @@ class Worker(WorkerConnector):
 
         @contextlib.asynccontextmanager
         async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
+            self.watcher = kwargs.get("watcher")
             yield engine
             self.closed = True
 
         super().__init__(
             load_config(env={}, extra={"chunk_size": CHUNK}),
-            rank=1,
+            rank=rank,
             groups=groups,
             address=self.socket,
+            kv_events=kv_events,
             open_engine=open_engine,
         )
 
@@ -202,32 +207,50 @@ def test_one_broken_load_harms_no_other(worker: Worker, until: Until):
     assert (sorted(names), failed) == (["r1", "r2"], {3, 4})
 
 
-def test_a_job_with_two_groups_ends_once_with_the_failures_of_both(worker: Worker, until: Until):
-    (first,) = job().parts
-    parts = (first, replace(first, group=1, block_ids=array("q", [1, 2, 3, 4, 5]).tobytes()))
-    both = replace(job(), parts=parts)
-    worker.engine.hit_chunks = 2
-    worker.begin_step(StepMetadata(loads=(both,), stores=(replace(both, job_id=8),)))
-    worker.start_stores()
-
-    assert finished(worker, until) == (["r1"], {14, 5})
-    assert copied(worker, until) == {8: 1}
-    assert len(worker.engine.retrieved) == len(worker.engine.stored) == 2
-
-
-def test_a_load_with_windows_fails_as_a_whole_request(socket_dir: Path, layout: KVLayout, until: Until):
+@pytest.mark.parametrize(
+    "second", [KVGroup(1, BLOCK), KVGroup(1, BLOCK, window=3 * BLOCK)], ids=["full attention", "windows"]
+)
+def test_a_load_of_two_groups_ends_once_and_fails_as_a_whole_request(
+    socket_dir: Path, layout: KVLayout, until: Until, second: KVGroup
+):
     """VLLM cannot map block ids of several groups to requests."""
-    side = Worker(Engine(), socket_dir, (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * BLOCK)))
+    side = Worker(Engine(), socket_dir, (KVGroup(0, BLOCK), second))
     side.open(EngineGroup(layout, NAMESPACE), EngineGroup(layout, replace(NAMESPACE, model="n")))
     (first,) = job().parts
     both = replace(job(), parts=(first, replace(first, group=1)))
     side.engine.hit_chunks = 2
-    side.begin_step(StepMetadata(loads=(both,)))
+    side.begin_step(StepMetadata(loads=(both,), stores=(replace(both, job_id=8),)))
     side.start_stores()
 
     assert finished(side, until) == (["r1"], set())
     assert side.take_failed_requests() == {"r1"}
+    assert copied(side, until) == {8: 1}
+    assert len(side.engine.stored) == 2
     assert [request.group for request in side.engine.retrieved] == [0, 1]
+    side.close()
+
+
+@pytest.mark.parametrize("leading", [0, 1])
+def test_kv_events_are_of_the_leading_group(socket_dir: Path, layout: KVLayout, until: Until, leading: int):
+    window = KVGroup(1 - leading, BLOCK, window=3 * BLOCK)
+    groups = sorted([KVGroup(leading, BLOCK), window, KVGroup(2, BLOCK)], key=lambda group: group.index)
+    side = Worker(Engine(), socket_dir, tuple(groups), rank=0, kv_events=True)
+    namespaces = [replace(NAMESPACE, model=f"m{group.index}") for group in groups]
+    side.open(*(EngineGroup(layout, namespace) for namespace in namespaces))
+    (part,) = job(blocks=(10, 11)).parts
+    keys = [bytes([group.index]) * 16 for group in groups]
+    parts = tuple(
+        replace(part, group=group.index, keys=(key,)) for group, key in zip(groups, keys, strict=True)
+    )
+    side.begin_step(StepMetadata(stores=(replace(job(), parts=parts, event_lora_name=""),)))
+    side.start_stores()
+    copied(side, until)
+
+    side.watcher.kept("cpu", keys)
+    report = side.take_report()
+
+    assert report is not None
+    assert [notice.key for notice in report.notices] == [keys[leading]]
     side.close()
 
 
