@@ -14,6 +14,8 @@ from tests.integration.model_families import VOCABULARY
 # vLLM's cold answer and the one from its own prefix cache differ by up to 4e-6; with a wrong block by far
 # more than 1e-1.
 TOLERANCE = 1e-4
+# In bfloat16 an answer of plain vLLM depends on what else is in its batch, on CPUs with AMX: by up to 0.07.
+BFLOAT16_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def difference(one: Answer, other: Answer) -> float:
     return largest
 
 
-def assert_same(answer: Answer, reference: Answer) -> None:
+def assert_same(answer: Answer, reference: Answer, tolerance: float = TOLERANCE) -> None:
     assert answer.finish_reason == "length"
     assert answer.tokens == reference.tokens
-    assert difference(answer, reference) <= TOLERANCE
+    assert difference(answer, reference) <= tolerance
