@@ -116,8 +116,14 @@ def build(
     Raises:
         ConfigError: A name or an option is wrong.
         ChainError: The stages of a chain do not fit together.
+        ValueError: Two groups have the same namespace.
     """
-    for group in groups:
+    namespaces = [group.namespace.text for group in groups]
+    for index, (group, text) in enumerate(zip(groups, namespaces, strict=True)):
+        if (first := namespaces.index(text)) < index:
+            raise ValueError(
+                f"group {index} has the namespace of group {first}: their chunks would have the same keys"
+            )
         _check_group(config, group)
     cipher = open_cipher(config)
     formats = [_record_format(config, group, encrypted=cipher is not None) for group in groups]

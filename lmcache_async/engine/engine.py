@@ -77,6 +77,7 @@ class CacheEngine:
         self._parts = parts
         self._instrument = Several(self.metrics, instrument)
         self._closed = False
+        self._clears = 0  # running calls of `clear`
         self._calls: set[_Call] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
@@ -287,9 +288,12 @@ class CacheEngine:
         with self._call():
             start = time.perf_counter()
             try:
-                batches = await self._parts.groups[request.group].runners.retrieve.run(
-                    request, timeout_s=self.config.retrieve.timeout_s
-                )
+                if self._clears:  # a chunk that is about to be deleted could be promoted
+                    batches = [RetrieveReport(cause="miss")]
+                else:
+                    batches = await self._parts.groups[request.group].runners.retrieve.run(
+                        request, timeout_s=self.config.retrieve.timeout_s
+                    )
             except (BudgetExceededError, TierError) as error:
                 batches = [RetrieveReport(cause=type(error).__name__)]
             asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
@@ -302,6 +306,8 @@ class CacheEngine:
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
         """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""
         with self._call():
+            if self._clears:
+                return 0
             try:
                 batches: list[Batch] = await self._parts.groups[request.group].runners.prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
@@ -313,7 +319,8 @@ class CacheEngine:
     async def clear(self, *, memory_only: bool = False) -> int:
         """Delete all chunks and return their number.
 
-        Running calls and queued writes end first, so that none of them stores a chunk afterwards.
+        Running calls and queued writes end first, so that none of them stores a chunk afterwards. Loads that are
+        started meanwhile are misses, so that none of them promotes a chunk from a tier that is not cleared yet.
 
         Args:
             memory_only: Whether to keep the chunks of persistent tiers.
@@ -323,24 +330,30 @@ class CacheEngine:
                 cleared, and the other tiers were.
         """
         self._check_open()
-        timeout_s = self.config.store.timeout_s
+        self._clears += 1
+        try:
+            await self._end_writes(self.config.store.timeout_s)
+            removed = 0
+            failure: TierError | None = None
+            for stacked in self._parts.stack.tiers:
+                try:
+                    if not (memory_only and stacked.tier.capabilities.persistent):
+                        removed += await stacked.tier.clear()
+                except TierError as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            return removed
+        finally:
+            self._clears -= 1
+
+    async def _end_writes(self, timeout_s: float) -> None:
         if running := self._running(but=asyncio.current_task()):
             _, late = await asyncio.wait(running, timeout=timeout_s)
             if late:
                 raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
         if not await self.flush(timeout_s=timeout_s):
             raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
-        removed = 0
-        failure: TierError | None = None
-        for stacked in self._parts.stack.tiers:
-            try:
-                if not (memory_only and stacked.tier.capabilities.persistent):
-                    removed += await stacked.tier.clear()
-            except TierError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return removed
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until slower tiers have written their queues; return False if the timeout expires."""

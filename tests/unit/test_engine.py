@@ -13,6 +13,7 @@ from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
+from tests.support.tiers import Made, ParkingTier
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 
@@ -341,6 +342,25 @@ async def test_clear_forgets_memory_alone_or_everything(tmp_path):
 
         await engine.clear()
         assert await engine.lookup(TOKENS) == 0
+
+
+async def test_nothing_from_before_a_clear_is_promoted_during_it():
+    """Otherwise a chunk computed with former weights would be found after vLLM has updated them in place."""
+    rig, made = Rig(), Made(ParkingTier)
+    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
+        await store(rig, engine)
+        made.tier.close_gate("clear")
+        clearing = asyncio.ensure_future(engine.clear())
+        await made.tier.parked.wait()  # memory is cleared, the slower tier is not
+
+        assert not (await engine.retrieve(TOKENS, range(40))).any()
+        assert await engine.prefetch(TOKENS) == 0
+        made.tier.open_gate()
+        await clearing
+
+        assert await engine.lookup(TOKENS) == 0
+        await store(rig, engine)
+        await check_retrieve(rig, engine, expected=[True] * 40)
 
 
 @pytest.mark.parametrize("steps", range(0, 60, 3))

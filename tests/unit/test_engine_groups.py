@@ -121,3 +121,12 @@ async def test_a_chunk_size_that_is_no_multiple_of_every_groups_block_is_refused
             more_groups=[EngineGroup(layout, second.namespace)],
         ):
             pass
+
+
+async def test_two_groups_with_one_namespace_are_refused():
+    """Their chunks would have the same keys, and each could be loaded as the other."""
+    rig = Rig()
+
+    with pytest.raises(ValueError, match="group 2 has the namespace of group 0"):
+        async with opened(rig, Rig(model="second"), Rig()):
+            pass
