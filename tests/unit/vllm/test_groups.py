@@ -87,11 +87,12 @@ def spec_of(group: KVGroup) -> KVCacheGroupSpec:
     return KVCacheGroupSpec([f"layer.{group.index}"], spec)
 
 
-def opened_keys(groups: list[KVGroup], num_tokens: int) -> RequestKeys:
-    """The keys of a request of these many tokens."""
+def opened_keys(groups: list[KVGroup], num_tokens: int, ranks: int = 1) -> RequestKeys:
+    """The keys of a request of these many tokens; those of all ranks are equal."""
     keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
     identity = Identity(PROTOCOL, b"r" * 16, "xxh3_128", CHUNK, block_size_of(groups))
-    keys.open([b"r" * 16], identity, "", group_roots=[[bytes([group.index]) * 16 for group in groups]])
+    group_roots = [bytes([group.index]) * 16 for group in groups]
+    keys.open([b"r" * 16] * ranks, identity, "", group_roots=[group_roots] * ranks)
     keys.extend(num_tokens, lambda: None)
     return keys
 
@@ -111,8 +112,8 @@ def store_chunks(rank: Rank, keys: RequestKeys, groups: list[KVGroup], counts: l
         rank.stored.update(unpack_keys((keys.chunk_keys(group, packed) if position else packed)[0]))
 
 
-def find(rank: Rank, keys: RequestKeys, groups: list[KVGroup]) -> Answer:
-    query = Query([rank], groups)  # type: ignore[list-item]
+def find(keys: RequestKeys, groups: list[KVGroup], *ranks: Rank) -> Answer:
+    query = Query(ranks, groups)  # type: ignore[list-item]
     lookup = Lookup("r", keys.num_prompt_tokens, 0, 0.0)
     return asyncio.run(query(keys, lookup, keys.end_candidates()))
 
@@ -132,54 +133,80 @@ KINDS = st.sampled_from(["full", "window", "local", "state"])
 
 @st.composite
 def models(draw: st.DrawFn) -> list[KVGroup]:
-    kinds = draw(st.permutations(["full", *draw(st.lists(KINDS, max_size=3))]))
-    sizes = (
-        [BLOCK] if "local" in kinds else [BLOCK, 2 * BLOCK]
-    )  # vLLM: one size beside chunked local attention
+    """One to four groups of any kind, with blocks of one or two sizes."""
+    kinds = draw(st.lists(KINDS, min_size=1, max_size=4))
+    # VLLM has one size of blocks beside chunked local attention.
+    sizes = st.sampled_from([BLOCK] if "local" in kinds else [BLOCK, 2 * BLOCK])
     groups = []
     for index, kind in enumerate(kinds):
         match kind:
             case "full":
-                groups.append(KVGroup(index, draw(st.sampled_from(sizes))))
+                own = {}
             case "window":
-                groups.append(KVGroup(index, BLOCK, window=draw(st.integers(2, 30))))
+                own = {"window": draw(st.integers(2, 30))}
             case "local":
-                groups.append(KVGroup(index, BLOCK, local=BLOCK * draw(st.integers(1, 12))))
+                own = {"local": BLOCK * draw(st.integers(1, 12))}
             case _:
-                groups.append(KVGroup(index, BLOCK, state="GDN"))
+                own = {"state": "GDN"}
+        groups.append(KVGroup(index, draw(sizes), **own))
     return groups
 
 
-@given(
-    groups=models(),
-    num_tokens=st.integers(1, 60),
-    data=st.data(),
-)
-def test_vllm_can_use_every_hit_and_has_no_longer_one(groups, num_tokens, data):
-    rank, keys, unit = Rank(), opened_keys(groups, num_tokens), block_size_of(groups)
-    full, other = full_groups(groups), [group for group in groups if not group.is_full]
-    counts = [data.draw(st.integers(0, num_tokens // CHUNK)) for _ in full]
-    boundaries = data.draw(st.lists(st.integers(1, 30).map(lambda units: unit * units), max_size=3))
-    boundaries = [each for each in boundaries if each <= num_tokens]
-    store_chunks(rank, keys, groups, counts)
-    theirs = set()
-    for group, count in zip(full, counts, strict=True):
-        theirs |= blocks_of(group, 0, count * CHUNK)
+def records_at(keys: RequestKeys, group: KVGroup, boundary: int) -> dict[bytes, set[tuple[int, bytes]]]:
+    """The records of a group for one boundary, and the blocks that each of them has."""
+    starts = range(group.first_needed(boundary), boundary, CHUNK)
+    spans = [(start, min(start + CHUNK, boundary)) for start in starts]
+    names = unpack_keys(keys.boundary_keys(group, boundary)[0])
+    return {name: blocks_of(group, *span) for name, span in zip(names, spans, strict=True)}
+
+
+def records_of_chunks(
+    keys: RequestKeys, groups: list[KVGroup], count: int
+) -> dict[bytes, set[tuple[int, bytes]]]:
+    """The records of so many chunks in the groups of full attention, and the blocks that each of them has."""
+    found = {}
+    for position, group in enumerate(full_groups(groups)):
+        leading = keys.packed_keys(0, count)
+        names = unpack_keys((keys.chunk_keys(group, leading) if position else leading)[0])
+        spans = ((chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in range(count))
+        found |= {name: blocks_of(group, *span) for name, span in zip(names, spans, strict=True)}
+    return found
+
+
+@given(groups=models(), num_tokens=st.integers(1, 60), data=st.data())
+def test_a_hit_is_that_of_vllms_coordinator_on_what_is_stored(groups, num_tokens, data):
+    """Of the chunks, and of the records for up to three boundaries, any records have been evicted.
+
+    For each position the coordinator says whether a request can continue there with the chunks and the records for this
+    position. Records for two positions are not combined.
+    """
+    keys, unit = opened_keys(groups, num_tokens, ranks=2), block_size_of(groups)
+    count = data.draw(st.integers(0, num_tokens // CHUNK), label="chunks")
+    positions = st.integers(1, 30).map(lambda units: unit * units).filter(lambda each: each <= num_tokens)
+    boundaries = data.draw(st.sets(positions, max_size=3) if num_tokens >= unit else st.just(set()))
+    stored = records_of_chunks(keys, groups, count)
+    at_boundary: dict[int, list[bytes]] = {}
     for boundary in boundaries:
-        for group in other:
-            rank.stored.update(unpack_keys(keys.boundary_keys(group, boundary)[0]))
-            theirs |= blocks_of(group, group.first_needed(boundary), boundary)
+        for group in groups:
+            if not group.is_full:
+                stored |= (records := records_at(keys, group, boundary))
+                at_boundary.setdefault(boundary, []).extend(records)
+    chunks = stored.keys() - {name for names in at_boundary.values() for name in names}
+    ranks = [Rank(), Rank()]
+    for rank in ranks:
+        evicted = data.draw(st.sets(st.sampled_from(sorted(stored)), max_size=2)) if stored else set()
+        rank.stored = stored.keys() - evicted
+    held = ranks[0].stored & ranks[1].stored
 
-    hit = find(rank, keys, groups).hit_tokens(CHUNK)
+    hit = min(find(keys, groups, *ranks).hit_tokens(CHUNK), (num_tokens - 1) // unit * unit)
 
-    usable_tokens = (num_tokens - 1) // unit * unit
-    longest = min(usable_tokens, hit)  # one token is left to compute
-    assert longest <= usable(groups, num_tokens, theirs)
-    if longest:
-        assert usable(groups, longest + 1, theirs) == longest
-    stored = min(counts) * CHUNK
-    expected = [each for each in boundaries if each <= min(stored, num_tokens - 1)]
-    assert longest >= (max(expected, default=0) if other else min(stored, usable_tokens))
+    def can_continue(position: int) -> bool:
+        names = held & {*chunks, *at_boundary.get(position, [])}
+        blocks = set().union(*(stored[name] for name in names))
+        return usable(groups, position + 1, blocks) == position
+
+    assert hit == max(filter(can_continue, range(unit, num_tokens, unit)), default=0)
+    assert hit <= usable(groups, num_tokens, set().union(*(stored[name] for name in held)))
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
@@ -188,7 +215,7 @@ def test_a_hit_ends_before_the_first_chunk_that_a_group_of_full_attention_lacks(
     rank, keys = Rank(), opened_keys(groups, 5 * CHUNK)
     store_chunks(rank, keys, groups, [2 if group.index == lacking else 5 for group in groups])
 
-    answer = find(rank, keys, groups)
+    answer = find(keys, groups, rank)
 
     assert (answer.chunks, answer.partial_tokens, answer.resident) == (2, 0, False)
     assert answer.hit_tokens(CHUNK) == 2 * CHUNK
@@ -207,7 +234,7 @@ def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(
     if complete:
         rank.stored.update(stored.chunk_keys(groups[1], stored.tail.keys))
 
-    answer = find(rank, keys, groups)
+    answer = find(keys, groups, rank)
 
     assert (answer.chunks, answer.partial_tokens) == (2, BLOCK if complete else 0)
 
@@ -217,7 +244,7 @@ def test_costs_of_records_are_those_of_their_chunks() -> None:
     rank, keys = Rank(costs=((3, 1.0), (6, 4.0))), opened_keys(groups, 3 * CHUNK)
     store_chunks(rank, keys, groups, [3, 3])
 
-    assert find(rank, keys, groups).costs == ((1, 1.0), (3, 4.0))
+    assert find(keys, groups, rank).costs == ((1, 1.0), (3, 4.0))
 
 
 @pytest.mark.parametrize("with_full", [True, False], ids=["beside full attention", "in all layers"])
@@ -229,7 +256,7 @@ def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(w
     store_chunks(rank, keys, groups, [10] * with_full)
     rank.stored.update(unpack_keys(keys.boundary_keys(window, 4 * CHUNK + BLOCK)[0]))
 
-    assert find(rank, keys, groups).hit_tokens(CHUNK) == 4 * CHUNK + BLOCK
+    assert find(keys, groups, rank).hit_tokens(CHUNK) == 4 * CHUNK + BLOCK
 
 
 def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
@@ -239,7 +266,7 @@ def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
     for group in groups[1:]:
         rank.stored.update(unpack_keys(keys.boundary_keys(group, 5 * CHUNK)[0]))
 
-    assert find(rank, keys, groups).hit_tokens(CHUNK) == 5 * CHUNK
+    assert find(keys, groups, rank).hit_tokens(CHUNK) == 5 * CHUNK
     assert rank.messages == 1
 
 
@@ -251,4 +278,4 @@ def test_a_boundary_after_the_stored_prefix_is_no_hit() -> None:
     for boundary in (5 * CHUNK + 2 * BLOCK, 4 * CHUNK):
         rank.stored.update(unpack_keys(keys.boundary_keys(groups[1], boundary)[0]))
 
-    assert find(rank, keys, groups).hit_tokens(CHUNK) == 4 * CHUNK
+    assert find(keys, groups, rank).hit_tokens(CHUNK) == 4 * CHUNK
