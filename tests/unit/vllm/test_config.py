@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from vllm.config import MultiModalConfig, ParallelConfig, PoolerConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -48,6 +47,11 @@ from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.integration.vllm.worker import WorkerConnector, shard_views
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
 
