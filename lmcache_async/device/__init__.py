@@ -40,20 +40,15 @@ def open_copiers(
         pool = copy_threads(threads)
         return [CpuCopier(layout, threads=threads, pool=pool) for layout in layouts]
     if device.type == "cuda":
-        from lmcache_async.device.cuda import CudaCopier, Lanes, TorchStreams
-        from lmcache_async.device.movers import open_mover
+        from lmcache_async.device.cuda import open_cuda_copiers
 
-        streams = TorchStreams(device)
-        movers = [open_mover(layout) for layout in layouts]
-        lanes = Lanes.open(
-            list(zip(layouts, movers, strict=True)),
-            streams,
-            staging_bytes=staging_bytes,
-            store_priority=store_priority,
-            load_priority=load_priority,
-        )
-        return [
-            CudaCopier(layout, streams=streams, mover=mover, lanes=lanes)
-            for layout, mover in zip(layouts, movers, strict=True)
+        copiers: list[Copier] = [
+            *open_cuda_copiers(
+                layouts,
+                staging_bytes=staging_bytes,
+                store_priority=store_priority,
+                load_priority=load_priority,
+            )
         ]
+        return copiers
     raise ValueError(f"the KV cache is on {device}; expected a CPU or CUDA device")

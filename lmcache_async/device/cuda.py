@@ -1,18 +1,19 @@
 """Copier of a paged cache on a GPU. Rows are gathered in device memory and cross the bus in long pieces.
 
-A batch is cut into parts. Each part of the ring has its own stream, staging memory and table of row
+A batch is cut into parts. Each part of a lane has its own stream, staging memory and table of row
 addresses. One launch gathers the rows of a part, of all planes, into staging; each payload piece is then one
 long copy. Parts run on different streams, so that the bus is not idle during a launch. On the host only the
-reaper threads wait. The stream of the model never waits.
+threads of the lanes wait. The stream of the model never waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,17 +21,18 @@ import torch
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs, wait_all
 from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
-from lmcache_async.device.stream import DeviceEvent, Reaper, Ring, RingStatistics
+from lmcache_async.device.stream import DeviceEvent, Lane, LaneStatistics
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.memory.region import cuda_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.progress import LoadProgress
 
 PARTS = 4
-"""Parts of each ring: one on the bus, one gathering, two in transit to or from the thread of the loop."""
+"""Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""
 
 MAX_ENTRIES = 1 << 17
 """Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
@@ -38,6 +40,9 @@ MAX_ENTRIES = 1 << 17
 
 class Streams(Protocol):
     """CUDA operations of the copier, replaced by a fake in tests without a GPU. `stream` is opaque."""
+
+    def thread(self) -> AbstractContextManager[Any]:
+        """Prepare the calling thread in the block, in which it only waits for events of the device."""
 
     def open(self, priority: int) -> Any:
         """Create a side stream. Priority 0 is the lowest, that of the model's streams; -1 is above it."""
@@ -64,11 +69,18 @@ class TorchStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def thread(self) -> AbstractContextManager[Any]:
+        return cuda_thread(self._device.index)
+
     def open(self, priority: int) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
-    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def use(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # At its end `torch.cuda.stream` sets the device that was current before, and thereby creates a context
+        # there, if it is another one than that of the stream. `torch.cuda.device` does not.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
         # The reaper blocks on the event; the default would busy-wait.
@@ -105,136 +117,43 @@ class Part:
     host_table: torch.Tensor
 
 
-class Lane:
-    """Ring and reaper of one direction. Stores and loads use separate lanes and never wait for each other."""
-
-    def __init__(self, name: str, parts: Sequence[Part], streams: Streams) -> None:
-        self.ring = Ring(parts)
-        self._streams = streams
-        self._reaper = Reaper(f"lmcache-async-{name}")
-
-    def watch(self, part: Part) -> asyncio.Future[None]:
-        """Release the part when the device has completed the work submitted to its stream.
-
-        Returns:
-            A future that is resolved then, or fails with the error of the device.
-        """
-        try:
-            event = self._streams.record(part.stream)
-            return self._reaper.watch(event, lambda: self.ring.release(part))
-        except BaseException:
-            self.ring.release(part)
-            raise
-
-    def close(self) -> None:
-        self._reaper.close()
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """Streams and staging memory of both directions, for one or several copiers on a device.
+    """Streams and staging memory of one or several copiers on a device.
+
+    Stores and loads use separate lanes and never wait for each other.
 
     Attributes:
+        streams: CUDA operations.
         store: Lane of stores.
         load: Lane of loads.
         part_bytes: Bytes of a part's staging memory.
-        table_words: Numbers of a part's table.
     """
 
-    def __init__(self, store: Lane, load: Lane, part_bytes: int, table_words: int) -> None:
-        self.store = store
-        self.load = load
-        self.part_bytes = part_bytes
-        self.table_words = table_words
-
-    @classmethod
-    def open(
-        cls,
-        users: Sequence[tuple[KVLayout, Mover]],
-        streams: Streams,
-        *,
-        staging_bytes: int,
-        store_priority: int = 0,
-        load_priority: int = 0,
-    ) -> Self:
-        """Allocate the parts.
-
-        Args:
-            users: Layout and mover of each copier.
-            streams: Opens the side streams.
-            staging_bytes: Bytes of device memory for each direction; more if one row needs it.
-            store_priority: Priority of the side streams that gather, relative to those of the model.
-            load_priority: Priority of the side streams that scatter.
-        """
-        rows = [[plane.row_bytes for plane in layout.planes] for layout, _ in users]
-        part_bytes = max(staging_bytes // PARTS, *(max(sizes) for sizes in rows))
-        words = max(
-            max_entries(part_bytes, min(sizes)) * mover.columns
-            for sizes, (_, mover) in zip(rows, users, strict=True)
-        )
-        num_parts = min(PARTS, max(2, staging_bytes // part_bytes))
-        device = users[0][0].device
-
-        def open_lane(name: str, priority: int) -> Lane:
-            parts = [
-                Part(
-                    stream=streams.open(priority),
-                    staging=torch.empty(-(-part_bytes // 16) * 16, dtype=torch.uint8, device=device),
-                    table=torch.empty(words, dtype=torch.int64, device=device),
-                    host_table=streams.pinned(words),
-                )
-                for _ in range(num_parts)
-            ]
-            # The allocator may return memory that the current stream still writes to.
-            allocated = streams.record_current()
-            for part in parts:
-                streams.wait(part.stream, allocated)
-            return Lane(name, parts, streams)
-
-        store = open_lane("gather", store_priority)
-        return cls(store, open_lane("scatter", load_priority), part_bytes, words)
-
-    def close(self) -> None:
-        self.store.close()
-        self.load.close()
-
-
-def max_entries(part_bytes: int, row_bytes: int) -> int:
-    """Largest number of rows of a part, if the smallest has `row_bytes` bytes."""
-    return min(MAX_ENTRIES, part_bytes // row_bytes)
+    streams: Streams
+    store: Lane[Part]
+    load: Lane[Part]
+    part_bytes: int
 
 
 class CudaCopier:
-    """Copies through staging memory on side streams.
+    """Copies through staging memory on side streams. See `open_cuda_copiers`.
 
     Payloads should be in pinned memory. Copies of pageable memory are correct, but block the event loop.
 
     Args:
         layout: Layout of the paged KV cache.
-        staging_bytes: Bytes of device memory for each direction, if no lanes are given.
-        streams: Replaces CUDA in tests.
-        mover: Replaces the best mover for the layout.
-        lanes: Streams and staging memory, if other copiers use them too; the first `close` ends them.
-
-    Attributes:
         mover: Copies rows on the device.
+        lanes: Streams and staging memory. If other copiers use them too, the first `close` ends them.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        staging_bytes: int = 64 << 20,
-        streams: Streams | None = None,
-        mover: Mover | None = None,
-        lanes: Lanes | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, mover: Mover, lanes: Lanes) -> None:
         self.layout = layout
-        self._streams = streams or TorchStreams(layout.device)
-        self.mover = mover or open_mover(layout)
+        self.mover = mover
+        self._lanes = lanes
+        self._streams = lanes.streams
         self._table = PlaneTable(layout.planes)
-        self._lanes = lanes or Lanes.open([(layout, self.mover)], self._streams, staging_bytes=staging_bytes)
-        self._entries = max_entries(self._lanes.part_bytes, int(self._table.row_bytes.min()))
-        self._closed = False
+        self._entries = _max_entries(layout, lanes.part_bytes)
 
     def fence(self) -> Fence | None:
         return Fence(self._streams.record_current())
@@ -255,38 +174,50 @@ class CudaCopier:
         await self._run(checked, fence, self._lanes.load)
 
     def close(self) -> None:
-        self._closed = True
-        self._lanes.close()
+        self._lanes.store.close()
+        self._lanes.load.close()
 
-    def statistics(self) -> tuple[RingStatistics, RingStatistics]:
-        """Return the statistics of the ring of stores and of the ring of loads."""
-        return self._lanes.store.ring.statistics(), self._lanes.load.ring.statistics()
+    def statistics(self) -> tuple[LaneStatistics, LaneStatistics]:
+        """Return the statistics of the lane of stores and of the lane of loads."""
+        return self._lanes.store.statistics(), self._lanes.load.statistics()
 
     def copies(self, num_rows: Sequence[int]) -> list[int]:
         """Return the bytes of each copy over the bus for jobs with `num_rows` rows, none of them skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
-    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
+    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane[Part]) -> None:
         running: list[asyncio.Future[None]] = []
         try:
             for pieces in self._cut([len(job.rows) for job in jobs]):
-                part = await lane.ring.acquire()
+                part = await lane.acquire()
                 try:
                     self._submit(part, jobs, pieces, fence, lane)
                 finally:
                     # Also after an error: work submitted before it may still run.
-                    running.append(lane.watch(part))
+                    running.append(self._watch(part, lane))
         finally:
             # The device uses payloads, tables and staging until it has finished, also after a cancellation.
             await wait_all(running)
+
+    def _watch(self, part: Part, lane: Lane[Part]) -> asyncio.Future[None]:
+        try:
+            return lane.watch(part, self._streams.record(part.stream))
+        except BaseException:
+            lane.release(part)
+            raise
 
     def _cut(self, counts: Sequence[int]) -> list[list[Piece]]:
         return cut(self._table, counts, max_bytes=self._lanes.part_bytes, max_entries=self._entries)
 
     def _submit(
-        self, part: Part, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], fence: Fence | None, lane: Lane
+        self,
+        part: Part,
+        jobs: Sequence[CheckedJob],
+        pieces: Sequence[Piece],
+        fence: Fence | None,
+        lane: Lane[Part],
     ) -> None:
-        if self._closed:
+        if lane.closed:
             raise EngineClosedError("the copier is closed")
         steps = self.mover.fill(part.host_table.numpy(), jobs, pieces)
         entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
@@ -341,3 +272,59 @@ def host_tensor(payload: Payload) -> torch.Tensor:
         return torch.from_numpy(payload)
     memory = (ctypes.c_uint8 * payload.nbytes).from_address(payload.ctypes.data)
     return torch.from_numpy(np.ctypeslib.as_array(memory))
+
+
+def open_cuda_copiers(
+    layouts: Sequence[KVLayout],
+    *,
+    staging_bytes: int = 64 << 20,
+    store_priority: int = 0,
+    load_priority: int = 0,
+    streams: Streams | None = None,
+    movers: Sequence[Mover] | None = None,
+) -> list[CudaCopier]:
+    """Open a copier for each layout, with common streams and staging memory.
+
+    Args:
+        layouts: Layouts of paged KV caches on one device.
+        staging_bytes: Bytes of device memory for each direction; more if one row needs it.
+        store_priority: Priority of the side streams that gather, relative to those of the model.
+        load_priority: Priority of the side streams that scatter.
+        streams: Replaces CUDA in tests.
+        movers: Replace the best mover for each layout.
+    """
+    device = layouts[0].device
+    streams = streams or TorchStreams(device)
+    movers = movers or [open_mover(layout) for layout in layouts]
+    largest_row = max(plane.row_bytes for layout in layouts for plane in layout.planes)
+    part_bytes = max(staging_bytes // PARTS, largest_row)
+    words = max(
+        _max_entries(layout, part_bytes) * mover.columns
+        for layout, mover in zip(layouts, movers, strict=True)
+    )
+    num_parts = min(PARTS, max(2, staging_bytes // part_bytes))
+    # All memory is allocated before a thread is started.
+    stores, loads = (
+        [
+            Part(
+                stream=streams.open(priority),
+                staging=torch.empty(-(-part_bytes // 16) * 16, dtype=torch.uint8, device=device),
+                table=torch.empty(words, dtype=torch.int64, device=device),
+                host_table=streams.pinned(words),
+            )
+            for _ in range(num_parts)
+        ]
+        for priority in (store_priority, load_priority)
+    )
+    # The allocator may return memory that the current stream still writes to.
+    allocated = streams.record_current()
+    for part in (*stores, *loads):
+        streams.wait(part.stream, allocated)
+    store = Lane("lmcache-async-gather", stores, streams.thread)
+    load = Lane("lmcache-async-scatter", loads, streams.thread)
+    lanes = Lanes(streams, store, load, part_bytes)
+    return [CudaCopier(layout, mover, lanes) for layout, mover in zip(layouts, movers, strict=True)]
+
+
+def _max_entries(layout: KVLayout, part_bytes: int) -> int:
+    return min(MAX_ENTRIES, part_bytes // min(plane.row_bytes for plane in layout.planes))

@@ -8,11 +8,15 @@ import logging
 import mmap
 import os
 import threading
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lmcache_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,7 @@ _STEP_BYTES = 64 << 20  # bytes registered at a time; the stop event is checked 
 _POPULATE_BYTES = 8 << 20  # about 10 ms of page faults
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing their content
 _CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for the contexts of all devices
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 class Region:
@@ -70,13 +75,12 @@ class Region:
         self.address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         self._view: memoryview | None = memoryview(memory)
         self._step_bytes = max(1, _STEP_BYTES // grain_bytes) * grain_bytes
-        self._pin_device = _cuda_device(pin_device) if pin else None
-        self._pinned_on = self._pin_device
+        self._device = _cuda_device(pin_device) if pin else None
         self._prefault = prefault
         self._pinned: list[int] = []  # addresses of the pinned steps
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if prefault or self._pin_device is not None:
+        if prefault or self._device is not None:
             self._thread = threading.Thread(target=self._prepare, name="lmcache-async-prefault", daemon=True)
             self._thread.start()
 
@@ -107,32 +111,29 @@ class Region:
         if self._thread is not None:
             self._thread.join()
 
-    def close(self, *, own_thread: bool = False) -> None:
-        """Unpin and unmap the memory. Called when no slab is in use, from any thread.
-
-        Args:
-            own_thread: The calling thread only runs this call, so its CUDA device may be changed.
-        """
+    def close(self) -> None:
+        """Unpin and unmap the memory. Called when no slab is in use, from any thread."""
         self.stop()
         if self._pinned:
-            if own_thread:
-                _set_device(self._pinned_on)
-            runtime = _cuda_runtime()
-            while self._pinned:
-                runtime.cudaHostUnregister(self._pinned.pop())
+            with self._cuda_thread():
+                runtime = _cuda_runtime()
+                while self._pinned:
+                    runtime.cudaHostUnregister(self._pinned.pop())
         # Not mmap.close(): the last view of the mapping may end within this call. The mapping ends with it.
         self._view = None
 
     def _prepare(self) -> None:
-        if self._pin_device is not None:
-            _set_device(self._pin_device)
-        for start in range(0, self.nbytes, self._step_bytes):
-            length = min(self._step_bytes, self.nbytes - start)
-            self._populate(self.address + start, length)
-            if self._stop.is_set():
-                return
-            if self._pin_device is not None and not self._pin(self.address + start, length):
-                self._pin_device = None
+        pins = self._device is not None
+        with self._cuda_thread():
+            for start in range(0, self.nbytes, self._step_bytes):
+                length = min(self._step_bytes, self.nbytes - start)
+                self._populate(self.address + start, length)
+                if self._stop.is_set():
+                    return
+                pins = pins and self._pin(self.address + start, length)
+
+    def _cuda_thread(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._device is None else cuda_thread(self._device)
 
     def _populate(self, address: int, length: int) -> None:
         # Not mmap.madvise, which holds the GIL during the page faults.
@@ -163,17 +164,36 @@ class Region:
         return True
 
 
+@contextlib.contextmanager
+def cuda_thread(device: int) -> Iterator[None]:
+    """Let this thread make CUDA calls beside those of the model.
+
+    The device is set because the thread would otherwise create a context on device 0. The capture mode is set
+    because pinning memory or waiting for an event otherwise fails while another thread captures a CUDA graph,
+    and invalidates the graph. vLLM captures its graphs while the arena is still being pinned.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        previous = _exchange_capture_mode(_CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            yield
+        finally:
+            _exchange_capture_mode(previous)
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Set how this thread is affected by captures of CUDA graphs in other threads. Return the previous mode."""
+    number = ctypes.c_int(mode)
+    with contextlib.suppress(OSError, AttributeError):  # not a driver of NVIDIA
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(number))
+    return number.value
+
+
 def _cuda_runtime() -> Any:
     import torch
 
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _set_device(device: int | None) -> None:
-    """Set the CUDA device of this thread, which would otherwise create a context on device 0."""
-    import torch
-
-    torch.cuda.set_device(device)
 
 
 def _cuda_device(device: int | None) -> int | None:

@@ -162,6 +162,6 @@ class Mapping:
 
     def _close(self) -> None:
         self._last_word.get()
-        self._region.close(own_thread=True)
+        self._region.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
             self._loop.call_soon_threadsafe(self._closed.set_result, None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lmcache_async.device import open_copiers
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import TorchMover, TritonMover
 from lmcache_async.testing.caches import SLOT_ORDERS, VLLM_ORDERS, CacheForm, cache_forms
@@ -40,7 +40,8 @@ def pinned_job(layout, rows):
 
 @contextmanager
 def copier_of(cache, *, mover=TritonMover, staging_bytes=1 << 20):
-    copier = CudaCopier(cache.layout, staging_bytes=staging_bytes, mover=mover(cache.layout))
+    layout = cache.layout
+    (copier,) = open_cuda_copiers([layout], staging_bytes=staging_bytes, movers=[mover(layout)])
     try:
         yield copier
     finally:
@@ -87,7 +88,7 @@ async def test_rows_of_two_sizes_are_moved_in_one_launch():
     wide, narrow = torch.randn(4, 2, 4, 16, device="cuda"), torch.randn(4, 1, 4, 6, device="cuda").half()
     layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
     job = pinned_job(layout, [2, 0, 3])
-    copier = CudaCopier(layout, mover=TritonMover(layout))
+    (copier,) = open_cuda_copiers([layout], movers=[TritonMover(layout)])
 
     await copier.gather([job], copier.fence())
     expected = wide[[2, 0, 3]].cpu().numpy().tobytes() + narrow[[2, 0, 3]].cpu().numpy().tobytes()

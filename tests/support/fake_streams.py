@@ -36,6 +36,7 @@ class FakeStreams:
         log: Calls in order: `use`, `wait` or `record`, and the number of the stream.
         events: All events recorded on side streams.
         priorities: Priorities of the side streams, in order of creation.
+        prepared: Names of the threads that were prepared.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,17 @@ class FakeStreams:
         self.log: list[tuple[str, int]] = []
         self.events: list[FakeEvent] = []
         self.priorities: list[int] = []
+        self.prepared: list[str] = []
 
     def close_gate(self) -> threading.Event:
         """Set a new, closed gate for later events and return it."""
         self.gate = threading.Event()
         return self.gate
+
+    @contextlib.contextmanager
+    def thread(self) -> Iterator[None]:
+        self.prepared.append(threading.current_thread().name)
+        yield
 
     def open(self, priority: int) -> int:
         self.priorities.append(priority)

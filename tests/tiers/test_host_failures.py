@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -494,7 +495,7 @@ class SlowCUDA:
         self.in_time = True
         self.registered: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.cuda import open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import TritonMover, open_mover
 from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm
@@ -37,8 +37,8 @@ async def compare(form: CacheForm) -> None:
     source, target, expected = form.build(5), form.build(5, seed=1), form.build(5, seed=1)
     mover = open_mover(source.layout)
     assert isinstance(mover, TritonMover)
-    gathering = CudaCopier(source.layout, staging_bytes=1, streams=FakeStreams(), mover=mover)
-    scattering = CudaCopier(target.layout, streams=FakeStreams(), mover=TritonMover(target.layout))
+    (gathering,) = open_cuda_copiers([source.layout], staging_bytes=1, streams=FakeStreams(), movers=[mover])
+    (scattering,) = open_cuda_copiers([target.layout], streams=FakeStreams())
     reference, check = CpuCopier(source.layout), CpuCopier(expected.layout)
     rows = [[3, -1, 4, 0], [2, 1]]
     jobs, wanted = ([job_of(source.layout, some) for some in rows] for _ in range(2))
@@ -63,7 +63,7 @@ async def compare_rows_of_two_sizes() -> None:
     layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
     mover = TritonMover(layout)
     assert mover.columns == 3
-    copier = CudaCopier(layout, staging_bytes=1, streams=FakeStreams(), mover=mover)
+    (copier,) = open_cuda_copiers([layout], staging_bytes=1, streams=FakeStreams(), movers=[mover])
     job = job_of(layout, [2, 0, 3])
 
     await copier.gather([job])

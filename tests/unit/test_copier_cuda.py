@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from lmcache_async.device import cuda
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import CudaCopier, Lanes
+from lmcache_async.device.cuda import TorchStreams, open_cuda_copiers
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
@@ -45,9 +47,9 @@ class LoggedMover(TorchMover):
 
 def fake_copier(cache, *, staging_bytes=1 << 20):
     layout, streams = cache.layout, FakeStreams()
-    return CudaCopier(
-        layout, staging_bytes=staging_bytes, streams=streams, mover=LoggedMover(layout, streams)
-    ), streams
+    movers = [LoggedMover(layout, streams)]
+    (copier,) = open_cuda_copiers([layout], staging_bytes=staging_bytes, streams=streams, movers=movers)
+    return copier, streams
 
 
 def job_of(layout, rows):
@@ -130,29 +132,66 @@ async def test_side_streams_begin_behind_what_may_still_use_their_memory():
     assert sorted(streams.log) == [("wait", stream) for stream in range(1, 2 * cuda.PARTS + 1)]
 
 
-def test_stores_and_loads_have_a_priority_each():
-    layout, streams = CacheForm().build(4).layout, FakeStreams()
+def test_stores_and_loads_have_a_priority_each_and_a_prepared_thread():
+    streams = FakeStreams()
 
-    users = [(layout, TorchMover(layout))]
-    Lanes.open(users, streams, staging_bytes=1 << 20, store_priority=0, load_priority=-1).close()
+    (copier,) = open_cuda_copiers([CacheForm().build(4).layout], load_priority=-1, streams=streams)
+    copier.close()
 
     assert streams.priorities == [0] * cuda.PARTS + [-1] * cuda.PARTS
+    assert sorted(streams.prepared) == ["lmcache-async-gather", "lmcache-async-scatter"]
+
+
+def test_no_thread_is_left_when_memory_is_missing(monkeypatch):
+    streams, before = FakeStreams(), threading.active_count()
+    pinned = iter([torch.empty(0)] * (cuda.PARTS + 1))
+    monkeypatch.setattr(streams, "pinned", lambda _: next(pinned))  # the second lane gets one table of four
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        open_cuda_copiers([CacheForm().build(4).layout], streams=streams)
+
+    assert threading.active_count() == before
+
+
+def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_that_makes_no_context(
+    monkeypatch,
+):
+    log = []
+
+    @contextlib.contextmanager
+    def noted(what, value):
+        log.append((what, value))
+        yield
+        log.append(("end", what))
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: noted("device", device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream))
+    device = torch.device("cuda", 1)
+
+    with TorchStreams(device).use("side"):
+        log.append(("block", None))
+
+    assert log == [
+        ("device", device),
+        ("stream", "side"),
+        ("block", None),
+        ("end", "stream"),
+        ("end", "device"),
+    ]
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():
     """Their rows differ in size, and their movers need tables of different widths."""
-    wide, narrow = CacheForm(layers=3).build(8), CacheForm(heads=1).build(6, seed=1)
+    caches = CacheForm(layers=3).build(8), CacheForm(heads=1).build(6, seed=1)
+    layouts = [cache.layout for cache in caches]
     streams = FakeStreams()
-    movers = [TorchMover(cache.layout) for cache in (wide, narrow)]
+    movers = [TorchMover(layout) for layout in layouts]
     movers[1].columns = 3
-    users = [(cache.layout, mover) for cache, mover in zip((wide, narrow), movers, strict=True)]
-    lanes = Lanes.open(users, streams, staging_bytes=1)
-    copiers = [CudaCopier(layout, streams=streams, mover=mover, lanes=lanes) for layout, mover in users]
-    jobs = [job_of(layout, [3, 0, 5]) for layout, _ in users]
-    expected = [job_of(layout, [3, 0, 5]) for layout, _ in users]
+    copiers = open_cuda_copiers(layouts, staging_bytes=1, streams=streams, movers=movers)
+    jobs, expected = ([job_of(layout, [3, 0, 5]) for layout in layouts] for _ in range(2))
 
     await asyncio.gather(*(copier.gather([job]) for copier, job in zip(copiers, jobs, strict=True)))
-    for (layout, _), job in zip(users, expected, strict=True):
+    for layout, job in zip(layouts, expected, strict=True):
         reference = CpuCopier(layout)
         await reference.gather([job])
         reference.close()
@@ -161,6 +200,23 @@ async def test_copiers_of_several_layouts_share_streams_and_staging():
 
     assert [job.payload.tobytes() for job in jobs] == [job.payload.tobytes() for job in expected]
     assert len(streams.priorities) == 2 * 2  # two parts in each direction
+    assert all(map(all_free, copiers))
+
+
+async def test_the_first_close_of_several_copiers_lets_none_submit_work():
+    """Work that no thread waits for would still use the payload after the call."""
+    layout, streams = CacheForm().build(4).layout, FakeStreams()
+    copiers = open_cuda_copiers([layout, layout], streams=streams)
+    copiers[0].close()
+    streams.log.clear()
+
+    for copier in copiers:
+        with pytest.raises(EngineClosedError):
+            await copier.gather([job_of(layout, [0])])
+        with pytest.raises(EngineClosedError):
+            await copier.scatter([job_of(layout, [0])])
+
+    assert not any(what == "use" for what, _ in streams.log)
     assert all(map(all_free, copiers))
 
 
@@ -284,16 +340,6 @@ async def test_a_read_only_payload_can_be_scattered():
     copier.close()
 
     assert not any(tensor[2].view(torch.uint8).any() for tensor in cache.tensors)
-
-
-async def test_a_closed_copier_refuses():
-    copier, _ = fake_copier(CacheForm().build(4))
-    copier.close()
-    copier.close()
-
-    with pytest.raises(EngineClosedError):
-        await copier.gather([job_of(copier.layout, [0])])
-    assert all_free(copier)
 
 
 def test_without_triton_torch_moves_the_rows(monkeypatch, caplog):

@@ -1,149 +1,128 @@
-"""Rings of parts and reapers of events, without a device."""
+"""Lanes: parts lent in turn, and futures of device events, without a device."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
 
-from lmcache_async.device.stream import Reaper, Ring
+from lmcache_async.device.stream import Lane
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.testing.steps import turns
 from tests.support.fake_streams import FakeEvent
 
-
-def open_gate():
-    gate = threading.Event()
-    gate.set()
-    return gate
+GATE = threading.Event()
+GATE.set()
 
 
-async def until_waiting(ring, count):
-    while ring.statistics().waiting != count:
-        await asyncio.sleep(0)
+@pytest.fixture
+def lane():
+    lane = Lane("lane", ["a"])
+    yield lane
+    lane.close()
 
 
-async def test_a_ring_lends_each_part_once_and_serves_waiters_in_order():
-    ring = Ring(["a", "b"])
-    held = [await ring.acquire(), await ring.acquire()]
-    first = asyncio.ensure_future(ring.acquire())
-    await until_waiting(ring, 1)
-    second = asyncio.ensure_future(ring.acquire())
-    await until_waiting(ring, 2)
-
-    ring.release(held[1])
-    ring.release(held[0])
-
-    assert [await first, await second] == ["b", "a"]
-    assert (ring.statistics().free, ring.statistics().waited) == (0, 2)
+async def waiter(lane):
+    task = asyncio.ensure_future(lane.acquire())
+    await turns(1)
+    return task
 
 
-async def test_a_newcomer_does_not_overtake_waiters():
-    ring = Ring(["a"])
-    part = await ring.acquire()
-    first = asyncio.ensure_future(ring.acquire())
-    await until_waiting(ring, 1)
-    ring.release(part)
+async def test_parts_are_lent_once_to_waiters_in_order_and_newcomers_do_not_overtake(lane):
+    held = await lane.acquire()
+    waiters = [await waiter(lane), await waiter(lane)]
+    assert (lane.statistics().free, lane.statistics().waiting) == (0, 2)
 
-    second = asyncio.ensure_future(ring.acquire())
-    await asyncio.sleep(0)
+    lane.release(held)
+    waiters.append(await waiter(lane))
+    for task in waiters:
+        assert not any(later.done() for later in waiters[waiters.index(task) + 1 :])
+        lane.release(await task)
 
-    assert await first == "a"
-    assert not second.done()
-    ring.release("a")
-    assert await second == "a"
+    assert (lane.statistics().free, lane.statistics().waiting) == (1, 0)
 
 
-async def test_a_cancelled_waiter_takes_no_part():
-    ring = Ring(["a"])
-    part = await ring.acquire()
-    waiting = asyncio.ensure_future(ring.acquire())
-    await until_waiting(ring, 1)
+@pytest.mark.parametrize("granted", [False, True])
+async def test_a_cancelled_waiter_takes_no_part_also_if_one_was_granted(lane, granted):
+    held = await lane.acquire()
+    waiting = await waiter(lane)
+    if granted:
+        lane.release(held)
 
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    ring.release(part)
+    if not granted:
+        lane.release(held)
 
-    assert (ring.statistics().free, ring.statistics().waiting) == (1, 0)
-
-
-async def test_a_waiter_cancelled_when_its_part_is_already_there_gives_it_on():
-    ring = Ring(["a"])
-    part = await ring.acquire()
-    waiting = asyncio.ensure_future(ring.acquire())
-    await until_waiting(ring, 1)
-    ring.release(part)
-
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-
-    assert ring.statistics().free == 1
+    assert (lane.statistics().free, lane.statistics().waiting) == (1, 0)
 
 
-async def test_futures_end_when_their_events_pass_and_on_passed_runs_first():
-    reaper, gate, order = Reaper("reaper"), threading.Event(), []
-    early = reaper.watch(FakeEvent(open_gate()), lambda: order.append("early"))
-    late = reaper.watch(FakeEvent(gate), lambda: order.append("late"))
+async def test_a_part_is_free_when_the_future_of_its_event_ends():
+    lane, gate = Lane("lane", ["a", "b"]), threading.Event()
+    early = lane.watch(await lane.acquire(), FakeEvent(GATE))
+    late = lane.watch(await lane.acquire(), FakeEvent(gate))
 
     await early
-    assert order == ["early"]
+    assert lane.statistics().free == 1
     assert not late.done()
     gate.set()
     await late
-    reaper.close()
 
-    assert order == ["early", "late"]
+    assert lane.statistics().free == 2
+    lane.close()
 
 
-async def test_a_failed_event_is_raised_to_its_awaiter_alone():
-    reaper, passed = Reaper("reaper"), []
-    bad = reaper.watch(FakeEvent(open_gate(), RuntimeError("device lost")), lambda: passed.append(1))
-    good = reaper.watch(FakeEvent(open_gate()), lambda: passed.append(2))
+async def test_a_failed_event_is_raised_to_its_awaiter_alone(lane):
+    bad = lane.watch(await lane.acquire(), FakeEvent(GATE, RuntimeError("device lost")))
+    good = lane.watch(await lane.acquire(), FakeEvent(GATE))
 
     with pytest.raises(RuntimeError, match="device lost"):
         await bad
     await good
-    reaper.close()
-
-    assert passed == [1, 2]
+    assert lane.statistics().free == 1
 
 
-async def test_a_cancelled_future_is_still_passed_on():
-    reaper, gate, passed = Reaper("reaper"), threading.Event(), asyncio.Event()
-    future = reaper.watch(FakeEvent(gate), passed.set)
+async def test_the_part_of_a_cancelled_future_becomes_free_after_its_event(lane):
+    gate = threading.Event()
+    future = lane.watch(await lane.acquire(), FakeEvent(gate))
 
     future.cancel()
+    await turns(3)
+    assert lane.statistics().free == 0
     gate.set()
-    await passed.wait()
-    reaper.close()
+    assert await lane.acquire() == "a"
 
 
 async def test_close_waits_for_every_event_and_then_refuses():
-    reaper = Reaper("reaper")
-    events = [FakeEvent(open_gate()) for _ in range(3)]
-    futures = [reaper.watch(event, lambda: None) for event in events]
+    lane = Lane("lane", ["a", "b", "c"])
+    events = [FakeEvent(GATE) for _ in range(3)]
+    futures = [lane.watch(await lane.acquire(), event) for event in events]
 
-    reaper.close()
-    reaper.close()
+    lane.close()
+    lane.close()
 
     assert all(event.noticed for event in events)
     await asyncio.gather(*futures)
     with pytest.raises(EngineClosedError):
-        reaper.watch(FakeEvent(open_gate()), lambda: None)
+        lane.watch("a", FakeEvent(GATE))
 
 
-def test_a_loop_that_was_closed_meanwhile_does_not_end_the_reaper():
-    reaper, gate = Reaper("reaper"), threading.Event()
-    events = [FakeEvent(gate), FakeEvent(open_gate())]
+@pytest.mark.parametrize(
+    "prepare", [contextlib.nullcontext, lambda: 1 // 0], ids=["prepared", "not prepared"]
+)
+def test_events_are_awaited_also_after_a_closed_loop_and_a_failed_preparation(prepare):
+    lane, gate = Lane("lane", ["a", "b"], prepare), threading.Event()
+    events = [FakeEvent(gate), FakeEvent(GATE)]
 
     async def watch():
         for event in events:
-            reaper.watch(event, lambda: None)
+            lane.watch(await lane.acquire(), event)
 
     asyncio.run(watch())
     gate.set()
-    reaper.close()
+    lane.close()
 
     assert [event.noticed for event in events] == [True, True]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +33,12 @@ class FakeRuntime:
     refuse_after: int | None = None
     ranges: dict[int, int] = field(default_factory=dict)
     total: int = 0
+    mode: int = 0
+    devices: list[int] = field(default_factory=list)
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 1  # portable: for every context
+        self._check_thread()
         if self.total == self.refuse_after:
             return 2
         assert all(
@@ -44,18 +49,41 @@ class FakeRuntime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self._check_thread()
         del self.ranges[address]
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+        return 0
+
+    def _check_thread(self) -> None:
+        assert self.devices == [3], "the call would create a context on device 0"
+        assert self.mode == 2, "the call would invalidate a graph that vLLM captures"
+
+    def load(self, name: str | None, **options: Any) -> Any:
+        return self if name == "libcuda.so.1" else _LOAD(name, **options)
+
+    @contextlib.contextmanager
+    def device(self, device: int) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+
+_LOAD = ctypes.CDLL
+
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
+    monkeypatch.setattr(ctypes, "CDLL", runtime.load)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return runtime
+    yield runtime
+    assert (runtime.devices, runtime.mode) == ([], 0)
 
 
 def test_memory_that_the_system_refuses_is_a_config_error() -> None:

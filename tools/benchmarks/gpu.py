@@ -20,7 +20,7 @@ import torch
 
 from lmcache_async.bench.measure import Case
 from lmcache_async.device.copier import CopyJob
-from lmcache_async.device.cuda import CudaCopier, Lanes
+from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
 from tools.benchmarks.command import count, option
 from tools.benchmarks.gpu_device import CudaGpu
@@ -184,15 +184,14 @@ class Copies:
         """Open a cache of `chunks` chunks. `host` has room for them."""
         layout = shape.build(chunks * shape.chunk_blocks, gpu.device)
         blocks = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int64)
-        streams, mover = gpu.streams(), gpu.mover(layout)
-        lanes = Lanes.open(
-            [(layout, mover)],
-            streams,
+        (copier,) = open_cuda_copiers(
+            [layout],
             staging_bytes=STAGING_BYTES,
             store_priority=priority,
             load_priority=priority,
+            streams=gpu.streams(),
+            movers=[gpu.mover(layout)],
         )
-        copier = CudaCopier(layout, streams=streams, mover=mover, lanes=lanes)
         try:
             size = layout.payload_bytes(layout.num_blocks)
             piece = torch.empty(size, dtype=torch.uint8, device=gpu.device)

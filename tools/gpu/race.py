@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from lmcache_async import CacheEngine, Namespace, load_config
-from lmcache_async.device.cuda import CudaCopier
+from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
 from lmcache_async.engine import builder
 from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm
 from tools.torture.outcome import Outcome
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lmcache_async.device.movers import Mover, Step
     from lmcache_async.device.plan import Int64s, Piece
     from lmcache_async.device.progress import LoadProgress
-    from lmcache_async.device.stream import DeviceEvent, RingStatistics
+    from lmcache_async.device.stream import DeviceEvent, LaneStatistics
     from lmcache_async.testing.caches import PagedCache
     from tools.benchmarks.gpu_device import Gpu
 
@@ -110,6 +110,9 @@ class DelayedStreams:
     def __init__(self, inner: Streams, delays: Delays) -> None:
         self._inner = inner
         self._delays = delays
+
+    def thread(self) -> contextlib.AbstractContextManager[Any]:
+        return self._inner.thread()
 
     def open(self, priority: int) -> Any:
         return self._inner.open(priority)
@@ -185,7 +188,7 @@ class PoisoningCopier:
     def close(self) -> None:
         self._inner.close()
 
-    def statistics(self) -> tuple[RingStatistics, RingStatistics]:
+    def statistics(self) -> tuple[LaneStatistics, LaneStatistics]:
         return self._inner.statistics()
 
 
@@ -249,10 +252,10 @@ class Race:
         staging = rng.choice([1 << 16, 1 << 20, 64 << 20]) if device != "cpu" else 1 << 16
 
         def open_copiers(layouts: Sequence[KVLayout], **_: Any) -> list[Copier]:
-            [layout] = layouts
             streams = DelayedStreams(gpu.streams(), delays)
-            mover = PoisoningMover(gpu.mover(layout), delays)
-            return [PoisoningCopier(CudaCopier(layout, staging_bytes=staging, streams=streams, mover=mover))]
+            movers = [PoisoningMover(gpu.mover(layout), delays) for layout in layouts]
+            copiers = open_cuda_copiers(layouts, staging_bytes=staging, streams=streams, movers=movers)
+            return [PoisoningCopier(copier) for copier in copiers]
 
         with mock.patch.object(builder, "open_copiers", open_copiers):
             async with CacheEngine.open(config, layout=layout, namespace=namespace) as engine:
