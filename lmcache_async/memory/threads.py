@@ -53,7 +53,11 @@ async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
     """
     future = executor.submit(function)
     await wait_ended(future)
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        # Break the reference cycle of an exception and this frame, which would keep the buffers in use.
+        del future, function
 
 
 async def run_shielded(work: Awaitable[T]) -> T:

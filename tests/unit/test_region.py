@@ -186,6 +186,21 @@ def test_cuda_takes_the_slabs_for_pinned_memory() -> None:
     arena.close()
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_can_be_captured_while_memory_is_pinned() -> None:
+    counter, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    arena = Arena(1024 * MIB, MIB, pin=True)
+
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+        assert arena.wait_prepared(60)
+    graph.replay()
+
+    assert counter.item() == 1
+    assert arena.statistics().pinned_bytes == len(arena.region)
+    arena.close()
+
+
 def test_leased_memory_outlives_the_arenas_close() -> None:
     arena = Arena(4 * PAGE, PAGE)
     buffer = arena.lease_nowait(PAGE)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 
 import pytest
 
-from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.memory.threads import WorkerPool, in_thread
 
 
 class Thing:
@@ -69,6 +70,24 @@ def test_a_withdrawn_call_holds_nothing(pool):
 
     gate.set()
     assert running.result(timeout=10)
+
+
+async def test_an_error_does_not_keep_the_function_that_raised_it(pool):
+    thing = Thing()
+    watched = weakref.ref(thing)
+
+    def fail(held=thing):
+        raise LookupError(held is not None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(LookupError, match="True"):
+            await in_thread(pool, fail)
+        del thing, fail
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_reaches_the_caller(pool):
