@@ -29,7 +29,7 @@ from lmcache_async.bench.disk import RawFiles
 from lmcache_async.bench.measure import MIB, UNIT, Case, rate
 from lmcache_async.config import TierSpec, load_config
 from lmcache_async.config.validation import Origin
-from lmcache_async.engine.check import make_tier
+from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer

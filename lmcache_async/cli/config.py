@@ -35,8 +35,8 @@ from lmcache_async.config.validation import (
     without_user,
 )
 from lmcache_async.daemon.config import DaemonConfig, survey_daemon_config
-from lmcache_async.engine.check import all_problems, make_tier
-from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS
+from lmcache_async.engine.check import all_problems
+from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, make_tier
 from lmcache_async.errors import ConfigError, LMCacheAsyncError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.registry import LAYERS, STAGES, Registry

@@ -18,7 +18,8 @@ from lmcache_async.cli.checks import machine, versions
 from lmcache_async.cli.checks.probe import probe_tier, probe_timeout_s
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
 from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
-from lmcache_async.engine.check import all_problems, make_tier, persistent_tiers
+from lmcache_async.engine.check import all_problems, tier_capabilities
+from lmcache_async.engine.tiers import make_tier
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import Medium
 from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
@@ -136,7 +137,8 @@ def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig
 
 def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
     """Name vLLM's option for a restart without loss. Whether vLLM is started with it cannot be checked here."""
-    if tiers := persistent_tiers(config, registry):
+    capabilities = tier_capabilities(config, registry)
+    if tiers := [name for name, each in capabilities.items() if each.persistent]:
         found = f"{', '.join(tiers)}: content survives a restart, but writes still queued may be lost"
         todo = "start vLLM with --shutdown-timeout 30: by default it kills its workers at once"
         yield Check("restart", Outcome.OK, found, todo)

@@ -6,7 +6,7 @@ from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_opt
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
+from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.handle import TierHandle, Watcher
@@ -36,116 +36,105 @@ def stacked_tiers(
 ) -> list[StackedTier]:
     """Return the configured tiers, not opened.
 
-    Args:
-        registry: Installed plug-ins.
-        config: Configuration of the engine.
-        namespace: Namespace of the keys; contains the rank.
-        logger: Logger of the tiers.
-        watcher: Receives the chunk events of all tiers.
-        metrics: Metrics of the engine; new ones if not given.
-        chunk_bytes: Bytes of the largest record. The write queue of a slow tier has room for at least one.
-        replica: Number of the data-parallel replica; each has its own directories.
+    The write queue of a slow tier has room for at least one record of `chunk_bytes`.
 
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
-    shared = Shared()
-    metrics = metrics or EngineMetrics()
-    return [
-        _stacked(registry, spec, config, namespace, logger, shared, watcher, metrics, chunk_bytes, replica)
-        for spec in config.tiers
-    ]
-
-
-def _stacked(
-    registry: Registry,
-    spec: TierSpec,
-    config: EngineConfig,
-    namespace: Namespace,
-    logger: LimitedLogger,
-    shared: Shared,
-    watcher: Watcher | None,
-    metrics: EngineMetrics,
-    chunk_bytes: int,
-    replica: int,
-) -> StackedTier:
-    third_party = config.plugins.third_party
-    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
-    options = validate_options(tier_class.config_type, spec.options, spec.origin)
+    makers = LayerMaker(registry, config, logger, metrics or EngineMetrics())
     rank = namespace.rank if namespace.world_size > 1 else None
-    tier = tier_class(options.for_process(rank=rank, replica=replica))
-    in_arena = tier.capabilities.in_arena
-    usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
-    layers: list[Layer] = []
-    # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
-    for index, layer in reversed(list(enumerate(usual if spec.layers is None else spec.layers))):
-        layer = placed_layer(spec, index, layer)
-        context = layer_context(spec, layer, logger, shared, metrics.tier(spec.id))
-        layers.insert(0, make_layer(registry, layer, context, in_arena=in_arena, third_party=third_party))
-    handle = TierHandle(
-        tier,
-        name=spec.id,
-        logger=logger,
-        layers=layers,
-        timeout_s=spec.timeout_s,
-        open_timeout_s=spec.open_timeout_s,
-        close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
-        watcher=watcher,
-    )
-    if in_arena or not handle.capabilities.writes:  # a tier in the arena stores a chunk at once
-        return StackedTier(spec.id, handle)
-    writer = TierWriter(
-        handle,
-        name=spec.id,
-        max_bytes=config.max_pending_write_bytes,
-        max_s=config.store.max_pending_write_s,
-        chunk_bytes=chunk_bytes,
-    )
-    return StackedTier(spec.id, handle, writer)
+    stacked = []
+    for spec in config.tiers:
+        tier = make_tier(spec, registry, third_party=config.plugins.third_party, rank=rank, replica=replica)
+        in_arena = tier.capabilities.in_arena
+        handle = TierHandle(
+            tier,
+            name=spec.id,
+            logger=logger,
+            layers=makers.layers(spec, in_arena=in_arena),
+            timeout_s=spec.timeout_s,
+            open_timeout_s=spec.open_timeout_s,
+            close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
+            watcher=watcher,
+        )
+        writer = None
+        if not in_arena and handle.capabilities.writes:  # a tier in the arena stores a chunk at once
+            writer = TierWriter(
+                handle,
+                name=spec.id,
+                max_bytes=config.max_pending_write_bytes,
+                max_s=config.store.max_pending_write_s,
+                chunk_bytes=chunk_bytes,
+            )
+        stacked.append(StackedTier(spec.id, handle, writer))
+    return stacked
 
 
-def placed_layer(spec: TierSpec, index: int, layer: LayerSpec) -> LayerSpec:
-    """Return the layer with its place in the configuration."""
-    return layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
-
-
-def layer_context(
-    spec: TierSpec, layer: LayerSpec, logger: LimitedLogger, shared: Shared, metrics: TierMetrics
-) -> LayerContext:
-    """Return the context for the constructor of a layer."""
-    return LayerContext(
-        tier=spec.id,
-        layer=layer.id,
-        timeout_s=spec.timeout_s,
-        logger=logger,
-        shared=shared,
-        where=layer.where,
-        metrics=metrics,
-    )
-
-
-def make_layer(
-    registry: Registry, spec: LayerSpec, context: LayerContext, *, in_arena: bool, third_party: bool
-) -> Layer:
-    """Return a configured layer.
-
-    Args:
-        registry: Installed plug-ins.
-        spec: Configuration of the layer.
-        context: Context of the layer.
-        in_arena: Whether the tier stores its chunks in the arena.
-        third_party: Whether plug-ins of other distributions may be loaded.
+def make_tier(
+    spec: TierSpec, registry: Registry, *, third_party: bool, rank: int | None = None, replica: int = 0
+) -> Tier:
+    """Return the tier without layers, not opened.
 
     Raises:
-        ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
-        MissingDependencyError: A required package is not installed.
+        LMCacheAsyncError: The name or an option is wrong, or a package is missing.
     """
-    where = context.where
-    layer_class = registry.load_class(LAYERS, spec.name, Layer, where=where, third_party=third_party)
-    if in_arena and not layer_class.fits_arena:
-        raise ConfigError(
-            f"{where}: a tier in host memory answers at once and shares its buffers with all readers; take the"
-            f" layer {spec.name!r} out of its `layers`"
+    tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
+    options = validate_options(tier_class.config_type, spec.options, spec.origin)
+    return tier_class(options.for_process(rank=rank, replica=replica))
+
+
+class LayerMaker:
+    """Makes the layers of the tiers of one engine."""
+
+    def __init__(
+        self, registry: Registry, config: EngineConfig, logger: LimitedLogger, metrics: EngineMetrics
+    ) -> None:
+        self._registry = registry
+        self._third_party = config.plugins.third_party
+        self._logger = logger
+        self._metrics = metrics
+        self._shared = Shared()
+
+    def layers(self, spec: TierSpec, *, in_arena: bool) -> list[Layer]:
+        """Return the layers of a tier, outermost first."""
+        usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
+        layers: list[Layer] = []
+        # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
+        for layer in reversed(placed_layers(spec, usual if spec.layers is None else spec.layers)):
+            layers.insert(0, self.layer(spec, layer, in_arena=in_arena))
+        return layers
+
+    def layer(self, tier: TierSpec, spec: LayerSpec, *, in_arena: bool) -> Layer:
+        """Return a layer of a tier.
+
+        Raises:
+            ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
+            MissingDependencyError: A required package is not installed.
+        """
+        layer_class = self._registry.load_class(
+            LAYERS, spec.name, Layer, where=spec.where, third_party=self._third_party
         )
-    options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
-    return layer_class(options, context)
+        if in_arena and not layer_class.fits_arena:
+            raise ConfigError(
+                f"{spec.where}: a tier in host memory answers at once and shares its buffers with all readers; take"
+                f" the layer {spec.name!r} out of its `layers`"
+            )
+        options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
+        context = LayerContext(
+            tier=tier.id,
+            layer=spec.id,
+            timeout_s=tier.timeout_s,
+            logger=self._logger,
+            shared=self._shared,
+            where=spec.where,
+            metrics=self._metrics.tier(tier.id),
+        )
+        return layer_class(options, context)
+
+
+def placed_layers(spec: TierSpec, layers: tuple[LayerSpec, ...]) -> list[LayerSpec]:
+    """Return the layers of a tier with their places in the configuration."""
+    return [
+        layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
+        for index, layer in enumerate(layers)
+    ]

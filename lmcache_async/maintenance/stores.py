@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
 from lmcache_async.config.validation import Origin
-from lmcache_async.engine.check import make_tier
+from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import (
     BudgetExceededError,
     ConfigError,

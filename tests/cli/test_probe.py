@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_async.cli.checks.probe import probe_tier
 from lmcache_async.config import TierSpec
-from lmcache_async.engine.check import make_tier
+from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier
