@@ -42,15 +42,6 @@ PRIORITIES = {"low": 0, "high": -1}
 
 
 @dataclass(frozen=True, slots=True)
-class Runners:
-    """The chains of an engine with their limits. `prefetch` is `retrieve` without its last stage."""
-
-    store: Runner[BatchStored]
-    retrieve: Runner[RetrieveReport]
-    prefetch: Runner[Any]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineGroup:
     """A KV cache group: layers of the model that share a block table.
 
@@ -65,20 +56,17 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """The parts of an engine that exist once per KV cache group."""
+    """The parts of an engine that exist once per KV cache group. `prefetch` is `retrieve` without its last stage."""
 
     copier: Copier
-    runners: Runners
+    store: Runner[BatchStored]
+    retrieve: Runner[RetrieveReport]
+    prefetch: Runner[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an engine.
-
-    Attributes:
-        groups: Copier and chains of each KV cache group.
-        max_pinned: Slabs of the arena that lookups may pin.
-    """
+    """The parts of an engine. Lookups may pin `max_pinned` slabs of the arena."""
 
     arena: Arena
     stack: TierStack
@@ -103,37 +91,32 @@ def build(
     *,
     replica: int = 0,
 ) -> Parts:
-    """Build the parts. The arena and the copier are allocated; the tiers are not opened yet.
-
-    Args:
-        config: Configuration of the engine.
-        groups: The KV cache groups, at least one.
-        logger: Logger of the engine and its tiers.
-        registry: Installed plug-ins.
-        watcher: Receives the chunk events of all tiers.
-        replica: Number of the data-parallel replica.
+    """Build the parts. The arena and the copiers are allocated; the tiers are not opened yet.
 
     Raises:
         ConfigError: A name or an option is wrong.
         ChainError: The stages of a chain do not fit together.
         ValueError: Two groups have the same namespace.
     """
-    namespaces = [group.namespace.text for group in groups]
-    for index, (group, text) in enumerate(zip(groups, namespaces, strict=True)):
-        if (first := namespaces.index(text)) < index:
-            raise ValueError(
-                f"group {index} has the namespace of group {first}: their chunks would have the same keys"
-            )
-        _check_group(config, group)
+    _check_groups(config, groups)
     cipher = open_cipher(config)
-    formats = [_record_format(config, group, encrypted=cipher is not None) for group in groups]
+    formats = [
+        RecordFormat(
+            namespace=group.namespace.text,
+            layout=group.layout.text,
+            dtype=group.layout.dtype,
+            chunk_size=config.chunk_size,
+            reserved_bytes=ENVELOPE_BYTES if cipher else 0,
+        )
+        for group in groups
+    ]
     record_bytes = max(
         record_format.record_bytes(
             group.layout.payload_bytes(config.chunk_size // group.layout.tokens_per_row)
         )
         for record_format, group in zip(formats, groups, strict=True)
     )
-    layout = groups[0].layout  # all groups are on one device
+    device = groups[0].layout.device  # all groups are on one device
     metrics = EngineMetrics()
     tiers = stacked_tiers(
         registry,
@@ -155,16 +138,14 @@ def build(
         arena = Arena(
             config.arena.max_bytes,
             record_bytes,
-            pin=layout.device.type == "cuda",
-            pin_device=layout.device.index,
+            pin=device.type == "cuda",
+            pin_device=device.index,
             huge_pages=config.arena.huge_pages,
             prefault=config.arena.prefault,
         )
         undo.callback(arena.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
         undo.callback(workers.shutdown)
-        max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
-        budgets = _budgets(config, arena, max_pinned)
         copiers = open_copiers(
             [group.layout for group in groups],
             threads=config.copy_threads,
@@ -174,6 +155,8 @@ def build(
         )
         for copier in copiers:
             undo.callback(copier.close)
+        max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
+        runners = _RunnerMaker(config, registry, arena, stack, max_pinned)
         built = []
         for record_format, group, copier in zip(formats, groups, copiers, strict=True):
             # Resources that the constructor of a stage can request by parameter name.
@@ -189,56 +172,25 @@ def build(
                 "stack": stack,
                 "workers": workers,
             }
-            runners = Runners(
-                _store_runner(config, registry, resources, budgets.store),
-                *_retrieve_runners(config, registry, resources, budgets.retrieve),
-            )
-            built.append(GroupParts(copier, runners))
+            built.append(GroupParts(copier, runners.store(resources), *runners.retrieve(resources)))
         undo.pop_all()
     return Parts(arena, stack, workers, tuple(built), max_pinned)
 
 
-def _check_group(config: EngineConfig, group: EngineGroup) -> None:
-    unit = group.layout.tokens_per_row
-    if config.chunk_size % unit:
-        raise ConfigError(
-            f"chunk_size is {config.chunk_size}; expected a multiple of the {unit} tokens of a"
-            f" block, such as {-(-config.chunk_size // unit) * unit}"
-        )
-    check_hash_key(config, group.namespace)
-
-
-def _record_format(config: EngineConfig, group: EngineGroup, *, encrypted: bool) -> RecordFormat:
-    return RecordFormat(
-        namespace=group.namespace.text,
-        layout=group.layout.text,
-        dtype=group.layout.dtype,
-        chunk_size=config.chunk_size,
-        reserved_bytes=ENVELOPE_BYTES if encrypted else 0,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Budgets:
-    """Bytes in flight of the stores and of the retrieves of all groups."""
-
-    store: ByteBudget
-    retrieve: ByteBudget
-
-
-def _budgets(config: EngineConfig, arena: Arena, max_pinned: int) -> _Budgets:
-    """The budgets of the chains.
-
-    Half of the arena is reserved for the queues of slower tiers. Retrieved batches in flight hold their leases while
-    they wait for earlier batches. All of them together fit in the arena next to all pinned slabs, so that a later
-    batch never holds memory that an earlier one needs.
-    """
-    half = arena.num_slabs * arena.slab_bytes // 2
-    slabs = max(1, arena.num_slabs - max_pinned)
-    return _Budgets(
-        ByteBudget(max(arena.slab_bytes, min(config.store.max_in_flight_bytes, half))),
-        ByteBudget(max(arena.slab_bytes, min(config.retrieve.max_in_flight_bytes, slabs * arena.slab_bytes))),
-    )
+def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:
+    namespaces = [group.namespace.text for group in groups]
+    for index, group in enumerate(groups):
+        if (first := namespaces.index(namespaces[index])) < index:
+            raise ValueError(
+                f"group {index} has the namespace of group {first}: their chunks would have the same keys"
+            )
+        unit = group.layout.tokens_per_row
+        if config.chunk_size % unit:
+            raise ConfigError(
+                f"chunk_size is {config.chunk_size}; expected a multiple of the {unit} tokens of a"
+                f" block, such as {-(-config.chunk_size // unit) * unit}"
+            )
+        check_hash_key(config, group.namespace)
 
 
 def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
@@ -311,86 +263,84 @@ def _with(
     return (*stages[:place], stage, *stages[place:])
 
 
-def _chain(
-    config: EngineConfig, registry: Registry, names: Sequence[str], resources: Mapping[str, Any]
-) -> Chain[Any, Any]:
-    third_party = config.plugins.third_party
-    return Chain.named(
-        [
-            (name, build_stage(name, registry.load(STAGES, name, third_party=third_party), resources))
-            for name in names
-        ]
-    )
+class _RunnerMaker:
+    """Makes the runners of the KV cache groups. They share two budgets of bytes in flight.
 
-
-def _store_runner(
-    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], budget: ByteBudget
-) -> Runner[BatchStored]:
-    """The store chain.
-
-    A batch has at most a quarter of the arena, so that one batch is copied while another one is written, and fits in
-    the queue of a slower tier.
+    Half of the arena is reserved for the queues of slower tiers. Retrieved batches in flight hold their leases while
+    they wait for earlier batches. All of them together fit in the arena next to all pinned slabs, so that a later
+    batch never holds memory that an earlier one needs.
     """
-    arena: Arena = resources["arena"]
-    stack: TierStack = resources["stack"]
-    chain = _chain(config, registry, store_stages(config), resources)
-    chain.check_ends(StoreRequest, BatchStored)
-    quarter = arena.num_slabs * arena.slab_bytes // 2 // 2
-    batch_bytes = min(config.store.batch_bytes, quarter, config.max_pending_write_bytes)
-    return Runner(
-        chain,
-        batch_chunks=max(1, batch_bytes // arena.slab_bytes),
-        chunk_bytes=arena.slab_bytes,
-        budget=budget,
-        failed=_store_failed,
-        admit=partial(_admit_store, arena, stack),
-    )
+
+    def __init__(
+        self, config: EngineConfig, registry: Registry, arena: Arena, stack: TierStack, max_pinned: int
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._arena = arena
+        self._stack = stack
+        slab, half = arena.slab_bytes, arena.num_slabs * arena.slab_bytes // 2
+        unpinned = max(1, arena.num_slabs - max_pinned) * slab
+        self._store_budget = ByteBudget(max(slab, min(config.store.max_in_flight_bytes, half)))
+        self._retrieve_budget = ByteBudget(max(slab, min(config.retrieve.max_in_flight_bytes, unpinned)))
+        # A batch of a store has at most a quarter of the arena, so that one is copied while another one is written, and
+        # fits in the queue of a slower tier.
+        self._store_batch_bytes = min(config.store.batch_bytes, half // 2, config.max_pending_write_bytes)
+        self._retrieve_batch_bytes = min(config.retrieve.batch_bytes, self._retrieve_budget.max_bytes)
+
+    def store(self, resources: Mapping[str, Any]) -> Runner[BatchStored]:
+        chain = self._chain(store_stages(self._config), resources)
+        chain.check_ends(StoreRequest, BatchStored)
+        return Runner(
+            chain,
+            batch_chunks=max(1, self._store_batch_bytes // self._arena.slab_bytes),
+            chunk_bytes=self._arena.slab_bytes,
+            budget=self._store_budget,
+            failed=_store_failed,
+            admit=self._admit_store,
+        )
+
+    def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
+        """The retrieve chain, and the same without its last stage."""
+        chain = self._chain(retrieve_stages(self._config), resources)
+        chain.check_ends(RetrieveRequest, RetrieveReport)
+        make = partial(
+            Runner[Any],
+            batch_chunks=max(1, self._retrieve_batch_bytes // self._arena.slab_bytes),
+            chunk_bytes=self._arena.slab_bytes,
+            budget=self._retrieve_budget,
+        )
+        retrieve = make(
+            chain,
+            failed=lambda _, cause: RetrieveReport(cause=cause),
+            ends=lambda report: bool(report.cause),
+        )
+        prefetch = make(
+            Chain(chain.stages[:-1]),
+            failed=lambda batch, _: batch.part(0, 0),
+            ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
+        )
+        return retrieve, prefetch
+
+    def _chain(self, names: Sequence[str], resources: Mapping[str, Any]) -> Chain[Any, Any]:
+        third_party = self._config.plugins.third_party
+        load = partial(self._registry.load, STAGES, third_party=third_party)
+        return Chain.named([(name, build_stage(name, load(name), resources)) for name in names])
+
+    async def _admit_store(self, batch: Batch, num_chunks: int, timeout_s: float) -> None:
+        """Wait for slower tiers if the prompt is larger than the arena, because only they can store all of it.
+
+        Other stores do not wait. They are copied as soon as memory is free, and chunks that do not fit in the
+        queue of a slower tier are then kept in memory only.
+
+        Raises:
+            BudgetExceededError: The tiers did not write enough within `timeout_s`.
+        """
+        if num_chunks > self._arena.num_slabs:
+            keys = [chunk.key for chunk in batch.chunks]
+            batch.scope.add(await self._stack.reserve_writes(keys, timeout_s=timeout_s))
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:
     drops = Drops()
     drops.add(batch.chunks, cause)
     return BatchStored(present=getattr(batch, "present", 0), dropped=drops)
-
-
-async def _admit_store(
-    arena: Arena, stack: TierStack, batch: Batch, num_chunks: int, timeout_s: float
-) -> None:
-    """Wait for slower tiers if the prompt is larger than the arena, because only they can store all of it.
-
-    Other stores do not wait. They are copied as soon as memory is free, and chunks that do not fit in the
-    queue of a slower tier are then kept in memory only.
-
-    Raises:
-        BudgetExceededError: The tiers did not write enough within `timeout_s`.
-    """
-    if num_chunks > arena.num_slabs:
-        keys = [chunk.key for chunk in batch.chunks]
-        batch.scope.add(await stack.reserve_writes(keys, timeout_s=timeout_s))
-
-
-def _retrieve_runners(
-    config: EngineConfig, registry: Registry, resources: Mapping[str, Any], budget: ByteBudget
-) -> tuple[Runner[RetrieveReport], Runner[Any]]:
-    """The retrieve chain, and the same without its last stage."""
-    arena: Arena = resources["arena"]
-    chain = _chain(config, registry, retrieve_stages(config), resources)
-    chain.check_ends(RetrieveRequest, RetrieveReport)
-    batch_chunks = max(1, min(config.retrieve.batch_bytes, budget.max_bytes) // arena.slab_bytes)
-    retrieve = Runner(
-        chain,
-        batch_chunks=batch_chunks,
-        chunk_bytes=arena.slab_bytes,
-        budget=budget,
-        failed=lambda _, cause: RetrieveReport(cause=cause),
-        ends=lambda report: bool(report.cause),
-    )
-    prefetch = Runner(
-        Chain(chain.stages[:-1]),
-        batch_chunks=batch_chunks,
-        chunk_bytes=arena.slab_bytes,
-        budget=budget,
-        failed=lambda batch, _: batch.part(0, 0),
-        ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
-    )
-    return retrieve, prefetch

@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import chain
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from lmcache_async.pipeline.report import BatchStored, Drops
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.handle import Watcher
-from lmcache_async.types import BlockIds, Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
+from lmcache_async.types import Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
 
@@ -78,7 +77,7 @@ class CacheEngine:
         self._instrument = Several(self.metrics, instrument)
         self._closed = False
         self._clears = 0  # running calls of `clear`
-        self._calls: set[_Call] = set()
+        self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the ends of the calls
         self._background: set[asyncio.Task[None]] = set()
         self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
         self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
@@ -265,11 +264,11 @@ class CacheEngine:
         """
         copied = _Once(request.on_copied)
         try:
-            with self._call():
+            async with self._call():
                 start = time.perf_counter()
                 left = _countdown(self.config.store.timeout_s)
                 try:
-                    batches = await self._parts.groups[request.group].runners.store.run(
+                    batches = await self._parts.groups[request.group].store.run(
                         request, timeout_s=left(), on_copied=copied
                     )
                 except (BudgetExceededError, TierError) as error:
@@ -285,13 +284,13 @@ class CacheEngine:
 
     async def retrieve_chunks(self, request: RetrieveRequest) -> RetrieveReport:
         """Load the longest stored prefix of the request's chunks into its rows."""
-        with self._call():
+        async with self._call():
             start = time.perf_counter()
             try:
                 if self._clears:  # a chunk that is about to be deleted could be promoted
                     batches = [RetrieveReport(cause="miss")]
                 else:
-                    batches = await self._parts.groups[request.group].runners.retrieve.run(
+                    batches = await self._parts.groups[request.group].retrieve.run(
                         request, timeout_s=self.config.retrieve.timeout_s
                     )
             except (BudgetExceededError, TierError) as error:
@@ -305,11 +304,11 @@ class CacheEngine:
 
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
         """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""
-        with self._call():
+        async with self._call():
             if self._clears:
                 return 0
             try:
-                batches: list[Batch] = await self._parts.groups[request.group].runners.prefetch.run(
+                batches: list[Batch] = await self._parts.groups[request.group].prefetch.run(
                     request, timeout_s=self.config.retrieve.timeout_s
                 )
             except (BudgetExceededError, TierError):
@@ -348,7 +347,7 @@ class CacheEngine:
             self._clears -= 1
 
     async def _end_writes(self, timeout_s: float) -> None:
-        if running := self._running(but=asyncio.current_task()):
+        if running := self._running():
             _, late = await asyncio.wait(running, timeout=timeout_s)
             if late:
                 raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
@@ -414,30 +413,38 @@ class CacheEngine:
         request_id: str,
         fence: Fence | None,
     ) -> AnyRequest:
+        unit = self.layout.tokens_per_row
+        ids = row_ids(rows, len(tokens), unit, self.layout.num_rows)
+        ids[: -(-leading_false(mask, len(tokens)) // unit)] = -1
         return request_type(
             request_id=request_id,
             tokens=tokens,
-            row_ids=self._rows(rows, len(tokens), leading_false(mask, len(tokens))),
+            row_ids=ids,
             root=self._root(namespace),
             request_namespace=self._label(namespace),
             fence=self.copier.fence() if fence is None else fence,
         )
 
-    def _rows(self, rows: Any, num_tokens: int, skip_tokens: int) -> BlockIds:
-        """The rows of the tokens as an int64 copy, with -1 for the first `skip_tokens`."""
-        unit = self.layout.tokens_per_row
-        ids = row_ids(rows, num_tokens, unit, self.layout.num_rows)
-        ids[: -(-skip_tokens // unit)] = -1
-        return ids
-
-    def _call(self) -> _Call:
-        """Return the context manager of a call of the engine.
+    @contextlib.asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        """Run the block as a call that closing the engine ends, by the expiry of a timeout.
 
         Raises:
-            EngineClosedError: The engine is closed.
+            EngineClosedError: The engine is closed, or was closed in the block.
         """
         self._check_open()
-        return _Call(self._calls)
+        ended = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._calls[ended] = limit
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineClosedError("the engine was closed during the call") from None
+        finally:
+            self._calls.pop(ended, None)
+            ended.set_result(None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run background work that closing cancels."""
@@ -447,9 +454,9 @@ class CacheEngine:
         self._background.add(task)
         return task.add_done_callback(self._background.discard)
 
-    def _running(self, *, but: asyncio.Task[Any] | None = None) -> set[asyncio.Future[None]]:
-        """Return the ends of the running calls and background work, but not those of one task."""
-        return {call.ended for call in self._calls if call.task is not but} | self._background
+    def _running(self) -> set[asyncio.Future[None]]:
+        """Return the ends of the running calls and background work."""
+        return {*self._calls, *self._background}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -471,62 +478,12 @@ class CacheEngine:
                 steps.callback(self._parts.free)
                 steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
                 steps.callback(self._pins.close)
-                for call in self._calls:
-                    call.cancel()
+                for limit in self._calls.values():
+                    limit.reschedule(0.0)
                 for task in self._background:
                     task.cancel()
                 if running := self._running():
                     await asyncio.wait(running, timeout=timeout_s)
-
-
-class _Call:
-    """A running call of the engine, in the task of its caller.
-
-    Closing the engine cancels the call: like `asyncio.timeout`, it cancels the task of the caller, and the end
-    of the block turns the cancellation into an EngineClosedError.
-
-    Args:
-        calls: The running calls; this one is a member in the block.
-
-    Attributes:
-        task: Task of the caller.
-        ended: Future that is done when the block has ended.
-    """
-
-    __slots__ = ("_calls", "_cancelled", "_cancels", "ended", "task")
-
-    def __init__(self, calls: set[_Call]) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an engine is used in a task of its event loop, and there is no running task")
-        self.task = task
-        self.ended: asyncio.Future[None] = task.get_loop().create_future()
-        self._calls = calls
-        self._cancels = task.cancelling()
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Cancel the call because the engine is closed."""
-        if not self._cancelled:
-            self._cancelled = True
-            self.task.cancel()
-
-    def __enter__(self) -> Self:
-        self._calls.add(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._calls.discard(self)
-        self.ended.set_result(None)
-        if (
-            self._cancelled
-            and self.task.uncancel() <= self._cancels
-            and kind is not None
-            and issubclass(kind, asyncio.CancelledError)
-        ):
-            raise EngineClosedError("the engine was closed during the call") from None
 
 
 class _Once:

@@ -124,7 +124,7 @@ async def test_a_load_that_somebody_waits_for_stands_in_no_queue(scattered):
     rig = Rig()
     async with rig.open() as engine:
         await stored(rig, engine)
-        budget = engine._parts.groups[0].runners.retrieve._budget
+        budget = engine._parts.groups[0].retrieve._budget
         async with budget.lease(budget.max_bytes, timeout_s=1.0):
             report = await engine.retrieve_chunks(
                 request_for(rig, engine, LoadProgress(rig.layout.num_planes))
