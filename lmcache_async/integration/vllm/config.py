@@ -28,7 +28,7 @@ from lmcache_async.integration.vllm.request import Roles
 from lmcache_async.integration.vllm.versions import transfer_results
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lmcache_async.integration.vllm.groups import KVGroup
 
@@ -241,6 +241,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
             ("speculative", _speculative(vllm_config.speculative_config)),
             ("vllm", _vllm_version()),
             *_media(config, model),
+            *_rare_inputs(vllm_config),
         ),
     )
 
@@ -308,6 +309,27 @@ def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
     except (OSError, ValueError):  # then the weights are unknown too, or named by the user
         files = ""
     return (("media_processor", files), ("media_settings", _digest(settings)))
+
+
+def _rare_inputs(vllm_config: Any) -> Iterator[tuple[str, str]]:
+    """Inputs of the KV that few models have. Without them the namespace is that of version 0.1."""
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    if _has_long_rope(model.hf_config.to_dict()):
+        # VLLM chooses the short or the long factors by the longest request that it accepts.
+        yield "max_model_len", str(model.max_model_len)
+    if (quantization := getattr(model, "quantization_config", None)) is not None:
+        yield "quantization_config", _digest(quantization)
+    if lora is not None and lora.target_modules is not None:
+        yield "lora_target_modules", _digest(sorted(lora.target_modules))
+    if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
+        yield "lora_dtype", str(lora.lora_dtype).removeprefix("torch.")
+
+
+def _has_long_rope(value: Any) -> bool:
+    """Whether a model's config has rotary embeddings with short and long factors (LongRoPE, as in Phi-3)."""
+    if isinstance(value, dict):
+        return "long_factor" in value or any(map(_has_long_rope, value.values()))
+    return False
 
 
 def _attention(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -85,12 +85,17 @@ CHANGES = [
     ("model_config.model", "another/model"),
     ("model_config.dtype", torch.bfloat16),
     ("model_config.quantization", "fp8"),
+    ("model_config.quantization_config", {"linear": "fp8_per_block"}),
     ("model_config.hf_config.rope_theta", 5.0),
+    ("model_config.hf_config.rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+    ("model_config.hf_config.sliding_window", 64),
     ("cache_config.cache_dtype", "fp8"),
     ("parallel_config.rank", 1),
     ("parallel_config.tensor_parallel_size", 2),
     ("parallel_config.pipeline_parallel_size", 2),
     ("speculative_config", SimpleNamespace(method="eagle", model="draft")),
+    ("lora_config", SimpleNamespace(target_modules=["q_proj"], lora_dtype=torch.float32)),
+    ("lora_config", SimpleNamespace(target_modules=None, lora_dtype=torch.bfloat16)),
 ]
 
 
@@ -110,9 +115,26 @@ def test_layout_weights_chunk_size_and_algorithm_are_in_the_root(config: Any, se
     assert len(roots) == 5
 
 
+def test_the_longest_request_is_in_the_root_if_the_rotary_embedding_depends_on_it(config: Any, setup: Setup):
+    long_rope = {"rope_type": "longrope", "long_factor": [4.0], "short_factor": [1.0]}
+    phi = changed(config, "model_config.hf_config.rope_parameters", long_rope)
+
+    assert root(changed(phi, "model_config.max_model_len", 99), setup) != root(phi, setup)
+    assert root(changed(config, "model_config.max_model_len", 99), setup) == root(config, setup)
+
+
+def test_every_size_of_blocks_and_layout_of_vllm_has_its_own_root(config: Any, setup: Setup):
+    caches = [kv_cache_config(dataclasses.replace(setup, block_size=size)) for size in (16, 32)]
+    caches.append(dataclasses.replace(caches[0], kv_cache_layout="BLNHC"))
+    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
+
+    assert len({namespace_of(config, cache, engine, "layout").root() for cache in caches}) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("lora_config", SimpleNamespace(target_modules=None, lora_dtype="auto")),
         ("kv_transfer_config.engine_id", "another launch"),
         ("model_config.hf_config._name_or_path", "/elsewhere"),
         ("model_config.hf_config.transformers_version", "99"),
