@@ -11,8 +11,7 @@ from lmcache_async.device.copier import Copier, CopyJob
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.pipeline.batch import RetrieveRequest, VerifiedBatch
-from lmcache_async.tiers.plan import runs
-from lmcache_async.tiers.stack import TierStack
+from lmcache_async.tiers.stack import TierStack, runs
 from lmcache_async.types import BlockIds, RetrieveReport
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -147,14 +147,23 @@ class Batch:
         return [*range(size, len(self.chunks), size), len(self.chunks)]
 
     def part(self, start: int, stop: int) -> Self:
-        """Return the batch of chunks `start`..`stop`, with its own scope and without drops."""
+        """Return the batch of chunks `start`..`stop`, with its own scope.
+
+        The counts of the whole request belong to its first batch, so that they are counted once.
+        """
         return replace(
             self,
             chunks=self.chunks[start:stop],
             rows=self.rows[start:stop],
-            drops=Counter(),
+            drops=self.drops if start == 0 else Counter(),
             scope=Scope(),
+            **self._own_part(start, stop),
         )
+
+    def _own_part(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the fields of `part` that this class adds."""
+        del start, stop
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +181,8 @@ class MissingBatch(Batch):
 
     present: int = 0
 
-    def part(self, start: int, stop: int) -> Self:
-        # The counts of the whole request belong to its first batch, so that they are counted once.
-        return replace(
-            self,
-            chunks=self.chunks[start:stop],
-            rows=self.rows[start:stop],
-            drops=self.drops if start == 0 else Counter(),
-            scope=Scope(),
-            present=self.present if start == 0 else 0,
-        )
+    def _own_part(self, start: int, stop: int) -> dict[str, Any]:
+        return {"present": self.present if start == 0 else 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,15 +240,11 @@ class PlannedBatch(Batch):
     resident: int = 0
 
     def cuts(self, size: int, most: int) -> list[int]:
-        """Return the positions at which the batches of a request end, in order.
+        """Return the positions at which the batches of a request end; see `Batch.cuts`.
 
         Leading chunks in host memory form batches of `most` chunks, because there is nothing to read during
         their copy. Of chunks that have to be read, the last batches get smaller and smaller, because nothing
         is read during the copy of the last one.
-
-        Args:
-            size: Chunks of a batch.
-            most: Maximum number of chunks in flight.
         """
         count = len(self.chunks)
         if self.request.waited_for:
@@ -263,17 +260,8 @@ class PlannedBatch(Batch):
             ends.append(done)
         return ends or [0]
 
-    def part(self, start: int, stop: int) -> Self:
-        last = stop >= len(self.chunks)
-        return replace(
-            self,
-            chunks=self.chunks[start:stop],
-            rows=self.rows[start:stop],
-            drops=Counter(),
-            scope=Scope(),
-            tiers=self.tiers[start:stop],
-            cause=self.cause if last else "",
-        )
+    def _own_part(self, start: int, stop: int) -> dict[str, Any]:
+        return {"tiers": self.tiers[start:stop], "cause": self.cause if stop >= len(self.chunks) else ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

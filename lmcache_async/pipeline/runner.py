@@ -19,7 +19,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.logging import describe
 from lmcache_async.memory.budget import ByteBudget
-from lmcache_async.memory.tasks import Task, is_ending, running_task
+from lmcache_async.memory.tasks import Task, is_ending
 from lmcache_async.pipeline.batch import Batch, Request
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.stage import StageInfo
@@ -87,7 +87,12 @@ class Runner(Generic[Out]):
             head: Any = request
             async with asyncio.timeout_at(deadline):
                 for info in self.chain.head:
-                    head = await pass_through(info, head)
+                    try:
+                        head = await info.stage(head)
+                    except BaseException as error:
+                        _raise_unexpected(info, error, asyncio.current_task())
+                        raise
+                    _check_result(info, head)
             run = _Run[Out](self._split(head), gate)
             timer = loop.call_at(deadline, run.give_up)
             try:
@@ -129,7 +134,7 @@ class Runner(Generic[Out]):
         return [batch.part(start, stop) for start, stop in pairwise([0, *cuts])]
 
     async def _run_batch(self, run: _Run[Out], index: int) -> None:
-        """Pass a batch through the stages of the tail. The calls are those of `pass_through`."""
+        """Pass a batch through the stages of the tail."""
         batch = run.batches[index]
         task = asyncio.current_task()
         value: Any = batch
@@ -142,16 +147,16 @@ class Runner(Generic[Out]):
                 try:
                     value = await info.stage(value)
                 except BaseException as error:
-                    raise_unexpected(info, error, task)
+                    _raise_unexpected(info, error, task)
                     raise
-                check_result(info, value)
+                _check_result(info, value)
                 if isinstance(value, Batch) and value.scope is not batch.scope:
                     run.scopes[index].append(value.scope)  # the stage created a new scope
                 if info.reads_device:
                     run.gate.pass_one(index)
             run.results[index] = value
         except LMCacheAsyncError as error:
-            run.results[index] = self._failed(batch, error_cause(error))
+            run.results[index] = self._failed(batch, _CAUSES.get(type(error), "error"))
         except BaseException as error:
             # The traceback references frames that hold views of the buffers. They would keep the slabs in use
             # until a garbage collection.
@@ -177,37 +182,11 @@ class Runner(Generic[Out]):
         run.note_done(index)
 
 
-async def pass_through(info: StageInfo, value: Any) -> Any:
-    """Run a stage and check the type of its result.
+def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
+    """Raise RuntimeError if a stage raised an exception that must not end the event loop. Stages are plug-ins.
 
-    Stages are plug-ins: their exceptions must not end the event loop.
-
-    Args:
-        info: The stage.
-        value: Request or batch for the stage.
-
-    Raises:
-        RuntimeError: The stage raised an exception not derived from Exception, such as SystemExit, or a
-            CancelledError without a request to cancel.
-        TypeError: The result is not of the annotated type.
-    """
-    task = running_task()
-    try:
-        result = await info.stage(value)
-    except BaseException as error:
-        raise_unexpected(info, error, task)
-        raise
-    check_result(info, result)
-    return result
-
-
-def raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
-    """Raise RuntimeError if a stage raised an exception that must not reach the event loop.
-
-    Args:
-        info: The stage.
-        error: Exception raised by the stage.
-        task: Task that ran the stage.
+    That is an exception not derived from Exception, such as SystemExit, or a CancelledError without a request to
+    cancel `task`, which ran the stage.
     """
     if isinstance(error, Exception) or is_ending(error, task):
         return
@@ -215,25 +194,20 @@ def raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
     raise RuntimeError(text) from error
 
 
-def check_result(info: StageInfo, result: object) -> None:
+def _check_result(info: StageInfo, result: object) -> None:
     """Raise TypeError if the result of a stage is not of the annotated type."""
     if isinstance(info.gives, type) and not isinstance(result, info.gives):
         raise TypeError(f"stage {info.name!r} gave {type(result).__name__}, not {info.gives.__name__}")
 
 
-def error_cause(error: LMCacheAsyncError) -> str:
-    """Return the cause of an error as one word, for the counters."""
-    if isinstance(error, ChunkCorruptError):
-        return "corrupt"
-    return _CAUSES.get(type(error), "error")
-
-
 _CAUSES: dict[type[LMCacheAsyncError], str] = {
     BudgetExceededError: "no_room",
+    ChunkCorruptError: "corrupt",
     TierFullError: "tier_full",
     TierUnavailableError: "tier_unavailable",
     EngineClosedError: "closed",
 }
+"""Causes of failed batches, as counted; "error" for other classes."""
 
 
 class _Run(Generic[Out]):

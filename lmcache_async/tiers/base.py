@@ -17,10 +17,9 @@ from typing_extensions import TypeVar  # defaults of type variables are in typin
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.contract import check_flag
 from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
-from lmcache_async.tiers.results import read_results, set_read_result, set_write_result
+from lmcache_async.tiers.results import check_flag, read_results, set_read_result, set_write_result
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]

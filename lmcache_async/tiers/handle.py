@@ -15,6 +15,7 @@ from lmcache_async.errors import (
     ConfigError,
     LMCacheAsyncError,
     TierError,
+    TierFullError,
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger, describe
@@ -22,14 +23,6 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
-from lmcache_async.tiers.contract import (
-    ContractError,
-    ErrorConverter,
-    check_count,
-    check_flag,
-    check_flags,
-    check_list,
-)
 from lmcache_async.tiers.middleware.base import (
     Call,
     Layer,
@@ -40,7 +33,16 @@ from lmcache_async.tiers.middleware.base import (
     Verb,
 )
 from lmcache_async.tiers.middleware.deadline import DeadlineLayer
-from lmcache_async.tiers.results import ReadResult, release_results
+from lmcache_async.tiers.results import (
+    ContractError,
+    ReadResult,
+    check_count,
+    check_flag,
+    check_list,
+    drop_tracebacks,
+    release_results,
+    type_text,
+)
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 T = TypeVar("T")
@@ -50,6 +52,9 @@ BUFFERS_PER_KEY = 2
 
 Without a bound, a call that never stops allocating would evict the whole content of host memory.
 """
+
+_BUNDLED = "lmcache_async.tiers.middleware."
+"""Package of the layers whose results are not checked."""
 
 
 class Watcher(Protocol):
@@ -84,14 +89,7 @@ class CallLeases:
         self._ended = False
 
     async def allocate(self, nbytes: int) -> Buffer:
-        """Lease memory for a record. Called by the tier.
-
-        Raises:
-            BudgetExceededError: No memory is free in time, the call holds `BUFFERS_PER_KEY` buffers per key,
-                or it has ended.
-            TypeError: `nbytes` is not an integer.
-            ValueError: `nbytes` is negative.
-        """
+        """Lease memory for a record. Called by the tier."""
         wanted = operator.index(nbytes)
         self._check_room()
         assert self._allocate is not None
@@ -112,8 +110,7 @@ class CallLeases:
     def retained(self, lease: Buffer) -> None:
         """Register a further lease that the tier took with `retain`.
 
-        Further leases of a read's memory end with the call. Further leases of a put's buffer belong to the
-        tier.
+        Further leases of a read's memory end with the call. Those of a put's buffer belong to the tier.
         """
         if not lease.readonly:
             lease.owner = self
@@ -122,41 +119,36 @@ class CallLeases:
     def may_return(self, buffer: Buffer) -> bool:
         return buffer.owner is self or (self._foreign and buffer.owner is None)
 
-    def release_foreign(self, results: object) -> None:
-        """Release the tier's own leases in an invalid result."""
-        if self._foreign and isinstance(results, list | tuple):
-            for result in results:
-                if isinstance(result, Buffer) and result.owner is None and not result.released:
-                    result.release()
-
-    def close(self) -> None:
-        """End the call: release the remaining leases."""
+    def close(self, unused: object) -> None:
+        """End the call: release the remaining leases, and the tier's own leases in a result that is not used."""
         self._ended = True
-        for leases in (self._leases, self._further):
-            for lease in leases:
-                if not lease.released:
-                    lease.release()
-            leases.clear()
+        if self._foreign and isinstance(unused, list | tuple):
+            release_results([one for one in unused if isinstance(one, Buffer) and one.owner is None])
+        release_results(self._leases)
+        release_results(self._further)
+        self._leases.clear()
+        self._further.clear()
 
     def _check_room(self) -> None:
         if self._ended:
             raise BudgetExceededError("the call of the tier has ended; memory is only leased during a call")
-        if len(self._leases) < self._most:
-            return
-        self._leases = [lease for lease in self._leases if not lease.released]
         if len(self._leases) >= self._most:
-            raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the maximum")
+            self._leases = [lease for lease in self._leases if not lease.released]
+            if len(self._leases) >= self._most:
+                raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the maximum")
 
 
 class TierHandle:
     """Calls a tier in batches, through its layers, and enforces its contract. Opened with `async with`.
 
     The handle is the only caller of the tier, which is third-party code: exceptions become TierErrors, results are
-    checked for type and length, and memory that a call received is released when the call ends.
+    checked for type and length, and memory that a call received is released when the call ends. The same holds for
+    each third-party layer.
 
     Lookups, reads, writes and removals pass through the layers, in the order in which they are listed, to the
     tier. A call ends within `timeout_s`; see `DeadlineLayer` for what happens to a late call. Every call can be
-    cancelled; it then holds no lease. A tier in the arena answers at once and has no deadline.
+    cancelled; it then holds no lease. A tier in the arena answers at once and has no deadline. Methods raise
+    TierError if the tier fails.
 
     Args:
         tier: The tier.
@@ -192,7 +184,7 @@ class TierHandle:
     ) -> None:
         self.name = name
         self._tier = tier
-        self._errors = ErrorConverter(name, logger)
+        self._logger = logger
         self._watcher = watcher
         if watcher is not None:
             tier.on_evicted = self._publish_removed
@@ -203,14 +195,14 @@ class TierHandle:
         self._timeout_s = timeout_s
         self._open_timeout_s = open_timeout_s
         self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
+        self.layers = tuple(layers)
         if self.capabilities.in_arena:
             self._timeout_s = math.inf
-            self.layers = tuple(layers)
         else:
             self.layers = _with_deadline(layers, LayerContext(name, "deadline", timeout_s, logger))
         self._deadlines = [layer for layer in self.layers if isinstance(layer, DeadlineLayer)]
-        self._run = self._composed(self.layers)
-        self._run_clear = self._composed(self._deadlines)
+        self._call = self._composed(self.layers)
+        self._call_clear = self._composed(self._deadlines)
 
     @property
     def late_calls(self) -> int:
@@ -240,12 +232,10 @@ class TierHandle:
             async with asyncio.timeout(self._open_timeout_s) as timeout:
                 try:
                     await self._tier.__aenter__()
-                except Exception:
-                    raise
                 except BaseException as error:
-                    if is_ending(error, task):
+                    if isinstance(error, Exception) or is_ending(error, task):
                         raise
-                    failure = self._errors.convert("opening", error)
+                    failure = self._convert("opening", error)
                     raise failure from failure.__cause__
         except TimeoutError as error:
             if not timeout.expired():
@@ -266,12 +256,12 @@ class TierHandle:
                 try:
                     await self.drain(timeout_s=self._close_timeout_s)
                 finally:
-                    await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None), _ignore)
+                    await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
         except TimeoutError:
             waited_s = 2 * self._close_timeout_s
-            self._errors.report("close", f"was not closed after {waited_s} s; it is abandoned")
+            self._report("close", f"was not closed after {waited_s} s; it is abandoned")
         except LMCacheAsyncError as failure:
-            self._errors.report("closing", f"closing failed: {describe(failure)}")
+            self._report("closing", f"closing failed: {describe(failure)}")
 
     def lookup(self, keys: Sequence[ChunkKey], *, exact: bool = False) -> Coroutine[Any, Any, list[bool]]:
         """Return for each key whether `get` would find the chunk now.
@@ -280,14 +270,11 @@ class TierHandle:
             keys: Keys in prefix order.
             exact: Look up every key. Otherwise a tier without a `local_index` is only queried for the longest
                 prefix, and the result is False for all chunks after the first missing one.
-
-        Raises:
-            TierError: The tier failed.
         """
         local = self.capabilities.local_index
         verb = Verb.CONTAINS_MANY if local or exact else Verb.COUNT_PREFIX
         call = Call(verb, keys, deadline=self._deadline(), local=local)
-        return cast("Coroutine[Any, Any, list[bool]]", self._call(call, self._run))
+        return cast("Coroutine[Any, Any, list[bool]]", self._call(call))
 
     def get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> Coroutine[Any, Any, list[ReadResult]]:
         """Return for each key a buffer leased to the caller, None on a miss, or the error of that chunk.
@@ -297,7 +284,7 @@ class TierHandle:
             BudgetExceededError: `allocate` found no free memory in time.
         """
         call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=self._deadline())
-        return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call, self._run))
+        return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call))
 
     async def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         """Store records. They are visible when the call returns.
@@ -309,75 +296,52 @@ class TierHandle:
         """
         call = Call(Verb.PUT_MANY, items=items, deadline=self._deadline())
         try:
-            return cast("list[TierError | None]", await self._call(call, self._run))
+            return cast("list[TierError | None]", await self._call(call))
         except TierError as failure:
             failure.__traceback__ = None  # its frames hold the records
             return [failure] * len(items)
 
     async def remove(self, key: ChunkKey) -> bool:
-        """Delete the chunk. Return whether it was stored; False if the tier does not support removal.
-
-        Raises:
-            TierError: The tier failed.
-        """
-        (removed,) = await self._call(Call(Verb.REMOVE, (key,), deadline=self._deadline()), self._run)
+        """Delete the chunk. Return whether it was stored; False if the tier does not support removal."""
+        (removed,) = await self._call(Call(Verb.REMOVE, (key,), deadline=self._deadline()))
         return bool(removed)
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        """Make a record that failed verification for `cause` unreadable. Return whether it was stored.
-
-        Raises:
-            TierError: The tier failed.
-        """
-        call = Call(Verb.REJECT, (key,), cause=cause, deadline=self._deadline())
-        (removed,) = await self._call(call, self._run)
+        """Make a record that failed verification for `cause` unreadable. Return whether it was stored."""
+        (removed,) = await self._call(Call(Verb.REJECT, (key,), cause=cause, deadline=self._deadline()))
         return bool(removed)
 
     async def clear(self) -> int:
-        """Remove every chunk. Return the number of removed chunks. Only the deadline applies, no other layer.
-
-        Raises:
-            TierError: The tier failed.
-        """
-        (removed,) = await self._call(Call(Verb.CLEAR, deadline=self._deadline()), self._run_clear)
+        """Remove every chunk. Return the number of removed chunks. Only the deadline applies, no other layer."""
+        (removed,) = await self._call_clear(Call(Verb.CLEAR, deadline=self._deadline()))
         return cast("int", removed)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
-        """Read and verify every record, and reject corrupt ones. Has no deadline; no layer applies.
-
-        Raises:
-            TierError: The tier failed.
-        """
-
-        def check(result: object) -> ScrubReport:
-            if isinstance(result, ScrubReport):
-                return result
-            raise ContractError(f"scrub gave an object of type {type(result).__name__}, not a ScrubReport")
-
-        return await self._guarded("scrub", lambda: self._tier.scrub(max_bytes_per_s=max_bytes_per_s), check)
+        """Read and verify every record, and reject corrupt ones. Has no deadline; no layer applies."""
+        report = await self._guarded("scrub", lambda: self._tier.scrub(max_bytes_per_s=max_bytes_per_s))
+        if isinstance(report, ScrubReport):
+            return report
+        raise self._convert("scrub", ContractError(f"scrub gave {type_text(report)}, not a ScrubReport"))
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        """Iterate over all stored keys, in no order. Has no deadline; no layer applies.
+        """Iterate over all stored keys, in no order. Has no deadline; no layer applies."""
+        keys: AsyncIterator[object] | None = None
 
-        Raises:
-            TierError: The tier failed.
-        """
+        async def read() -> object:
+            nonlocal keys
+            if keys is None:
+                keys = aiter(self._tier.keys())
+            return await anext(keys, None)
 
-        def check(key: object) -> ChunkKey | None:
-            if key is None or (isinstance(key, bytes) and len(key) == KEY_BYTES):
-                return None if key is None else ChunkKey(key)
-            raise ContractError(f"keys gave {key!r:.100}, not {KEY_BYTES} bytes")
-
-        found: list[AsyncIterator[ChunkKey]] = []
         try:
-            while True:
-                key = await self._guarded("keys", lambda: self._next_key(found), check)
-                if key is None:
-                    return
-                yield key
+            while (key := await self._guarded("keys", read)) is not None:
+                if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                    error = ContractError(f"keys gave {key!r:.100}, not {KEY_BYTES} bytes")
+                    raise self._convert("keys", error)
+                yield ChunkKey(key)
         finally:
-            if found and isinstance(found[0], AsyncGenerator):
-                await self._guarded("keys", found[0].aclose, _ignore)
+            if isinstance(keys, AsyncGenerator):
+                await self._guarded("keys", keys.aclose)
 
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tier; the last valid ones if it does not return any now."""
@@ -390,72 +354,33 @@ class TierHandle:
         found = ((layer, self._value("statistics", layer.statistics, object)) for layer in self.layers)
         return {layer.context.layer: value for layer, value in found if isinstance(value, LayerStatistics)}
 
-    async def _call(self, call: Call, run: Next, *, check_each: bool = False) -> Results:
-        """Carry out a call with layers, which may be third-party code like the tier.
-
-        Args:
-            call: The call.
-            run: The outermost layer.
-            check_each: Check every result, not only their number. Done around layers that may be third-party code.
-        """
-        count = 1 if call.verb is Verb.CLEAR else call.chunks
-        results: Results = ()
-        try:
-            results = await run(call)
-            if check_each:
-                return self._check_layer(call, results)
-            if type(results) is not list or len(results) != count:
-                return cast("Results", check_list(call.verb, results, count))
-        except BaseException as error:
-            release_results(results)
-            # The caller's cancellation, or the closing of this coroutine. Layers may raise anything.
-            if isinstance(error, GeneratorExit) or is_ending(error, running_task()):
-                raise
-            failure = self._errors.convert(call.verb, error)
-            raise failure from failure.__cause__
-        return results
-
-    def _check_layer(self, call: Call, results: object) -> Results:
-        """Check the results of a layer. An invalid element of a read or a write becomes the error of that chunk.
-
-        Buffers are taken over, so that one that is given for two chunks is invalid for the second one.
-        """
-        if call.verb not in (Verb.GET_MANY, Verb.PUT_MANY):
-            return check_flags(call.verb, results, call.chunks)
-        return [
-            None
-            if result is None
-            else result.take_over()
-            if call.verb is Verb.GET_MANY and isinstance(result, Buffer) and not result.released
-            else self._errors.convert_chunk(call.verb, result)
-            for result in check_list(call.verb, results, call.chunks)
-        ]
-
-    def _composed(self, layers: Sequence[Layer]) -> Next:
+    def _composed(self, layers: Sequence[Layer]) -> Callable[[Call], Coroutine[Any, Any, Results]]:
         """Return the call of the tier through layers. A call has one frame for each bundled layer."""
-        run: Next = self._call_tier
-        for layer in reversed(layers):
-            run = partial(layer.around, next=run)
-            if not layer.bounded:
-                run = partial(self._call, run=run, check_each=True)
+        run: Callable[[Call], Coroutine[Any, Any, Results]] = self._call_tier
+        for position, layer in reversed(list(enumerate(layers))):
+            bundled = type(layer).__module__.startswith(_BUNDLED)
+            around = partial(layer.around, next=run)
+            if position == 0 or not bundled:
+                run = partial(self._call_layer, around, check=None if bundled else self._check_chunks)
+            else:
+                run = around
         return run
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
+    def _call_layer(
+        self, around: Next, call: Call, *, check: Callable[[Call, object], Results] | None
+    ) -> Coroutine[Any, Any, Results]:
+        """Carry out a call with a layer. Layers may be third-party code like the tier."""
+        return self._guarded(call.verb, partial(around, call), check and partial(check, call))
+
     def _call_tier(self, call: Call) -> Coroutine[Any, Any, Results]:
-        """Carry out a call with the tier itself.
-
-        If the tier suppresses a cancellation, CancelledError is raised all the same.
-
-        Raises:
-            TierError: The tier failed or violated its contract.
-            BudgetExceededError: There was no memory for the result of a read.
-        """
+        """Carry out a call with the tier itself."""
         foreign = self.capabilities.in_arena or self.capabilities.own_memory
         leases = CallLeases(call, foreign=foreign)
         start, check = partial(self._start, call, leases), partial(self._check, call, leases)
-        return self._guarded(call.verb, start, check, leases)
+        return self._guarded(call.verb, start, check, leases.close)
 
     def _start(self, call: Call, leases: CallLeases) -> object:
         """Call the method of the tier."""
@@ -477,91 +402,83 @@ class TierHandle:
                 return self._clear()
 
     def _check(self, call: Call, leases: CallLeases, result: object) -> Results:
-        """Check the result of the tier. An invalid element of a read or a write becomes the error of that chunk."""
-        verb, count = call.verb, call.chunks
-        match verb:
-            case Verb.CONTAINS_MANY:
-                return check_flags(verb, result, count)
+        """Check the result of the tier, convert it to a list and publish what has changed."""
+        match call.verb:
             case Verb.COUNT_PREFIX:
-                stored = check_count(verb, result, count)
-                return [True] * stored + [False] * (count - stored)
-            case Verb.GET_MANY:
-                return self._check_reads(result, count, leases)
-            case Verb.PUT_MANY:
-                return self._check_writes(result, call.items)
+                stored = check_count(call.verb, result, call.chunks)
+                return [True] * stored + [False] * (call.chunks - stored)
             case Verb.REMOVE | Verb.REJECT:
-                removed = check_flag(verb, result)
+                removed = check_flag(call.verb, result)
                 self._publish_removed(call.keys)
                 return [removed]
             case Verb.CLEAR:
-                return [check_count(verb, result)]
+                return [check_count(call.verb, result)]
+        results = self._check_chunks(call, result, leases.may_return)
+        if call.verb is Verb.PUT_MANY and self._watcher is not None:
+            stored_keys = [key for (key, _), error in zip(call.items, results, strict=True) if error is None]
+            if stored_keys:
+                self._watcher.kept(self.name, stored_keys)
+        return results
+
+    def _check_chunks(
+        self, call: Call, results: object, may_return: Callable[[Buffer], bool] | None = None
+    ) -> Results:
+        """Check the result for each chunk. An invalid one of a read or a write becomes the error of that chunk.
+
+        Buffers are taken over, so that one that is given for two chunks is invalid for the second one.
+        """
+        given = check_list(call.verb, results, call.chunks)
+        if call.verb is Verb.PUT_MANY:
+            return [None if one is None else self._convert_chunk(call.verb, one) for one in given]
+        if call.verb is not Verb.GET_MANY:
+            return [one if isinstance(one, bool) else check_flag(call.verb, one) for one in given]
+        return [
+            None
+            if one is None
+            else one.take_over()
+            if isinstance(one, Buffer) and not one.released and (may_return is None or may_return(one))
+            else self._convert_chunk(call.verb, one)
+            for one in given
+        ]
 
     async def _guarded(
         self,
         verb: str,
         run: Callable[[], object],
-        check: Callable[[object], T],
-        leases: CallLeases | None = None,
-    ) -> T:
-        """Await `run()` and check its result.
+        check: Callable[[object], object] | None = None,
+        end: Callable[[object], None] = release_results,
+    ) -> Any:
+        """Await `run()`, which calls third-party code, and check its result.
+
+        If the code suppresses a cancellation, CancelledError is raised all the same.
 
         Args:
             verb: Name of the method, for messages.
             run: Calls the method.
             check: Returns the result in the expected type; raises ContractError if it is invalid.
-            leases: Leases of the call.
+            end: Called at the end, with the result if it is not returned, else None.
         """
         task = running_task()
         cancels = 0 if task is None else task.cancelling()
-        result: object = None
+        unused: object = None
         try:
-            result = await run()  # type: ignore[misc]  # a tier may return any object; `await` raises TypeError then
+            unused = await run()  # type: ignore[misc]  # it may be any object; `await` raises TypeError then
             if task is not None and task.cancelling() > cancels:
-                if leases is not None:
-                    leases.release_foreign(result)
                 raise asyncio.CancelledError  # noqa: TRY301  # handled below like one that the tier raises
-            return check(result)
+            result = unused if check is None else check(unused)
         except BaseException as error:
-            result = None  # or the traceback would keep a view of a buffer alive
             if is_ending(error, task):
                 raise
             if task is not None and task.cancelling() > cancels:
                 raise asyncio.CancelledError from None
-            failure = self._errors.convert(verb, error)
+            failure = self._convert(verb, error)
             raise failure from failure.__cause__
+        else:
+            unused = None
+            return result
         finally:
-            if leases is not None:
-                leases.close()
-
-    def _check_reads(self, results: object, count: int, leases: CallLeases) -> list[ReadResult]:
-        """Check the result of `get_many` and transfer its buffers to the caller."""
-        try:
-            given = check_list(Verb.GET_MANY, results, count)
-        except ContractError:
-            leases.release_foreign(results)
-            raise
-        return [
-            None
-            if one is None
-            else one.take_over()
-            if isinstance(one, Buffer) and not one.released and leases.may_return(one)
-            else self._errors.convert_chunk(Verb.GET_MANY, one)
-            for one in given
-        ]
-
-    def _check_writes(
-        self, results: object, items: Sequence[tuple[ChunkKey, Buffer]]
-    ) -> list[TierError | None]:
-        """Check the result of `put_many`: for each chunk None if it was stored, else the error."""
-        errors = [
-            None if one is None else self._errors.convert_chunk(Verb.PUT_MANY, one)
-            for one in check_list(Verb.PUT_MANY, results, len(items))
-        ]
-        if self._watcher is not None:
-            stored = [key for (key, _), error in zip(items, errors, strict=True) if error is None]
-            if stored:
-                self._watcher.kept(self.name, stored)
-        return errors
+            end(unused)
+            unused = None  # or the traceback would keep a view of a buffer alive
 
     async def _clear(self) -> object:
         """Clear the tier and publish the removal of the chunks that it listed before."""
@@ -569,11 +486,6 @@ class TierHandle:
         removed: object = await self._tier.clear()
         self._publish_removed(keys)
         return removed
-
-    async def _next_key(self, found: list[AsyncIterator[ChunkKey]]) -> ChunkKey | None:
-        if not found:
-            found.append(aiter(self._tier.keys()))
-        return await anext(found[0], None)
 
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
         if self._watcher is not None and keys:
@@ -590,12 +502,50 @@ class TierHandle:
         try:
             found = read()
         except BaseException as error:  # noqa: BLE001  # of a plug-in
-            self._errors.convert(name, error)
+            self._convert(name, error)
             return None
         if isinstance(found, kind):
             return found
-        self._errors.report(name, f"{name} gave {type(found).__name__}, not {kind.__name__}")
+        self._report(name, f"{name} gave {type(found).__name__}, not {kind.__name__}")
         return None
+
+    def _convert(self, verb: str, error: BaseException) -> TierError | BudgetExceededError:
+        """Convert an exception of a call. A contract violation is logged.
+
+        A BudgetExceededError of a read is returned as it is, because it is the caller's memory that was short.
+        """
+        drop_tracebacks(error)
+        if not isinstance(error, LMCacheAsyncError):
+            error = ContractError.of(verb, error)
+        if isinstance(error, ContractError):
+            self._report(f"{verb}.{type(error.__cause__ or error).__name__}", str(error))
+            found = TierError(f"tier {self.name!r}: {error}")
+            found.__cause__ = error.__cause__
+            return found
+        if isinstance(error, TierError) and _has_text(error):
+            return error
+        kind = TierError
+        if isinstance(error, BudgetExceededError):
+            if verb == Verb.GET_MANY:
+                return error
+            kind = TierFullError if verb == Verb.PUT_MANY else TierError
+        found = kind(f"tier {self.name!r}: {verb} failed: {describe(error)}")
+        found.__cause__ = error
+        return found
+
+    def _convert_chunk(self, verb: str, result: object) -> TierError:
+        """Convert the error of one chunk in the result of a batch call. Anything else is a contract violation."""
+        if not isinstance(result, TierError):
+            text = f"{type_text(result)} for a chunk"
+            if isinstance(result, Buffer):
+                state = "released" if result.released else "not of this call's allocate"
+                text = f"a buffer that is {state}"
+            result = ContractError(f"{verb} gave {text}")
+        return cast("TierError", self._convert(verb, result))  # as for every TierError
+
+    def _report(self, cause: str, text: str) -> None:
+        """Log a line about the tier, once per cause."""
+        self._logger.report(f"{self.name}.{cause}", "tier %r: %s", self.name, text)
 
 
 def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Layer, ...]:
@@ -613,5 +563,9 @@ def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Laye
     return (*layers[:position], DeadlineLayer(None, context), *layers[position:])
 
 
-def _ignore(_: object) -> None:
-    """The check of a result that does not matter."""
+def _has_text(error: BaseException) -> bool:
+    try:
+        str(error)
+    except BaseException:  # noqa: BLE001  # __str__ of a third-party class
+        return False
+    return True

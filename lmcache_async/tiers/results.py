@@ -1,18 +1,54 @@
-"""Per-chunk results of batch calls, for tiers that implement `get_many` and for layers."""
+"""Results of tiers: helpers for batch calls per chunk, and the checks of what third-party code returns."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+import numpy as np
 
 from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.logging import describe
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.tasks import is_ending, running_task
-from lmcache_async.tiers.contract import ContractError, check_list
+
+E = TypeVar("E", bound=BaseException)
 
 ReadResult: TypeAlias = Buffer | TierError | None
 """Result of `get_many` for one chunk: its record, its error, or None on a miss."""
+
+
+class ContractError(TierError):
+    """A tier returned an invalid result, or raised an exception other than TierError."""
+
+    @classmethod
+    def of(cls, verb: str, error: BaseException) -> ContractError:
+        """Convert an unexpected exception. Its frames, and so views of buffers, are not kept alive."""
+        drop_tracebacks(error)
+        found = cls(f"{verb} raised {type(error).__name__}: {describe(error)}")
+        found.__cause__ = error
+        return found
+
+
+def drop_tracebacks(error: E) -> E:
+    """Remove the tracebacks of an error, of its causes and contexts, and of the members of a group. Return it.
+
+    Local variables in the frames hold views of buffers: a slab would stay in use as long as the error is
+    referenced.
+    """
+    left: list[BaseException] = [error]
+    seen = set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        left += [other for other in (one.__cause__, one.__context__) if other is not None]
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return error
 
 
 @contextlib.contextmanager
@@ -31,15 +67,13 @@ async def set_read_result(results: list[ReadResult], position: int, read: Awaita
     task = running_task()
     try:
         results[position] = await read
-    except TierError as error:
-        results[position] = error
     except BudgetExceededError as error:  # the chunks that got memory are usable
         results[position] = no_memory(error)
         return False
     except BaseException as error:  # also SystemExit, which would end the event loop
         if is_ending(error, task):
             raise
-        results[position] = ContractError.of("get", error)
+        results[position] = error if isinstance(error, TierError) else ContractError.of("get", error)
     return True
 
 
@@ -48,12 +82,10 @@ async def set_write_result(results: list[TierError | None], position: int, write
     task = running_task()
     try:
         await write
-    except TierError as error:
-        results[position] = error
     except BaseException as error:  # as in `set_read_result`
         if is_ending(error, task):
             raise
-        results[position] = ContractError.of("put", error)
+        results[position] = error if isinstance(error, TierError) else ContractError.of("put", error)
 
 
 def unwrap(result: ReadResult) -> Buffer | None:
@@ -82,14 +114,37 @@ def release_results(results: object) -> None:
             result.release()
 
 
-def check_results(verb: str, results: object, count: int) -> None:
-    """Check the number of results of a layer inside. If it is wrong, the buffers among them are released.
+def check_flag(verb: str, result: object) -> bool:
+    """Convert a boolean result of `verb`: a bool, a NumPy bool, or the int 0 or 1. Anything else is a ContractError."""
+    if isinstance(result, bool):
+        return result
+    if isinstance(result, np.bool_) or (isinstance(result, int) and result in {0, 1}):
+        return bool(result)
+    raise ContractError(f"{verb} gave {type_text(result)}, not a bool")
 
-    Raises:
-        ContractError: The results are not a list, or their number is wrong.
-    """
-    try:
-        check_list(verb, results, count)
-    except ContractError:
-        release_results(results)
-        raise
+
+def check_count(verb: str, result: object, most: int | None = None) -> int:
+    """Convert a count from 0 to `most`, without limit if that is None. Anything else is a ContractError."""
+    if isinstance(result, bool) or not isinstance(result, int | np.integer):
+        raise ContractError(f"{verb} gave {type_text(result)}, not an int")
+    found = int(result)
+    if found < 0 or (most is not None and found > most):
+        limit = "" if most is None else f", at most {most}"
+        raise ContractError(f"{verb} gave {found}, expected 0 or more{limit}")
+    return found
+
+
+def check_list(verb: str, results: object, count: int) -> list[object]:
+    """Check that the result is a list with one element for each of `count` chunks. Else it is a ContractError."""
+    if not isinstance(results, list | tuple | np.ndarray):
+        raise ContractError(f"{verb} gave {type_text(results)}, not a list")
+    if len(results) != count:
+        raise ContractError(f"{verb} gave {len(results)} answers for {count} chunks")
+    return list(results)
+
+
+def type_text(result: object) -> str:
+    """Describe the type of an invalid result, for messages."""
+    if isinstance(result, type):
+        return f"the class {result.__name__}"
+    return "None" if result is None else f"an object of type {type(result).__name__}"

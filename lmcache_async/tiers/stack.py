@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Self
 
 from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
@@ -16,7 +16,6 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.tiers.plan import Cover, runs
 from lmcache_async.tiers.results import ReadResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey
@@ -70,10 +69,6 @@ class TierStack:
         tiers: Entries, fastest first.
         write_timeout_s: Seconds that a chunk waits for room in the queue of a slow tier before it is dropped.
         encrypted: Only encrypted records may leave the memory of the process.
-        metrics: Counts hits, writes and failures.
-
-    Attributes:
-        tiers: The entries.
         metrics: Counts hits, writes and failures.
     """
 
@@ -144,26 +139,29 @@ class TierStack:
         Returns:
             The indices of the tiers, and the reason why the prefix ends ("" if it is all of `keys`).
         """
-        cover = Cover(len(keys))
+        tiers = [-1] * len(keys)
+        holes = list(range(len(keys)))
         failed = False
-        hole = -1
-        while hole < cover.prefix < len(keys):
-            hole = cover.prefix
+        first = -1
+        while holes and holes[0] > first:  # the last round has extended the prefix
+            first = holes[0]
             for index, stacked in enumerate(self.tiers):
-                positions = cover.holes()
-                if not positions:
+                if not holes:
                     break
                 if in_arena and not stacked.tier.capabilities.in_arena:
                     continue
                 try:
-                    stored = await stacked.tier.lookup([keys[position] for position in positions])
-                    cover.mark(index, list(compress(positions, stored)))
+                    stored = await stacked.tier.lookup([keys[position] for position in holes])
                 except TierError as error:
                     failed = True
                     self._counts[stacked.id].failed(error)
-        found = cover.tiers[: cover.prefix]
-        cause = "" if cover.prefix == len(keys) else "tier_error" if failed else "miss"
-        return tuple(tier for tier in found if tier is not None), cause
+                    continue
+                for position in compress(holes, stored):
+                    tiers[position] = index
+                holes = [position for position in holes if tiers[position] < 0]
+        prefix = holes[0] if holes else len(keys)
+        cause = "" if prefix == len(keys) else "tier_error" if failed else "miss"
+        return tuple(tiers[:prefix]), cause
 
     async def missing(self, keys: Sequence[ChunkKey], *, memory_chunks: int | None = None) -> list[int]:
         """Return the positions of chunks that at least one writable tier lacks.
@@ -214,11 +212,11 @@ class TierStack:
         try:
             parts = runs(tiers)
             if len(parts) == 1:  # nothing to run concurrently, so without the frames of `read`
-                index = parts[0][0]
+                stacked = self.tiers[tiers[0]]
                 try:
-                    got = self._hits(index, await self.tiers[index].tier.get(keys, allocate))
+                    got = self._hits(stacked, await stacked.tier.get(keys, allocate))
                 except (TierError, BudgetExceededError) as error:
-                    self._counts[self.tiers[index].id].failed(error)
+                    self._counts[stacked.id].failed(error)
             else:
                 async with asyncio.TaskGroup() as group:
                     for part in parts:
@@ -245,17 +243,17 @@ class TierStack:
         """Read chunks from one tier. A failure of the tier is counted and is a miss."""
         stacked = self.tiers[index]
         try:
-            return self._hits(index, await stacked.tier.get(keys, allocate))
+            return self._hits(stacked, await stacked.tier.get(keys, allocate))
         except (TierError, BudgetExceededError) as error:
             self._counts[stacked.id].failed(error)
             return [None] * len(keys)
 
-    def _hits(self, index: int, results: list[ReadResult]) -> list[Buffer | None]:
+    def _hits(self, stacked: StackedTier, results: list[ReadResult]) -> list[Buffer | None]:
         """Count the errors among the results of a tier and replace them by misses."""
         hits: list[Buffer | None] = []
         for result in results:
             if isinstance(result, TierError):
-                self._counts[self.tiers[index].id].failed(result)
+                self._counts[stacked.id].failed(result)
                 hits.append(None)
             else:
                 hits.append(result)
@@ -326,7 +324,13 @@ class TierStack:
         Raises:
             ChainError: Encryption is on and `at_rest` is None.
         """
-        outside = _outside_records(items, at_rest, encrypted=self._encrypted and self.leaves_memory)
+        outside = items
+        if at_rest is not None:
+            outside = [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
+        elif self._encrypted and self.leaves_memory:
+            raise ChainError(
+                "encryption is on, but a stage of store.stages gives `write` no encrypted records"
+            )
         stored: list[list[TierError | None]] = [[] for _ in items]
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
@@ -385,6 +389,14 @@ class TierStack:
             self._counts[stacked.id].failed(error)
 
 
+def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Group consecutive chunks of the same tier: (tier, start, stop) in prefix order."""
+    if tiers and tiers.count(tiers[0]) == len(tiers):  # by far the most frequent case
+        return [(tiers[0], 0, len(tiers))]
+    cuts = [position for position in range(1, len(tiers)) if tiers[position] != tiers[position - 1]]
+    return [(tiers[start], start, stop) for start, stop in pairwise([0, *cuts, len(tiers)]) if start < stop]
+
+
 def _report_when_done(
     stored: Sequence[TierError | None],
     queued: Sequence[asyncio.Future[TierError | None]],
@@ -406,21 +418,6 @@ def _report_when_done(
 def _cause(results: Sequence[TierError | None]) -> str:
     """Return "" if at least one tier stored the chunk, else the class name of an error."""
     return type(results[0]).__name__ if results and None not in results else ""
-
-
-def _outside_records(
-    items: Sequence[tuple[ChunkKey, Buffer]], at_rest: Sequence[Buffer] | None, *, encrypted: bool
-) -> Sequence[tuple[ChunkKey, Buffer]]:
-    """Return the records for the tiers outside the arena; see `TierStack.write`.
-
-    Raises:
-        ChainError: Encryption is on and `at_rest` is None.
-    """
-    if at_rest is not None:
-        return [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
-    if encrypted:
-        raise ChainError("encryption is on, but a stage of store.stages gives `write` no encrypted records")
-    return items
 
 
 async def _no_memory(nbytes: int) -> Buffer:

@@ -35,24 +35,22 @@ class WriterStatistics:
 
 
 class _WriteRate:
-    """Write rate of a tier: exponentially weighted bytes per second of the time spent in writes.
+    """Write rate of a tier: exponentially weighted bytes per second of the time spent in writes."""
 
-    Args:
-        kept: Factor of the weight of earlier calls, applied at each call.
-    """
+    __slots__ = ("_bytes", "_ended", "_seconds")
 
-    __slots__ = ("_bytes", "_ended", "_kept", "_seconds")
+    _KEPT = 0.75
+    """Factor of the weight of earlier calls, applied at each call."""
 
-    def __init__(self, kept: float = 0.75) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
         self._bytes = 0.0
         self._seconds = 0.0
         self._ended = -math.inf
 
     def add(self, nbytes: int, start: float, end: float) -> None:
         """Add a call that wrote `nbytes`. Time that overlaps with a call that ended before counts once."""
-        self._bytes = self._bytes * self._kept + nbytes
-        self._seconds = self._seconds * self._kept + max(0.0, end - max(start, self._ended))
+        self._bytes = self._bytes * self._KEPT + nbytes
+        self._seconds = self._seconds * self._KEPT + max(0.0, end - max(start, self._ended))
         self._ended = end
 
     def bytes_in(self, seconds: float) -> float:

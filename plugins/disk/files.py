@@ -23,7 +23,7 @@ from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.proof import prove
 from lmcache_async.memory.threads import WorkerPool
-from lmcache_async.tiers.contract import drop_tracebacks
+from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:

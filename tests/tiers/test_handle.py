@@ -229,13 +229,16 @@ async def test_a_layer_with_too_many_results_is_an_error_and_the_buffers_are_rel
 INVALID_RESULTS = {"None": None, "an int": 1, "a list of objects": [object()]}
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("result", INVALID_RESULTS.values(), ids=INVALID_RESULTS)
-async def test_a_layer_with_an_invalid_result_is_an_error(arena, result):
+async def test_a_layer_with_an_invalid_result_is_an_error(arena, result, bounded):
     async def returns(call, next):
         return result
 
     for outer in ([], [RetryLayer(RetryConfig(), context())]):
-        tier = LayeredTier(DictTier(), *outer, _Broken(returns)).handle
+        layer = _Broken(returns)
+        layer.bounded = bounded
+        tier = LayeredTier(DictTier(), *outer, layer).handle
 
         for call in (tier.lookup([KEY]), tier.remove(KEY)):
             with pytest.raises(TierError):

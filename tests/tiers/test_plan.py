@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.tiers.base import Capabilities, Tier, TierConfig
-from lmcache_async.tiers.plan import Cover, runs
-from lmcache_async.tiers.stack import StackedTier, TierStack
+from lmcache_async.tiers.stack import StackedTier, TierStack, runs
 from lmcache_async.types import ChunkKey
 from tests.support.tiers import handle_of
 
@@ -157,21 +156,6 @@ def test_missing_is_what_some_tier_that_answers_lacks(case):
         ]
     else:  # nobody knows: nothing may be called present
         assert missing == list(range(len(keys)))
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 9)))))
-def test_a_cover_keeps_who_came_first_and_its_prefix_is_the_first_hole(marks):
-    cover = Cover(10)
-    model = {}
-    for tier, positions in marks:
-        cover.mark(tier, positions)
-        for position in positions:
-            model.setdefault(position, tier)
-
-        hole = next((i for i in range(10) if i not in model), 10)
-        assert cover.prefix == hole
-        assert cover.holes() == [i for i in range(hole, 10) if i not in model]
-        assert cover.tiers == [model.get(i) for i in range(10)]
 
 
 @given(st.lists(st.integers(0, 2)))

@@ -28,8 +28,8 @@ LEASES = (
     Mutation(
         "the handle does not release its leases of a put",
         HANDLE,
-        "                leases.close()",
-        "                pass",
+        "release_results(self._leases)",
+        "pass",
         TEST_HANDLE,
     ),
     Mutation(
@@ -174,8 +174,8 @@ WAITS = (
     Mutation(
         "a plan goes on behind a hole",
         STACK,
-        "found = cover.tiers[: cover.prefix]",
-        "found = cover.tiers",
+        "return tuple(tiers[:prefix]), cause",
+        "return tuple(tiers), cause",
         ("tests/tiers/test_plan.py",),
     ),
 )

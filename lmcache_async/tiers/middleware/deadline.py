@@ -9,9 +9,8 @@ from pydantic import BeforeValidator
 
 from lmcache_async.config.values import Seconds, unless_none
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.tiers.contract import ContractError
 from lmcache_async.tiers.middleware.base import Call, Kind, Layer, LayerConfig, LayerContext, Next, Results
-from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.results import ContractError, release_results
 
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(unless_none)]
 

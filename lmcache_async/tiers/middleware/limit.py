@@ -27,7 +27,7 @@ from lmcache_async.tiers.middleware.base import (
     Results,
     Verb,
 )
-from lmcache_async.tiers.results import check_results, release_results
+from lmcache_async.tiers.results import release_results
 
 
 def _parse_share(value: object) -> str:
@@ -129,7 +129,6 @@ class LimitLayer(Layer):
                 try:
                     async with self._held(sum(sizes[start:stop]), call.deadline):
                         answers = await next(call.part(range(start, stop)))
-                    check_results(call.verb, answers, stop - start)
                     results += answers
                 except TierError as error:
                     results += [error] * (stop - start)

@@ -24,7 +24,7 @@ from lmcache_async.tiers.middleware.base import (
     Results,
     Verb,
 )
-from lmcache_async.tiers.results import check_results, memory_was_short, release_results
+from lmcache_async.tiers.results import memory_was_short, release_results
 
 
 class RetryConfig(LayerConfig):
@@ -104,7 +104,6 @@ class RetryLayer(Layer):
                 answers: Results
                 try:
                     answers = await next(attempt)
-                    check_results(call.verb, answers, attempt.chunks)
                 except TierError as error:
                     if attempt is call and not _is_retryable(error):
                         raise
