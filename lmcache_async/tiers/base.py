@@ -267,16 +267,12 @@ class Tier(ABC, Generic[ConfigT]):
         Returns:
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
         """
-        limit = asyncio.Semaphore(self.capabilities.max_concurrency)
         with read_results(len(keys)) as results:
-
-            async def one(index: int, key: ChunkKey) -> None:
-                async with limit:
-                    await set_read_result(results, index, self.get(key, allocate))
-
-            async with asyncio.TaskGroup() as group:
-                for index, key in enumerate(keys):
-                    group.create_task(one(index, key))
+            await _run_each(
+                len(keys),
+                lambda index: set_read_result(results, index, self.get(keys[index], allocate)),
+                self.capabilities.max_concurrency,
+            )
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
@@ -285,16 +281,12 @@ class Tier(ABC, Generic[ConfigT]):
         Returns:
             For each item None if it was stored, else the error.
         """
-        limit = asyncio.Semaphore(self.capabilities.max_concurrency)
         results: list[TierError | None] = [None] * len(items)
-
-        async def one(index: int, key: ChunkKey, buffer: Buffer) -> None:
-            async with limit:
-                await set_write_result(results, index, self.put(key, buffer))
-
-        async with asyncio.TaskGroup() as group:
-            for index, (key, buffer) in enumerate(items):
-                group.create_task(one(index, key, buffer))
+        await _run_each(
+            len(items),
+            lambda index: set_write_result(results, index, self.put(*items[index])),
+            self.capabilities.max_concurrency,
+        )
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -349,3 +341,16 @@ class Tier(ABC, Generic[ConfigT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the tier. The content of a persistent tier is kept."""
+
+
+async def _run_each(count: int, work: Callable[[int], Awaitable[object]], limit: int) -> None:
+    """Await `work(index)` for `count` indices, at most `limit` at a time."""
+    slots = asyncio.Semaphore(limit)
+
+    async def one(index: int) -> None:
+        async with slots:
+            await work(index)
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(count):
+            group.create_task(one(index))

@@ -101,7 +101,7 @@ LAYERS = (
     Mutation(
         "a limit lets everything through",
         "lmcache_async/tiers/middleware/limit.py",
-        "taken = min(amount, budget.max_bytes)",
+        "taken = min(amounts[option], budget.max_bytes)",
         "taken = 0",
         ("tests/tiers/test_layer_limit.py",),
     ),

@@ -42,17 +42,6 @@ class Verb(StrEnum):
     CLEAR = "clear"
 
 
-_KINDS = {
-    Verb.CONTAINS_MANY: Kind.LOOKUP,
-    Verb.COUNT_PREFIX: Kind.LOOKUP,
-    Verb.GET_MANY: Kind.READ,
-    Verb.PUT_MANY: Kind.WRITE,
-    Verb.REMOVE: Kind.WRITE,
-    Verb.REJECT: Kind.WRITE,
-    Verb.CLEAR: Kind.WRITE,
-}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One call of a tier.
@@ -77,7 +66,9 @@ class Call:
 
     @property
     def kind(self) -> Kind:
-        return _KINDS[self.verb]
+        if self.verb is Verb.GET_MANY:
+            return Kind.READ
+        return Kind.LOOKUP if self.verb in (Verb.CONTAINS_MANY, Verb.COUNT_PREFIX) else Kind.WRITE
 
     @property
     def chunks(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
@@ -69,18 +69,6 @@ class LimitStatistics(LayerStatistics):
     bytes: BudgetStatistics | None
 
 
-class _Budgets(NamedTuple):
-    """Budgets of calls and bytes, granted in order of arrival; None if they are not limited."""
-
-    calls: ByteBudget | None
-    bytes: ByteBudget | None
-
-    @classmethod
-    def of(cls, options: LimitConfig) -> _Budgets:
-        limits = (options.max_calls, options.max_bytes)
-        return cls(*(None if limit is None else ByteBudget(limit) for limit in limits))
-
-
 class LimitLayer(Layer):
     """Limits concurrent calls and their bytes, first in, first out.
 
@@ -97,20 +85,17 @@ class LimitLayer(Layer):
         self._max_bytes = options.max_bytes
         self._record_bytes = 0
         self._budgets = (
-            context.shared.join(options.share, options, context.where, lambda: _Budgets.of(options))
+            context.shared.join(options.share, options, context.where, lambda: _budgets(options))
             if options.share
-            else _Budgets.of(options)
+            else _budgets(options)
         )
 
     def bind(self, arena: Arena) -> None:
         self._record_bytes = arena.slab_bytes
 
     def statistics(self) -> LimitStatistics:
-        calls, nbytes = self._budgets.calls, self._budgets.bytes
-        return LimitStatistics(
-            calls=None if calls is None else calls.statistics(),
-            bytes=None if nbytes is None else nbytes.statistics(),
-        )
+        found = {option: budget.statistics() for option, budget in self._budgets.items()}
+        return LimitStatistics(calls=found.get("max_calls"), bytes=found.get("max_bytes"))
 
     async def around(self, call: Call, next: Next) -> Results:
         if call.local:
@@ -140,12 +125,10 @@ class LimitLayer(Layer):
     @asynccontextmanager
     async def _held(self, nbytes: int, deadline: float) -> AsyncIterator[None]:
         """Hold the room of a call in the block. A request above a whole budget takes all of it."""
-        wanted = ((self._budgets.calls, 1, "max_calls"), (self._budgets.bytes, nbytes, "max_bytes"))
+        amounts = {"max_calls": 1, "max_bytes": nbytes}
         with ExitStack() as held:
-            for budget, amount, option in wanted:
-                if budget is None:
-                    continue
-                taken = min(amount, budget.max_bytes)
+            for option, budget in self._budgets.items():
+                taken = min(amounts[option], budget.max_bytes)
                 left_s = max(0.0, deadline - asyncio.get_running_loop().time())
                 try:
                     await budget.reserve(taken, timeout_s=left_s)
@@ -156,6 +139,12 @@ class LimitLayer(Layer):
                     ) from error
                 held.callback(budget.release, taken)
             yield
+
+
+def _budgets(options: LimitConfig) -> dict[str, ByteBudget]:
+    """Return the budgets by option, of what is limited. They are granted in order of arrival."""
+    limits = {"max_calls": options.max_calls, "max_bytes": options.max_bytes}
+    return {option: ByteBudget(limit) for option, limit in limits.items() if limit is not None}
 
 
 def split(sizes: Sequence[int], max_bytes: int | None) -> list[tuple[int, int]]:
