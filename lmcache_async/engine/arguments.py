@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -54,8 +55,21 @@ _ELSEWHERE = {
 """Arguments of LMCache that do not exist here, with the reason or the replacement."""
 
 
-def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
-    """Refuse unknown keyword arguments. An ignored one might be the misspelt name of a tenant.
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Checked keyword arguments of a call; `slot_mapping` is not checked."""
+
+    kv_caches: Layers | None
+    slot_mapping: Any
+    request_id: str
+    namespace: RequestNamespace
+
+
+def check_arguments(call: str, given: RequestArguments, *others: str) -> Arguments:
+    """Check the keyword arguments of a call.
+
+    An unknown one is refused, because it might be the misspelt name of a tenant. So is a salt of 0, for example, because
+    treating it as no salt would share the chunks of a tenant.
 
     Args:
         call: Name of the call.
@@ -63,7 +77,8 @@ def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
         others: Arguments of the call besides `RequestArguments`, for the message.
 
     Raises:
-        TypeError: An argument is unknown. The message contains the nearest valid name.
+        TypeError: An argument is unknown, has the wrong type, or is given by both of its names. The message contains the
+            nearest valid name.
     """
     names = [*RequestArguments.__annotations__, *others]
     for name in given:
@@ -76,43 +91,9 @@ def check_names(call: str, given: Mapping[str, object], *others: str) -> None:
         else:
             advice = f"expected one of {', '.join(names)}"
         raise TypeError(f"{call}() has no argument {name!r}; {advice}")
-
-
-def paged_cache(given: RequestArguments) -> Layers | None:
-    """Return the paged KV cache, given by either of its names.
-
-    Raises:
-        TypeError: Both names are given.
-    """
-    ours, theirs = given.get("kv_caches"), given.get("kvcaches")
-    if ours is not None and theirs is not None:
+    caches = [given[name] for name in ("kv_caches", "kvcaches") if given.get(name) is not None]
+    if len(caches) > 1:
         raise TypeError("kv_caches= and kvcaches= are the same argument; pass one of them")
-    return theirs if ours is None else ours
-
-
-def slots_of(given: RequestArguments) -> Any:
-    """Return the slot mapping.
-
-    Raises:
-        ValueError: It is missing.
-    """
-    if given.get("slot_mapping") is None:
-        raise ValueError("slot_mapping= is missing; expected the slot of each token in the paged KV cache")
-    return given["slot_mapping"]
-
-
-def request_id(given: RequestArguments) -> str:
-    name = given.get("req_id")
-    return "" if name is None else str(name)
-
-
-def request_namespace(given: RequestArguments) -> RequestNamespace:
-    """Return the namespace of a request.
-
-    Raises:
-        TypeError: An argument or a tag has the wrong type. A salt of 0, for example, is refused, because
-            treating it as no salt would share the chunks of a tenant.
-    """
     tags = _by_name("tags", given.get("tags"))
     configs = _by_name("request_configs", given.get("request_configs"))
     tags |= {name: value for name, value in configs.items() if name.startswith(_TAG_PREFIX)}
@@ -120,11 +101,16 @@ def request_namespace(given: RequestArguments) -> RequestNamespace:
         if not isinstance(value, str | int | float):
             kind = type(value).__name__
             raise TypeError(f"the value of tag {name!r} is a {kind}; expected a string or a number")
-    lora, cache_salt = given.get("lora"), given.get("cache_salt")
-    return RequestNamespace(
-        lora="" if lora is None else lora,
-        cache_salt="" if cache_salt is None else cache_salt,
-        tags=tuple((name, str(value)) for name, value in tags.items()),
+    request_id = given.get("req_id")
+    return Arguments(
+        kv_caches=caches[0] if caches else None,
+        slot_mapping=given.get("slot_mapping"),
+        request_id="" if request_id is None else str(request_id),
+        namespace=RequestNamespace(
+            lora=given.get("lora"),  # type: ignore[arg-type]  # None is no adapter, and other types are refused
+            cache_salt=given.get("cache_salt"),  # type: ignore[arg-type]
+            tags=tuple((name, str(value)) for name, value in tags.items()),
+        ),
     )
 
 
@@ -137,7 +123,7 @@ def leading_false(mask: Mask | None, num_tokens: int) -> int:
     """
     if mask is None:
         return 0
-    values = _booleans(mask)
+    values = _host_array(mask, "the mask is", "mask value", "b", (bool, np.bool_), "booleans")
     if values.shape != (num_tokens,):
         raise ValueError(f"the mask has shape {values.shape}, but there are {num_tokens} tokens")
     skip = int(num_tokens - values.sum())
@@ -159,7 +145,7 @@ def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> B
         TypeError: The rows are not integers.
         ValueError: There are too few rows, or a row is neither in the cache nor -1.
     """
-    given = _integers(rows).reshape(-1)
+    given = _host_array(rows, "rows are", "row", "iu", (int, np.integer), "integers").reshape(-1)
     wanted = num_tokens // tokens_per_row
     if len(given) < wanted:
         raise ValueError(f"{num_tokens} tokens need {wanted} rows, but {len(given)} were given")
@@ -183,40 +169,31 @@ def _by_name(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given)
 
 
-def _booleans(mask: object) -> npt.NDArray[np.bool_]:
-    if isinstance(mask, torch.Tensor):
-        if mask.dtype != torch.bool:
-            raise TypeError(f"the mask is a tensor of {mask.dtype}; expected booleans")
-        values: npt.NDArray[np.bool_] = mask.detach().cpu().numpy()
-        return values
-    if isinstance(mask, np.ndarray):
-        if mask.dtype != np.bool_:
-            raise TypeError(f"the mask is an array of {mask.dtype}; expected booleans")
-        return mask
-    if isinstance(mask, str | bytes) or not isinstance(mask, Sequence):
-        raise TypeError(
-            f"the mask is a {type(mask).__name__}; expected a tensor, an array or a list of booleans"
-        )
-    for position, value in enumerate(mask):
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(
-                f"value {position} of the mask is {value!r} ({type(value).__name__}); expected a boolean"
-            )
-    return np.array(mask, np.bool_)
+def _host_array(
+    values: Any, name: str, item: str, kinds: str, types: tuple[type, ...], expected: str
+) -> npt.NDArray[Any]:
+    """Return the values as an array; of dtype object if no NumPy type holds all of them.
 
-
-def _integers(rows: Any) -> npt.NDArray[Any]:
-    """The rows as an array of integers; of dtype object if no NumPy integer type holds all of them."""
-    if isinstance(rows, torch.Tensor):
-        if rows.is_floating_point() or rows.is_complex():
-            raise TypeError(f"rows are a tensor of {rows.dtype}; expected integers")
-        rows = rows.detach().cpu().numpy()
-    given = np.asarray(rows)
-    if not given.size or given.dtype.kind in "iu":
-        return given
-    if isinstance(rows, list | tuple):
-        for position, value in enumerate(rows):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"row {position} is {value!r} ({type(value).__name__}); expected an integer")
-        return np.array(rows, object)
-    raise TypeError(f"rows are an array of {given.dtype}; expected integers")
+    Args:
+        values: A tensor, an array or a sequence.
+        name: Name of the values with a verb, for messages.
+        item: Name of one value, for messages.
+        kinds: Accepted kinds of NumPy types.
+        types: Accepted Python types.
+        expected: Name of the accepted types, for messages.
+    """
+    if isinstance(values, torch.Tensor):
+        is_real = values.is_floating_point() or values.is_complex()
+        if ("f" if is_real else "b" if values.dtype == torch.bool else "i") not in kinds:
+            raise TypeError(f"{name} a tensor of {values.dtype}; expected {expected}")
+        values = values.detach().cpu().numpy()
+    array = np.asarray(values)
+    if not array.size or array.dtype.kind in kinds:
+        return array
+    if not isinstance(values, list | tuple):
+        kind = f"an array of {array.dtype}" if values is array else f"a {type(values).__name__}"
+        raise TypeError(f"{name} {kind}; expected {expected}")
+    for position, value in enumerate(values):
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise TypeError(f"{item} {position} is {value!r} ({type(value).__name__}); expected {expected}")
+    return np.array(values, object)

@@ -20,15 +20,7 @@ from prometheus_client import Metric
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout, Layers
-from lmcache_async.engine.arguments import (
-    Mask,
-    RequestArguments,
-    check_names,
-    paged_cache,
-    request_id,
-    request_namespace,
-    slots_of,
-)
+from lmcache_async.engine.arguments import Mask, RequestArguments, check_arguments
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
@@ -142,18 +134,8 @@ class LMCacheEngine:
             TypeError: An argument is unknown or has the wrong type.
             ValueError: The value of an argument does not fit the tokens or the cache.
         """
-        check_names("store", kwargs, "mask")
-        engine = self._opened("store", kwargs)
-        self._wait(
-            engine.store(
-                tokens,
-                slots_of(kwargs),
-                mask=mask,
-                namespace=request_namespace(kwargs),
-                request_id=request_id(kwargs),
-                fence=engine.copier.fence(),
-            )
-        )
+        engine, rows, options = self._transfer("store", mask, kwargs)
+        self._wait(engine.store(tokens, rows, **options))
 
     def retrieve(
         self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]
@@ -164,18 +146,8 @@ class LMCacheEngine:
             Bool of shape (len(tokens),) on the CPU: True for each loaded token. It has the form F* T* F*,
             except that tokens with slot -1 are always False.
         """
-        check_names("retrieve", kwargs, "mask")
-        engine = self._opened("retrieve", kwargs)
-        return self._wait(
-            engine.retrieve(
-                tokens,
-                slots_of(kwargs),
-                mask=mask,
-                namespace=request_namespace(kwargs),
-                request_id=request_id(kwargs),
-                fence=engine.copier.fence(),
-            )
-        )
+        engine, rows, options = self._transfer("retrieve", mask, kwargs)
+        return self._wait(engine.retrieve(tokens, rows, **options))
 
     def lookup(
         self,
@@ -193,14 +165,15 @@ class LMCacheEngine:
             pin: Whether to pin chunks in host memory until `lookup_unpin(lookup_id)`.
             **kwargs: As in `store`.
         """
-        check_names("lookup", kwargs, "lookup_id", "pin")
-        namespace = request_namespace(kwargs)
-        engine = self._ready(paged_cache(kwargs))
-        if engine is None:
-            return 0
+        given = check_arguments("lookup", kwargs, "lookup_id", "pin")
         if pin and lookup_id is None:
             raise ValueError("pin=True requires a lookup_id, which lookup_unpin needs")
-        return self._wait(engine.lookup(tokens, namespace=namespace, lookup_id=lookup_id if pin else None))
+        engine = self._ready(given.kv_caches)
+        if engine is None:
+            return 0
+        return self._wait(
+            engine.lookup(tokens, namespace=given.namespace, lookup_id=lookup_id if pin else None)
+        )
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
         """Release the pins of these lookups. Unknown ids are ignored."""
@@ -214,10 +187,9 @@ class LMCacheEngine:
 
         Args and errors: as in `store`.
         """
-        check_names("prefetch", kwargs)
-        namespace = request_namespace(kwargs)
-        engine = self._ready(paged_cache(kwargs))
-        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=namespace))
+        given = check_arguments("prefetch", kwargs)
+        engine = self._ready(given.kv_caches)
+        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=given.namespace))
 
     def clear(self, *, memory_only: bool = False) -> int:
         """Delete the chunks of all tiers, or of memory only; return their number."""
@@ -277,7 +249,7 @@ class LMCacheEngine:
         self._ready(kv_caches)
 
     def __enter__(self) -> Self:
-        self._check_process()
+        self._loop.check_process()
         return self
 
     def __exit__(
@@ -287,12 +259,8 @@ class LMCacheEngine:
         if not self._loop.inherited:
             self.close()
 
-    def _check_process(self) -> None:
-        """Raise EngineClosedError in a process that was forked after the engine was opened."""
-        self._loop.check_process()
-
     def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
-        self._check_process()
+        self._loop.check_process()
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
@@ -302,11 +270,25 @@ class LMCacheEngine:
                 raise ValueError("kv_caches= are not the tensors with which the engine was opened")
             return self._engine
 
-    def _opened(self, call: str, given: RequestArguments) -> CacheEngine:
-        engine = self._ready(paged_cache(given))
+    def _transfer(
+        self, call: str, mask: Mask | None, kwargs: RequestArguments
+    ) -> tuple[CacheEngine, Any, dict[str, Any]]:
+        """Return the engine, the rows and the options of a store or a retrieve."""
+        given = check_arguments(call, kwargs, "mask")
+        engine = self._ready(given.kv_caches)
         if engine is None:
             raise ValueError(f"the first {call} needs kv_caches=, the paged KV cache of all layers")
-        return engine
+        if given.slot_mapping is None:
+            raise ValueError(
+                "slot_mapping= is missing; expected the slot of each token in the paged KV cache"
+            )
+        options = {
+            "mask": mask,
+            "namespace": given.namespace,
+            "request_id": given.request_id,
+            "fence": engine.copier.fence(),
+        }
+        return engine, given.slot_mapping, options
 
     def _open(self, kv_caches: Layers) -> None:
         layout = self.metadata.layout_of(kv_caches)
@@ -407,7 +389,7 @@ class LMCacheEngineBuilder:
         engine = cls._engines.get(instance_id)
         if engine is None or engine.closed:
             return None
-        engine._check_process()
+        engine._loop.check_process()
         return engine
 
     @classmethod

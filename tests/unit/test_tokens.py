@@ -105,7 +105,7 @@ async def test_rows_are_checked_before_anything_is_copied():
         ([0, 2**64 - 1], ValueError, f"row {2**64 - 1} is out of bounds"),
         ([0, 2**70], ValueError, f"row {2**70} is out of bounds"),
         ([-(2**70), 0], ValueError, f"row {-(2**70)} is out of bounds"),
-        ([0, 0.5], TypeError, r"row 1 is 0.5 \(float\); expected an integer"),
+        ([0, 0.5], TypeError, r"row 1 is 0.5 \(float\); expected integers"),
         ([[0], [1, 2]], ValueError, "inhomogeneous"),
         (
             torch.tensor([0, 1], dtype=torch.bfloat16),
@@ -163,10 +163,10 @@ async def test_a_mask_may_be_of_any_form_that_holds_booleans(form):
         (torch.ones(8, dtype=torch.int64), "mask is a tensor of torch.int64; expected booleans"),
         (np.full(8, np.nan), "mask is an array of float64; expected booleans"),
         (np.ones(8, np.uint8), "mask is an array of uint8; expected booleans"),
-        ([1.0] * 8, "value 0 of the mask is 1.0"),
-        ([True] * 7 + [None], "value 7 of the mask is None"),
-        ("TTTTTTTT", "mask is a str; expected a tensor, an array or a list of booleans"),
-        (1, "mask is a int; expected a tensor, an array or a list of booleans"),
+        ([1.0] * 8, r"mask value 0 is 1.0 \(float\); expected booleans"),
+        ([True] * 7 + [None], "mask value 7 is None"),
+        ("TTTTTTTT", "mask is a str; expected booleans"),
+        (1, "mask is a int; expected booleans"),
     ],
     ids=["NaN", "int", "NaN array", "uint8", "floats", "none", "text", "number"],
 )
