@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.hashing.digest import Digest, digest_function
+from lmcache_async.hashing.digest import digest_function
 from lmcache_async.hashing.namespace import canonical_text
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, Chunk, ChunkKey, Tokens
@@ -65,9 +65,10 @@ class ChunkHasher:
         hash_key: Secret of 32 bytes, or b"" for none. Without it keys cannot be computed, not even those that
             follow a known key.
         extras: Extras of the request, by positions in the request.
+        start: Position of the first token in the request. The root is then the key of the chunk before it.
 
     Attributes:
-        num_tokens: Number of tokens so far.
+        num_tokens: Position after the last token so far.
         parent: Key of the last full chunk, or the root.
 
     Raises:
@@ -84,12 +85,16 @@ class ChunkHasher:
         algorithm: str = "xxh3_128",
         hash_key: bytes = b"",
         extras: Iterable[Extra] = (),
+        start: int = 0,
     ) -> None:
-        _check(root, chunk_size)
+        if len(root) != KEY_BYTES:
+            raise ValueError(f"a root or key has {len(root)} bytes; expected {KEY_BYTES}")
+        if not 1 <= chunk_size <= MAX_CHUNK_SIZE:
+            raise ConfigError(f"chunk_size is {chunk_size}; expected 1 to {MAX_CHUNK_SIZE} tokens")
         self.parent = root
         self._digest = digest_function(algorithm, hash_key)
         self._chunk_size = chunk_size
-        self._start = 0  # first token of the unfinished chunk
+        self._start = start  # first token of the unfinished chunk
         self._tail = b""  # tokens of the unfinished chunk
         self._extras = deque(sorted(extras))  # extras that end before the unfinished chunk are removed
 
@@ -121,11 +126,15 @@ class ChunkHasher:
 
         They are its leading multiples of `unit` tokens.
         """
+        if unit < 1:
+            raise ValueError(f"unit is {unit}; expected at least 1 token")
         ids = _ids(self._tail)
-        return [self._partial(ids, length) for length in _lengths(len(ids), unit)]
+        return [self._partial(ids, length) for length in range(len(ids) - len(ids) % unit, 0, -unit)]
 
     def _partial(self, ids: Tokens, length: int) -> Chunk:
-        return _partial_chunk(self.parent, ids[:length], self._start, self._digest, self._extras)
+        text = _overlap_text(self._extras, self._start, self._start + length)
+        message = self.parent + self._tail[: length * _TOKEN_BYTES] + _trailer(text, length)
+        return Chunk(ChunkKey(self._digest(message)), self._start, ids[:length], text)
 
     def _advance(self, tokens: TokenIds) -> tuple[bytes, list[ChunkKey], dict[int, str]]:
         """Hash the completed chunks.
@@ -136,7 +145,7 @@ class ChunkHasher:
         """
         digest, extras, parent = self._digest, self._extras, self.parent
         start = self._start
-        data = self._tail + _little_endian(as_tokens(tokens))
+        data = self._tail + as_tokens(tokens).astype("<i4", copy=False).tobytes()
         chunk_bytes = self._chunk_size * _TOKEN_BYTES
         full_bytes = len(data) - len(data) % chunk_bytes
         keys: list[bytes] = []
@@ -144,9 +153,13 @@ class ChunkHasher:
         # One concatenation and one call per chunk: for 1 KiB this is as fast as a preallocated buffer.
         for at in range(0, full_bytes, chunk_bytes):
             message = parent + data[at : at + chunk_bytes]
-            if extras and (text := _take_text(extras, start + at // _TOKEN_BYTES, self._chunk_size)):
-                texts[at // _TOKEN_BYTES] = text
-                message += _trailer(text, self._chunk_size)
+            if extras:
+                first = start + at // _TOKEN_BYTES
+                while extras and extras[0].stop <= first:
+                    extras.popleft()
+                if text := _overlap_text(extras, first, first + self._chunk_size):
+                    texts[at // _TOKEN_BYTES] = text
+                    message += _trailer(text, self._chunk_size)
             parent = digest(message)
             keys.append(parent)
         self.parent = parent
@@ -182,55 +195,16 @@ def partial_candidates(
         ConfigError: As for `ChunkHasher`.
         ValueError: `parent` has the wrong length, or `unit` is less than 1.
     """
-    _check(parent, chunk_size)
-    ids = _ids(_little_endian(as_tokens(tokens)[: chunk_size - 1]))
-    digest, ordered = digest_function(algorithm, hash_key), sorted(extras)
-    return [
-        _partial_chunk(parent, ids[:length], start, digest, ordered) for length in _lengths(len(ids), unit)
-    ]
-
-
-def message_end(tokens: Tokens, extra: str, chunk_size: int) -> bytes:
-    """Return the message of a chunk without the key of its parent. Used to find the parent of a record.
-
-    Args:
-        tokens: Token ids of the chunk; int32 of shape (num_tokens,).
-        extra: Canonical extra text of the chunk.
-        chunk_size: Tokens of a full chunk.
-    """
-    data = _little_endian(tokens)
-    return data if len(tokens) == chunk_size and not extra else data + _trailer(extra, len(tokens))
-
-
-def _check(parent: bytes, chunk_size: int) -> None:
-    if len(parent) != KEY_BYTES:
-        raise ValueError(f"a root or key has {len(parent)} bytes; expected {KEY_BYTES}")
-    if not 1 <= chunk_size <= MAX_CHUNK_SIZE:
-        raise ConfigError(f"chunk_size is {chunk_size}; expected 1 to {MAX_CHUNK_SIZE} tokens")
-
-
-def _lengths(num_tokens: int, unit: int) -> range:
-    if unit < 1:
-        raise ValueError(f"unit is {unit}; expected at least 1 token")
-    return range(num_tokens - num_tokens % unit, 0, -unit)
-
-
-def _partial_chunk(parent: bytes, ids: Tokens, start: int, digest: Digest, extras: Iterable[Extra]) -> Chunk:
-    text = _overlap_text(extras, start, start + len(ids))
-    key = digest(parent + _little_endian(ids) + _trailer(text, len(ids)))
-    return Chunk(ChunkKey(key), start, ids, text)
+    hasher = ChunkHasher(
+        parent, chunk_size=chunk_size, algorithm=algorithm, hash_key=hash_key, extras=extras, start=start
+    )
+    hasher.extend_keys(as_tokens(tokens)[: chunk_size - 1])
+    return hasher.partials(unit)
 
 
 def _trailer(text: str, num_tokens: int) -> bytes:
     body = text.encode("utf-8")
     return body + struct.pack("<II", len(body), num_tokens | 1 << 31)
-
-
-def _take_text(extras: deque[Extra], start: int, size: int) -> str:
-    """Return the extra text of the chunk at `start` and remove leading extras that end before it."""
-    while extras and extras[0].stop <= start:
-        extras.popleft()
-    return _overlap_text(extras, start, start + size)
 
 
 def _overlap_text(extras: Iterable[Extra], start: int, stop: int) -> str:
@@ -242,10 +216,6 @@ def _overlap_text(extras: Iterable[Extra], start: int, stop: int) -> str:
         if extra.stop > start:
             found.append((extra.start - start, extra.stop - start, extra.text))
     return canonical_text(found) if found else ""
-
-
-def _little_endian(tokens: Tokens) -> bytes:
-    return tokens.astype("<i4", copy=False).tobytes()
 
 
 def _ids(data: bytes) -> Tokens:

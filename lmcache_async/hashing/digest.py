@@ -41,43 +41,23 @@ def digest_function(algorithm: str, key: bytes = b"") -> Digest:
         )
     if key and len(key) != HASH_KEY_BYTES:
         raise ConfigError(f"the hash key has {len(key)} bytes; expected {HASH_KEY_BYTES}")
+    if algorithm == "xxh3_128":
+        return xxhash.xxh3_128_digest
     if algorithm == "sha256":
-        return _hmac_sha256(key) if key else _sha256
-    if algorithm == "blake3":
-        return _blake3(key)
-    return xxhash.xxh3_128_digest
-
-
-def hash_key_id(key: bytes) -> str:
-    """Return the id of a hash key, which is not secret. Different keys have different ids; no key has ""."""
-    return hmac.digest(key, b"lmcache-async hash key id", "sha256")[:8].hex() if key else ""
-
-
-def _sha256(message: bytes) -> bytes:
-    return hashlib.sha256(message).digest()[:KEY_BYTES]
-
-
-def _hmac_sha256(key: bytes) -> Digest:
-    def digest(message: bytes) -> bytes:
-        return hmac.digest(key, message, "sha256")[:KEY_BYTES]
-
-    return digest
-
-
-def _blake3(key: bytes) -> Digest:
+        if key:
+            return lambda message: hmac.digest(key, message, "sha256")[:KEY_BYTES]
+        return lambda message: hashlib.sha256(message).digest()[:KEY_BYTES]
     try:
         from blake3 import blake3
     except ImportError as error:
         raise MissingDependencyError(
             "hash algorithm 'blake3' needs the package blake3: pip install 'lmcache-async[blake3]'"
         ) from error
+    if key:
+        return lambda message: blake3(message, key=key).digest(length=KEY_BYTES)
+    return lambda message: blake3(message).digest(length=KEY_BYTES)
 
-    def digest(message: bytes) -> bytes:
-        result: bytes = blake3(message).digest(length=KEY_BYTES)
-        return result
 
-    def keyed_digest(message: bytes) -> bytes:
-        result: bytes = blake3(message, key=key).digest(length=KEY_BYTES)
-        return result
-
-    return keyed_digest if key else digest
+def hash_key_id(key: bytes) -> str:
+    """Return the id of a hash key, which is not secret. Different keys have different ids; no key has ""."""
+    return hmac.digest(key, b"lmcache-async hash key id", "sha256")[:8].hex() if key else ""

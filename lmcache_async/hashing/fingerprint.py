@@ -48,7 +48,6 @@ _END_BYTES = (
 _STRIDE_BYTES = 1 << 20
 _MAX_SAMPLES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-_PART_BYTES = 4 << 20
 _THREADS = 8  # reads in flight; most of the time is disk latency
 
 
@@ -85,12 +84,12 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
         )
     weights = _weight_files(path)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
-    new = _hash_of(algorithm)
+    describe = partial(_describe, _hash_of(algorithm))
     prefix = f"{mode}:sha256" if algorithm in CRYPTOGRAPHIC else mode
     with ThreadPoolExecutor(_THREADS, "lmcache-async-fingerprint") as pool:
-        described = pool.map(partial(_describe, new, _sample if mode == "sampled" else _all), weights)
-        entries = [*described, *map(partial(_describe, new, _all), settings)]
-    return f"{prefix}:{_joined(new, entries)}"
+        described = pool.map(partial(describe, sampled=mode == "sampled"), weights)
+        entries = [*described, *map(describe, settings)]
+    return f"{prefix}:{_joined(_hash_of(algorithm), entries)}"
 
 
 def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
@@ -106,7 +105,7 @@ def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
         32 hex digits; empty if there is no such file.
     """
     new = _hash_of(algorithm)
-    entries = [_describe(new, _all, file) for file in _matches(path, (*_PROCESSOR, *_MISTRAL_TOKENIZER))]
+    entries = [_describe(new, file) for file in _matches(path, (*_PROCESSOR, *_MISTRAL_TOKENIZER))]
     return _joined(new, entries) if entries else ""
 
 
@@ -134,44 +133,26 @@ def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if not file.is_dir()})
 
 
-Parts: TypeAlias = "Iterator[bytes | memoryview]"
+def _describe(new: Callable[[], Any], path: Path, *, sampled: bool = False) -> tuple[str, int, str]:
+    """Return name, size and digest of a file. `new()` creates a hash."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if sampled:
+            digest = new()
+            os.posix_fadvise(
+                file.fileno(), 0, 0, os.POSIX_FADV_RANDOM
+            )  # no read-ahead, which is 32 times a sample
+            sample = _sample_safetensors if path.suffix == ".safetensors" else _sample_any
+            for part in sample(file.fileno(), size, str(path)):
+                digest.update(part)
+        else:
+            digest = hashlib.file_digest(file, new)
+            if file.tell() != size:
+                raise ValueError(f"{path} changed its length while it was read")
+    return path.name, size, digest.hexdigest()
 
 
-def _describe(
-    new: Callable[[], Any], read: Callable[[int, int, str], Parts], file: Path
-) -> tuple[str, int, str]:
-    """Return name, size and digest of a file. `new()` creates a hash; `read` yields the bytes to hash."""
-    digest = new()
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
-        for part in read(descriptor, size, str(file)):
-            digest.update(part)  # releases the GIL
-    finally:
-        os.close(descriptor)
-    return file.name, size, digest.hexdigest()
-
-
-def _all(descriptor: int, size: int, name: str) -> Parts:
-    """Yield every byte, in one buffer that is overwritten by each step."""
-    part = memoryview(bytearray(min(size, _PART_BYTES)))
-    done = 0
-    while done < size:
-        count = os.preadv(descriptor, [part[: size - done]], done)
-        if not count:
-            raise ValueError(f"{name} was truncated while it was read")
-        yield part[:count]
-        done += count
-
-
-def _sample(descriptor: int, size: int, name: str) -> Parts:
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead, which is 32 times a sample
-    if name.endswith(".safetensors"):
-        return _sample_safetensors(descriptor, size, name)
-    return _sample_any(descriptor, size, name)
-
-
-def _sample_any(descriptor: int, size: int, name: str) -> Parts:
+def _sample_any(descriptor: int, size: int, name: str) -> Iterator[bytes]:
     """Yield both ends, and 4 KiB at each stride between them."""
     stride = max(_STRIDE_BYTES, size // _MAX_SAMPLES)
     yield _read(descriptor, 0, min(size, _END_BYTES), name)
@@ -181,7 +162,7 @@ def _sample_any(descriptor: int, size: int, name: str) -> Parts:
         yield _read(descriptor, size - _END_BYTES, _END_BYTES, name)
 
 
-def _sample_safetensors(descriptor: int, size: int, name: str) -> Parts:
+def _sample_safetensors(descriptor: int, size: int, name: str) -> Iterator[bytes]:
     """Yield the header, and 4 KiB at the start, middle and end of each tensor."""
     if size < 8:
         raise ValueError(f"{name} is not a safetensors file: it has only {size} bytes")

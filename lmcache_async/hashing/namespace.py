@@ -114,8 +114,21 @@ class RequestNamespace:
 
     def __post_init__(self) -> None:
         for name in ("lora", "lora_path", "cache_salt"):
-            object.__setattr__(self, name, _text(name, getattr(self, name)))
-        object.__setattr__(self, "tags", _sorted_pairs(_checked_tags(self.tags)))
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, "")
+            elif not isinstance(value, str):  # the message omits the value, because a salt is a secret
+                raise TypeError(f"{name} is of type {type(value).__name__}; expected a string or None")
+        if not isinstance(self.tags, tuple | list):
+            raise TypeError(
+                f"tags are of type {type(self.tags).__name__}; expected pairs of a name and a value"
+            )
+        for pair in self.tags:
+            match pair:
+                case [str(), str()]:
+                    continue
+            raise TypeError(f"tag {pair!r} is not a pair of strings, a name and a value")
+        object.__setattr__(self, "tags", _sorted_pairs(self.tags))
 
     @property
     def text(self) -> str:
@@ -140,13 +153,13 @@ class RequestNamespace:
 
     def root(self, engine_root: bytes, algorithm: str = "xxh3_128", hash_key: bytes = b"") -> bytes:
         """Return the root, 16 bytes, of the keys of the request; `engine_root` if the namespace is empty."""
-        text = self.text
+        text = self.text.encode("utf-8")
         return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
 
 
 def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
     """Return `Namespace.root` for the text of a namespace, as stored in records."""
-    return _root(bytes(KEY_BYTES), text, _ENGINE_MARK, algorithm, hash_key)
+    return _root(bytes(KEY_BYTES), text.encode("utf-8"), _ENGINE_MARK, algorithm, hash_key)
 
 
 def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: bytes = b"") -> bytes:
@@ -156,8 +169,7 @@ def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: byte
         engine_root: Root of the group's namespace.
         key: Key of the chunk, full or partial, that ends at the boundary. It covers all tokens before.
     """
-    message = b"".join((engine_root, key, struct.pack("<II", len(key), _BOUNDARY_MARK)))
-    return digest_function(algorithm, hash_key)(message)
+    return _root(engine_root, key, _BOUNDARY_MARK, algorithm, hash_key)
 
 
 def group_keys(
@@ -184,27 +196,9 @@ def canonical_text(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _root(parent: bytes, text: str, mark: int, algorithm: str, hash_key: bytes) -> bytes:
-    body = text.encode("utf-8")
+def _root(parent: bytes, body: bytes, mark: int, algorithm: str, hash_key: bytes) -> bytes:
     message = b"".join((parent, body, struct.pack("<II", len(body), mark)))
     return digest_function(algorithm, hash_key)(message)
-
-
-def _text(name: str, value: object) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):  # the message omits the value, because a salt is a secret
-        raise TypeError(f"{name} is of type {type(value).__name__}; expected a string or None")
-    return value
-
-
-def _checked_tags(tags: object) -> Pairs:
-    if not isinstance(tags, tuple | list):
-        raise TypeError(f"tags are of type {type(tags).__name__}; expected pairs of a name and a value")
-    for pair in tags:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)):
-            raise TypeError(f"tag {pair!r} is not a pair of strings, a name and a value")
-    return tuple((name, value) for name, value in tags)
 
 
 def _sorted_pairs(pairs: Pairs) -> Pairs:
