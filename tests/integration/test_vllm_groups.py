@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.memory.header import read_header
+from tests.integration import late_reads
 from tests.integration.model_families import (
     GPT_OSS_WINDOW,
     WINDOW,
@@ -27,7 +27,7 @@ from tests.integration.model_families import (
 )
 from tests.integration.vllm_answers import BFLOAT16_TOLERANCE, TOLERANCE, Question, assert_same, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
-from tests.integration.vllm_records import change_first_payload_byte, namespace_of
+from tests.integration.vllm_records import change_first_payload_byte, namespace_of, start_in
 
 pytestmark = pytest.mark.vllm
 
@@ -75,7 +75,6 @@ TWO_FULL = Family(
     full_groups=2,
 )
 GPT_OSS = Family("gpt-oss", make_gpt_oss, f"window={GPT_OSS_WINDOW}", BLOCK, 2 * GPT_OSS_WINDOW)
-DAMAGED = Question(tokens("damage", 450))
 
 
 @pytest.fixture(scope="module", params=[WINDOWS, TWO_FULL, STATES], ids=lambda family: family.name)
@@ -158,46 +157,82 @@ def test_vllms_own_hit_is_extended(engine: Engine, plain: Reference) -> None:
     assert_same(answer, plain(Question(prompt)))
 
 
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """An engine that loads from its disk only, with a list of the records that are late.
+
+    Attributes:
+        disk: Directory of the disk tier.
+        late: File with the names of the records whose reads do not end.
+    """
+
+    engine: Engine
+    disk: Path
+    late: Path
+
+
 @pytest.fixture(scope="module")
-def stored(engines: Engines, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the records of `DAMAGED`, left by an engine that has ended."""
-    directory = tmp_path_factory.mktemp("stored")
-    with engines.started(connector(disk=directory), **options) as engine:
-        engine.ask(DAMAGED)
-        engine.settle()
-        engine.close()
-    return directory
+def damaged(
+    engines: Engines, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Damaged]:
+    directory = tmp_path_factory.mktemp("damaged")
+    layer = late_reads.install(directory)
+    transfer = connector(disk=directory / "kv", **{"vllm.reset_cache": "memory"})
+    transfer["kv_connector_extra_config"]["tiers"][1] |= {"timeout_s": 0.5, "layers": ["deadline", layer]}
+    with engines.started(transfer, path=[str(directory)], **options) as engine:
+        yield Damaged(engine, directory / "kv", directory / "late")
 
 
-@pytest.mark.parametrize("damaged", ["full", "other"])
-@pytest.mark.parametrize(
-    "damage", [change_first_payload_byte, Path.unlink], ids=["one byte changed", "removed"]
-)
+def change(record: Path, late: Path) -> None:
+    del late
+    change_first_payload_byte(record)
+
+
+def remove(record: Path, late: Path) -> None:
+    del late
+    record.unlink()
+
+
+def delay(record: Path, late: Path) -> None:
+    late.write_text(record.name)
+
+
+@pytest.mark.parametrize("group", ["full", "other"])
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("damage", [change, remove, delay])
 def test_damage_of_one_group_is_never_used(
-    engines: Engines,
+    damaged: Damaged,
     plain: Reference,
     family: Family,
-    options: dict[str, Any],
-    stored: Path,
-    tmp_path: Path,
-    damaged: str,
-    damage: Callable[[Path], None],
+    group: str,
+    place: int,
+    damage: Callable[[Path, Path], None],
 ) -> None:
-    directory = tmp_path / "kv"
-    shutil.copytree(stored, directory)
-    kind = "full" if damaged == "full" else family.kind
-    records = [path for path in sorted(directory.glob("??/*")) if kind in namespace_of(path)]
-    damage(max(records, key=namespace_of))  # of the last group of this kind
+    engine = damaged.engine
+    question = Question(tokens(f"{family.name} {group} {place} {damage.__name__}", 450))
+    before = set(damaged.disk.glob("??/*"))
+    engine.ask(question)
+    engine.forget()
+    records = set(damaged.disk.glob("??/*")) - before
+    kind = "full" if group == "full" else family.kind
+    namespaces = {path: name for path in records if kind in (name := namespace_of(path))}
+    last = max(namespaces.values())  # of the groups of this kind
+    own = sorted(
+        (path for path, name in namespaces.items() if name == last), key=partial(start_in, question.prompt)
+    )
 
-    with engines.started(connector(disk=directory), **options) as after:
-        answers = [after.ask(DAMAGED)]
-        after.settle()  # what was damaged is stored again
-        answers.append(after.ask(DAMAGED))
+    damage(own[place], damaged.late)
+    answers = [engine.ask(question)]
+    damaged.late.write_text("")
+    engine.forget()  # what was damaged is stored again
+    answers.append(engine.ask(question))
+    engine.forget()
 
     assert answers[0].cached_tokens < 448
+    assert answers[0].seconds < plain(question).seconds + 10
     assert answers[1].cached_tokens == 448
     for answer in answers:
-        assert_same(answer, plain(DAMAGED))
+        assert_same(answer, plain(question))
 
 
 def test_other_groups_than_full_attention_are_stored_for_one_position(

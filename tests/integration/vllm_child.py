@@ -44,6 +44,7 @@ class Child:
 
         if options.get("async_scheduling"):
             _allow_asynchronous_scheduling()
+        sys.path += options.pop("path", [])
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)

@@ -33,6 +33,12 @@ def namespace_of(record: Path) -> str:
     return read_header(memoryview(record.read_bytes())).namespace
 
 
+def start_in(prompt: tuple[int, ...], record: Path) -> int:
+    """The position in the prompt of the first token of a record."""
+    own = tuple(read_header(memoryview(record.read_bytes())).tokens.tolist())
+    return next(start for start in range(len(prompt)) if prompt[start : start + len(own)] == own)
+
+
 def change_first_payload_byte(record: Path) -> None:
     """Flip one bit of the payload."""
     content = bytearray(record.read_bytes())
