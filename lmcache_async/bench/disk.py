@@ -8,22 +8,18 @@ the file system has no direct I/O, neither side uses it, and the parameter `o_di
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_async.bench.measure import MIB, UNIT, Case, rate
 from lmcache_async.bench.memory import CacheForm, PromptCache
-from lmcache_async.memory.region import Region
+from lmcache_async.bench.raw import RawFiles
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
     from lmcache_async.engine.engine import CacheEngine
@@ -62,7 +58,19 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             raw_path.mkdir()
             async with open_disk(cache, Path(directory) / f"records-{mib}", settings.threads) as engine:
                 with RawFiles.open(raw_path, cache.slab_bytes, cache.num_chunks, settings.threads) as raw:
-                    for row in await frame.compare(_cases(mib, cache, engine, raw)):
+                    name = f"records of {mib} MiB"
+                    facts: dict[str, Parameter] = {
+                        "record_bytes": cache.slab_bytes,
+                        "records": cache.num_chunks,
+                        "threads": settings.threads,
+                        "o_direct": raw.direct,
+                    }
+                    store, retrieve = store_probe(cache, engine), retrieve_probe(cache, engine)
+                    cases = [
+                        Case(f"store, {name}", UNIT, store, {"pwrite": raw.put}, facts),
+                        Case(f"retrieve, {name}", UNIT, retrieve, {"pread": raw.get}, facts),
+                    ]
+                    for row in await frame.compare(cases):
                         yield row
 
 
@@ -123,103 +131,3 @@ async def _store(cache: PromptCache, engine: CacheEngine) -> float:
     if not await engine.flush(timeout_s=TIMEOUT_S):
         raise RuntimeError(f"the store did not end in {TIMEOUT_S:.0f} s")
     return rate(cache.arena_bytes, start)
-
-
-def _cases(mib: int, cache: PromptCache, engine: CacheEngine, raw: RawFiles) -> list[Case]:
-    parameters: dict[str, Parameter] = {
-        "record_bytes": cache.slab_bytes,
-        "records": cache.num_chunks,
-        "threads": raw.threads,
-        "o_direct": raw.direct,
-    }
-    name = f"records of {mib} MiB"
-    return [
-        Case(f"store, {name}", UNIT, store_probe(cache, engine), {"pwrite": raw.put}, parameters),
-        Case(f"retrieve, {name}", UNIT, retrieve_probe(cache, engine), {"pread": raw.get}, parameters),
-    ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RawFiles:
-    """Plain files of one size, written and read by several threads.
-
-    Attributes:
-        direct: Whether the file system takes O_DIRECT. Without it the page cache is used.
-        memory: One buffer per thread.
-    """
-
-    path: Path
-    count: int
-    threads: int
-    direct: bool
-    pool: ThreadPoolExecutor
-    memory: list[memoryview]
-
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, path: Path, nbytes: int, count: int, threads: int) -> Iterator[RawFiles]:
-        """Use the directory `path` for `count` files of `nbytes` each, a multiple of the page size."""
-        # Huge pages, as in the arena: direct I/O with them is faster.
-        region = Region(
-            threads * nbytes, grain_bytes=nbytes, pin=False, pin_device=None, huge_pages=True, prefault=True
-        )
-        memory = [region.view[at : at + nbytes] for at in range(0, threads * nbytes, nbytes)]
-        for piece in memory:
-            piece[:] = bytes(range(256)) * (nbytes // 256)
-        with contextlib.closing(region), ThreadPoolExecutor(threads) as pool:
-            direct = _takes_direct(path, memory[0][: mmap.PAGESIZE])
-            yield cls(path, count, threads, direct, pool, memory)
-
-    async def put(self) -> float:
-        """Write all files again. Return GB/s."""
-        for name in self._names():
-            name.unlink(missing_ok=True)
-        return self._all(self._write_one)
-
-    async def get(self) -> float:
-        """Read all files. Return GB/s."""
-        if not all(name.exists() for name in self._names()):
-            await self.put()
-        return self._all(self._read_one)
-
-    def _all(self, work: Callable[[Path, memoryview], None]) -> float:
-        left = iter(self._names())
-
-        def thread(memory: memoryview) -> None:
-            for name in left:
-                work(name, memory)
-
-        start = time.perf_counter()
-        list(self.pool.map(thread, self.memory))
-        return rate(self.count * len(self.memory[0]), start)
-
-    def _write_one(self, name: Path, memory: memoryview) -> None:
-        with _opened(name, "xb", direct=self.direct) as file:
-            if file.write(memory) != len(memory):
-                raise OSError(f"{name}: short write")
-
-    def _read_one(self, name: Path, memory: memoryview) -> None:
-        with _opened(name, "rb", direct=self.direct) as file:
-            if file.readinto(memory) != len(memory):
-                raise OSError(f"{name}: short read")
-
-    def _names(self) -> list[Path]:
-        return [self.path / f"{index}.record" for index in range(self.count)]
-
-
-def _opened(name: Path, mode: str, *, direct: bool) -> FileIO:
-    return FileIO(
-        name, mode, opener=lambda path, flags: os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
-    )
-
-
-def _takes_direct(path: Path, page: memoryview) -> bool:
-    name = path / "trial"
-    try:
-        with _opened(name, "wb", direct=True) as file:
-            file.write(page)
-    except OSError:
-        return False
-    finally:
-        name.unlink(missing_ok=True)
-    return True

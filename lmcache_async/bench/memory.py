@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,16 +17,18 @@ import numpy.typing as npt
 import torch
 
 from lmcache_async.bench.measure import UNIT, Case, rate
+from lmcache_async.bench.raw import move_all
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
+from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.region import Region
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from lmcache_async.bench.measure import Frame, Probe, Row
 
@@ -35,7 +36,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pairs: TypeAlias = "list[tuple[Bytes, Bytes]]"
 
 SUMMARY = "store and retrieve in host memory, beside memcpy"
-PAGE = 4096
 _PREPARE_S = 60.0
 
 
@@ -184,18 +184,16 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
     )
     region.wait_prepared(_PREPARE_S)
     with contextlib.closing(region):
-        rows, layers = _pairs(cache, region)
+        pieces = _pieces(cache, region)
         for threads in settings.threads:
             async with cache.open(copy_threads=threads) as engine:
-                with ThreadPoolExecutor(threads) as pool:
-                    copies = Copies(pool, threads, cache.nbytes)
-                    for row in await frame.compare(_cases(cache, engine, copies, rows, layers)):
-                        yield row
+                for row in await frame.compare(_cases(cache, engine, pieces, threads)):
+                    yield row
 
 
-def _cases(cache: PromptCache, engine: CacheEngine, copies: Copies, rows: Pairs, layers: Pairs) -> list[Case]:
+def _cases(cache: PromptCache, engine: CacheEngine, pieces: Mapping[str, Pairs], threads: int) -> list[Case]:
     parameters = {
-        "threads": copies.threads,
+        "threads": threads,
         "tokens": cache.form.tokens,
         "layers": cache.form.layers,
         "row_bytes": cache.layout.planes[0].row_bytes,
@@ -215,56 +213,41 @@ def _cases(cache: PromptCache, engine: CacheEngine, copies: Copies, rows: Pairs,
         return rate(cache.nbytes, start)
 
     def memcpy(*, back: bool) -> dict[str, Probe]:
-        return {
-            "memcpy of the same rows": copies.probe(rows, back=back),
-            "memcpy layer by layer": copies.probe(layers, back=back),
-        }
+        return {name: _copy_probe(pairs, threads, cache.nbytes, back=back) for name, pairs in pieces.items()}
 
-    threads = f"{copies.threads} thread" + "s" * (copies.threads > 1)
+    suffix = f"{threads} thread" + "s" * (threads > 1)
     return [
-        Case(f"store, {threads}", UNIT, store, memcpy(back=False), parameters),
-        Case(f"retrieve, {threads}", UNIT, retrieve, memcpy(back=True), parameters),
+        Case(f"store, {suffix}", UNIT, store, memcpy(back=False), parameters),
+        Case(f"retrieve, {suffix}", UNIT, retrieve, memcpy(back=True), parameters),
     ]
 
 
-class Copies:
-    """memcpy of pairs of memory regions, divided among threads."""
+def _copy_probe(pairs: Pairs, threads: int, nbytes: int, *, back: bool) -> Probe:
+    """GB/s of memcpy of the first region of each pair to the second, or back. Each thread copies a share."""
+    share = -(-len(pairs) // threads)
+    shares = [pairs[start : start + share] for start in range(0, len(pairs), share)]
 
-    def __init__(self, pool: ThreadPoolExecutor, threads: int, nbytes: int) -> None:
-        self.threads = threads
-        self._pool = pool
-        self._nbytes = nbytes
+    def copy(_: int, share: Pairs) -> None:
+        for device, host in share:
+            np.copyto(*((device, host) if back else (host, device)))
 
-    def probe(self, pairs: Pairs, *, back: bool) -> Probe:
-        """Return a probe, in GB/s, that copies the first region of each pair to the second, or back."""
-        share = -(-len(pairs) // self.threads)
-        shares = [pairs[start : start + share] for start in range(0, len(pairs), share)]
+    async def probe() -> float:
+        return move_all(copy, range(threads), shares, nbytes)
 
-        def copy(pairs: Pairs) -> None:
-            for device, host in pairs:
-                np.copyto(*((device, host) if back else (host, device)))
-
-        async def probe() -> float:
-            start = time.perf_counter()
-            list(self._pool.map(copy, shares))
-            return rate(self._nbytes, start)
-
-        return probe
+    return probe
 
 
-def _pairs(cache: PromptCache, region: Region) -> tuple[Pairs, Pairs]:
-    """Pair each row of the cache with its place in a record, in the order chunk, layer, block.
+def _pieces(cache: PromptCache, region: Region) -> dict[str, Pairs]:
+    """Pair pieces of the cache with their places in records, by the name of the limit that copies them.
 
-    Returns:
-        These pairs, and pairs with the same number of bytes in the largest pieces: one per layer of a record.
+    The rows are in the order chunk, layer, block. The larger pieces are the layers of a record, with the blocks
+    in their order in memory.
     """
     count, size = cache.num_chunks, cache.form.chunk_size // cache.form.block_size
     slabs = np.frombuffer(region.view, np.uint8).reshape(count, cache.slab_bytes)
     payloads = slabs[:, cache.record_format.header_bytes : cache.record_bytes]
     records = [payload.reshape(cache.form.layers, size, -1) for payload in payloads]
-    memories = [
-        tensor.view(torch.uint8).numpy().reshape(count, size, -1) for tensor in cache.tensors
-    ]  # [chunk][block][byte], with the blocks in their order in memory
+    memories = [tensor.view(torch.uint8).numpy().reshape(count, size, -1) for tensor in cache.tensors]
     places = [divmod(block, size) for block in cache.blocks.tolist()]
     rows = [
         (memory[places[chunk * size + index]], record[layer, index])
@@ -277,4 +260,4 @@ def _pairs(cache: PromptCache, region: Region) -> tuple[Pairs, Pairs]:
         for chunk, record in enumerate(records)
         for layer, memory in enumerate(memories)
     ]
-    return rows, layers
+    return {"memcpy of the same rows": rows, "memcpy layer by layer": layers}

@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from lmcache_async.bench.disk import RawFiles
 from lmcache_async.bench.measure import MIB, UNIT, Case, rate
-from lmcache_async.config import TierSpec, load_config
-from lmcache_async.config.validation import Origin
+from lmcache_async.bench.raw import RESP_SCHEMES, RawFiles, RespSockets
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.registry import Registry
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
@@ -41,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
+    from lmcache_async.config import TierSpec
     from lmcache_async.tiers.base import Tier
 
 SUMMARY = "put and get through one tier, beside memcpy and raw I/O"
@@ -55,7 +53,7 @@ class Settings:
     """Attributes are options of the command, except `record_mib`.
 
     Attributes:
-        tier: See `find_tier`.
+        tier: The argument that names the tier.
         config: Config file of an engine.
         mib: MiB that each put and each get moves.
         connections: Sockets or files at the same time, of the raw limit.
@@ -74,8 +72,16 @@ def quick(tier: str, config: Path | None = None) -> Settings:
     return Settings(tier, config, mib=2, connections=2, record_mib=(1,))
 
 
-async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
-    spec, third_party = find_tier(settings.tier, settings.config)
+async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: bool) -> AsyncIterator[Row]:
+    """Measure the tier.
+
+    Args:
+        spec: The tier that the settings name.
+        settings: The settings.
+        frame: Options of the measurement.
+        third_party: Whether third-party plug-ins may be loaded.
+    """
+    parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
     for mib in settings.record_mib:
         with Records.made(mib, max(settings.mib // mib, 1)) as records:
             async with (
@@ -85,44 +91,12 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
                 stack.push_async_callback(remove_all, records, tier)
                 memcpy = {"memcpy, 1 thread": records.copy_probe(1)}
                 puts, gets = stack.enter_context(_raw_limit(spec, records, settings.connections, frame))
-                parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
                 for row in await frame.compare(
                     cases(records, tier, memcpy | puts, memcpy | gets, parameters)
                 ):
                     yield row
                 if not tier.capabilities.removes:
                     frame.leave_out("removal of the records", f"the tier {spec.name} cannot remove")
-
-
-def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
-    """Resolve the argument TIER.
-
-    Args:
-        name: With a config, the id of one of its tiers. Otherwise a tier as JSON, a URL whose scheme is the
-            name of a tier, or the name of a tier.
-        config: A config file of an engine.
-
-    Returns:
-        The tier, and whether third-party plug-ins may be loaded.
-
-    Raises:
-        ConfigError: There is no such tier.
-    """
-    if config is not None:
-        loaded = load_config(config)
-        for tier in loaded.tiers:
-            if tier.id == name:
-                return tier, loaded.plugins.third_party
-        ids = ", ".join(tier.id for tier in loaded.tiers)
-        raise ConfigError(f"{config} has no tier {name!r}; its tiers are {ids}")
-    try:
-        if name.lstrip().startswith("{"):
-            fields = json.loads(name)
-        else:
-            fields = {"name": name.partition("://")[0]} | ({"url": name} if "://" in name else {})
-        return TierSpec.model_validate(fields).placed(Origin("TIER")), True
-    except ValueError as error:
-        raise ConfigError(f"TIER: expected a tier as JSON, a URL or a name: {error}") from None
 
 
 @contextlib.asynccontextmanager
@@ -155,8 +129,8 @@ class Records:
     arena: Arena
     buffers: list[Buffer]
     stack: contextlib.ExitStack
+    names: list[str]
     keys: list[ChunkKey] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
 
     @classmethod
     @contextlib.contextmanager
@@ -174,8 +148,9 @@ class Records:
                 buffer.array[FORMAT.header_bytes :] = number % 251
                 buffers.append(buffer)
             run = os.urandom(8).hex()
-            names = [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
-            records = cls(mib, arena, buffers, stack, names=names)
+            records = cls(
+                mib, arena, buffers, stack, [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
+            )
             records.seal()
             yield records
 
@@ -231,6 +206,17 @@ class Records:
             for buffer in buffers:
                 buffer.release()
 
+    def read_probe(self, read: Callable[[list[memoryview]], Awaitable[float]]) -> Probe:
+        """A probe that reads all records into leased buffers and compares them."""
+
+        async def probe() -> float:
+            buffers = await self.lease()
+            rate = await read([buffer.view for buffer in buffers])
+            self.check(buffers)
+            return rate
+
+        return probe
+
     def copy_probe(self, threads: int) -> Probe:
         """GB/s of memcpy of all records to private memory."""
         copy = self.copier(threads)
@@ -244,19 +230,17 @@ class Records:
 
     def copier(self, threads: int) -> Callable[[Sequence[Buffer]], Awaitable[None]]:
         """A coroutine function that copies buffers to private memory on `threads` threads."""
-        target = np.ones(self.count * self.record_bytes, dtype=np.uint8)  # written, so that its pages exist
+        target = np.ones((self.count, self.record_bytes), dtype=np.uint8)  # written, so that its pages exist
         pool = self.stack.enter_context(ThreadPoolExecutor(threads))
 
         def part(sources: Sequence[Buffer], first: int) -> None:
             for index in range(first, len(sources), threads):
-                at = index * self.record_bytes
-                np.copyto(target[at : at + self.record_bytes], sources[index].array)
+                np.copyto(target[index], sources[index].array)
 
         async def copy(sources: Sequence[Buffer]) -> None:
             loop = asyncio.get_running_loop()
-            await asyncio.gather(
-                *(loop.run_in_executor(pool, part, sources, first) for first in range(threads))
-            )
+            parts = (loop.run_in_executor(pool, part, sources, first) for first in range(threads))
+            await asyncio.gather(*parts)
 
         return copy
 
@@ -283,15 +267,11 @@ def cases(
     """Put and get of all records through `tier`, with limits of each.
 
     A get from a tier with memory of its own copies nothing. There the figure includes reading the records
-    once into private memory.
-
-    Args:
-        threads: Threads of that reading.
+    once into private memory, on `threads` threads.
     """
-    own_memory = tier.capabilities.own_memory
+    read = records.copier(threads) if tier.capabilities.own_memory else None
     facts: dict[str, Parameter] = {"record_bytes": records.record_bytes, "records": records.count}
     name, facts = f"records of {records.mib} MiB", facts | dict(parameters)
-    read = records.copier(threads) if own_memory else None
 
     async def put() -> float:
         await remove_all(records, tier)
@@ -314,7 +294,7 @@ def cases(
         records.prove(buffers)
         return rate
 
-    verb = "get and read" if own_memory else "get"
+    verb = "get" if read is None else "get and read"
     return [Case(f"put, {name}", UNIT, put, puts, facts), Case(f"{verb}, {name}", UNIT, get, gets, facts)]
 
 
@@ -333,20 +313,14 @@ async def get_all(records: Records, tier: Tier) -> list[Buffer]:
         TierError: A read failed.
         RuntimeError: A record is missing.
     """
-
-    async def allocate(nbytes: int) -> Buffer:
-        return await records.arena.lease(nbytes, timeout_s=TIMEOUT_S)
-
-    got = await tier.get_many(records.keys, allocate)
+    got = await tier.get_many(records.keys, partial(records.arena.lease, timeout_s=TIMEOUT_S))
     buffers = [one for one in got if isinstance(one, Buffer)]
     if len(buffers) == records.count:
         return buffers
     for buffer in buffers:
         buffer.release()
-    for one in got:
-        if isinstance(one, Exception):
-            raise one
-    raise RuntimeError(f"{len(buffers)} of {records.count} records were read back")
+    errors = (one for one in got if isinstance(one, Exception))
+    raise next(errors, RuntimeError(f"{len(buffers)} of {records.count} records were read back"))
 
 
 async def remove_all(records: Records, tier: Tier) -> None:
@@ -360,138 +334,27 @@ def _raw_limit(
 ) -> Iterator[tuple[dict[str, Probe], dict[str, Probe]]]:
     """Open the raw limit of the tier's medium; yield its put and its get by name, nothing if there is none."""
     url, path = spec.options.get("url"), spec.options.get("path")
-    name = ""
-    raw: RawFiles | RespSockets | None = None
+    puts: dict[str, Probe] = {}
+    gets: dict[str, Probe] = {}
+    name = "raw files" if isinstance(path, str) else "bare sockets"
     with contextlib.ExitStack() as stack:
         try:
             if isinstance(path, str):
-                name = "raw files"
                 parent = Path(path).expanduser().absolute().parent
                 directory = tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
-                nbytes = -(-records.record_bytes // 4096) * 4096
-                raw = stack.enter_context(
-                    RawFiles.open(Path(stack.enter_context(directory)), nbytes, records.count, connections)
+                nbytes = -(-records.record_bytes // PAGE) * PAGE
+                files = RawFiles.open(
+                    Path(stack.enter_context(directory)), nbytes, records.count, connections
                 )
-            elif isinstance(url, str) and urlsplit(url).scheme in RespSockets.SCHEMES and "@" not in url:
-                name = "bare sockets"
-                raw = sockets = RespSockets(url, records, connections)
+                raw = stack.enter_context(files)
+                puts[name], gets[name] = raw.put, raw.get
+            elif isinstance(url, str) and urlsplit(url).scheme in RESP_SCHEMES and "@" not in url:
+                sockets = RespSockets(
+                    url, connections, records.names, [buffer.view for buffer in records.buffers]
+                )
                 sockets.clear()
                 stack.callback(sockets.clear)
+                puts[name], gets[name] = sockets.put, records.read_probe(sockets.get)
         except (OSError, RuntimeError) as error:
             frame.leave_out(name, str(error))
-            raw = None
-        yield ({}, {}) if raw is None else ({name: raw.put}, {name: raw.get})
-
-
-class RespSockets:
-    """RESP over a blocking socket in a thread per connection: the minimum of work to move the records."""
-
-    SCHEMES = ("valkey", "redis", "unix")
-
-    def __init__(self, url: str, records: Records, connections: int) -> None:
-        self._url = url
-        self._records = records
-        self._connections = connections
-
-    async def put(self) -> float:
-        return self._all(self._put, self._records.buffers)
-
-    async def get(self) -> float:
-        if not self._has_all():
-            await self.put()
-        buffers = await self._records.lease()
-        rate = self._all(self._get, buffers)
-        self._records.check(buffers)
-        return rate
-
-    def clear(self) -> None:
-        """Remove the records of these sockets.
-
-        Raises:
-            RuntimeError: The server requires a password, or is not a RESP server.
-        """
-        with self._connect() as connection:
-            answer = self._command(connection, b"DEL")
-        if not answer.startswith(b":"):
-            raise RuntimeError(f"the server answered {answer!r}")
-
-    def _has_all(self) -> bool:
-        with self._connect() as connection:
-            return self._command(connection, b"EXISTS") == b":%d" % self._records.count
-
-    def _command(self, connection: socket.socket, verb: bytes) -> bytes:
-        words = [verb, *(name.encode() for name in self._records.names)]
-        connection.sendall(b"*%d\r\n" % len(words) + b"".join(map(_bulk, words)))
-        return _line(connection)
-
-    def _all(self, work: Callable[[socket.socket, bytes, memoryview], None], buffers: list[Buffer]) -> float:
-        records = self._records
-        left = iter(list(zip(records.names, (buffer.view for buffer in buffers), strict=True)))
-
-        def thread(connection: socket.socket) -> None:
-            for name, memory in left:
-                work(connection, name.encode(), memory)
-
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(self._connect()) for _ in range(self._connections)]
-            pool = stack.enter_context(ThreadPoolExecutor(self._connections))
-            start = time.perf_counter()
-            list(pool.map(thread, sockets))
-            return records.rate(start)
-
-    @staticmethod
-    def _put(connection: socket.socket, name: bytes, memory: memoryview) -> None:
-        connection.sendall(b"*3\r\n$3\r\nSET\r\n%b$%d\r\n" % (_bulk(name), len(memory)))
-        connection.sendall(memory)
-        connection.sendall(b"\r\n")
-        if (answer := _line(connection)) != b"+OK":
-            raise RuntimeError(f"the server answered {answer!r}")
-
-    @staticmethod
-    def _get(connection: socket.socket, name: bytes, memory: memoryview) -> None:
-        connection.sendall(b"*2\r\n$3\r\nGET\r\n" + _bulk(name))
-        if (answer := _line(connection)) != b"$%d" % len(memory):
-            raise RuntimeError(f"the server answered {answer!r}")
-        receive_into(connection, memory)
-        connection.recv(2, socket.MSG_WAITALL)
-
-    def _connect(self) -> socket.socket:
-        parts = urlsplit(self._url)
-        if parts.scheme == "unix":
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(parts.path)
-            return connection
-        return connect_tcp(parts.hostname or "127.0.0.1", parts.port or 6379)
-
-
-def connect_tcp(host: str, port: int) -> socket.socket:
-    """A blocking connection without Nagle's algorithm."""
-    connection = socket.create_connection((host, port), timeout=TIMEOUT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
-
-
-def receive_into(connection: socket.socket, memory: memoryview) -> None:
-    """Fill `memory`.
-
-    Raises:
-        RuntimeError: The connection ended before.
-    """
-    got = 0
-    while got < len(memory):
-        if not (count := connection.recv_into(memory[got:])):
-            raise RuntimeError("the server closed the connection")
-        got += count
-
-
-def _bulk(text: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(text), text)
-
-
-def _line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\r\n"):
-        if not (byte := connection.recv(1)):
-            raise RuntimeError("the server closed the connection")
-        line += byte
-    return line[:-2]
+        yield puts, gets

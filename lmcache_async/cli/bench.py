@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
 from lmcache_async.cli.output import refuse, say
 from lmcache_async.cli.tiers import complete_tiers
+from lmcache_async.config import TierSpec, load_config
+from lmcache_async.config.validation import Origin
 from lmcache_async.errors import LMCacheAsyncError
+from lmcache_async.maintenance.stores import named_tier
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the results to this file, as JSON.", dir_okay=False)
@@ -111,7 +115,27 @@ def tier_command(
 
     made = tier.quick(name, config) if quick else tier.Settings(name, config)
     settings = _settings(made, mib=mib, connections=connections)
-    _run("tier", tier.SUMMARY, tier.run, settings, json_file, rounds, quick)
+    try:
+        spec, third_party = find_tier(name, config)
+    except LMCacheAsyncError as error:
+        refuse(error)
+    measure = partial(tier.run, spec, third_party=third_party)
+    _run("tier", tier.SUMMARY, measure, settings, json_file, rounds, quick)
+
+
+def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
+    """Return the tier of an argument, and whether third-party plug-ins may be loaded.
+
+    Raises:
+        ConfigError: There is no such tier.
+    """
+    if config is not None:
+        loaded = load_config(config)
+        return named_tier(name, config, loaded, "TIER"), loaded.plugins.third_party
+    if name.lstrip().startswith("{"):
+        return named_tier(name, None, None, "TIER"), True
+    scheme, is_url, _ = name.partition("://")
+    return TierSpec(name=scheme, options={"url": name} if is_url else {}).placed(Origin("TIER")), True
 
 
 def _settings(base: Any, **given: Any) -> Any:

@@ -124,28 +124,28 @@ def reachable_tiers(config: EngineConfig) -> list[str]:
     ]
 
 
-def named_tier(text: str, path: Path | None, config: EngineConfig | None) -> TierSpec:
+def named_tier(
+    text: str, path: Path | None, config: EngineConfig | None, argument: str = "--tier"
+) -> TierSpec:
     """Return the tier of an argument: a tier as JSON, or the id of a tier of the config that was read from `path`.
 
     Raises:
-        ConfigError: There is no such tier.
+        ConfigError: There is no such tier; the message names the argument.
     """
     if text.lstrip().startswith("{"):
         try:
-            return TierSpec.model_validate(json.loads(text)).placed(Origin("--tier"))
+            return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))
         except ValueError as error:  # includes pydantic's error
             raise ConfigError(
-                f'--tier: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
+                f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
             ) from None
     if config is None:
-        raise ConfigError(f"--tier {text} is the id of a tier in a config: name its file with --config")
+        raise ConfigError(f"{argument} {text} is the id of a tier in a config: name its file with --config")
     for tier in config.tiers:
         if tier.id == text:
             return tier
     ids = ", ".join(tier.id for tier in config.tiers)
-    raise ConfigError(
-        f"{path} has no tier {text}; it has {ids}; a directory is written with a slash, such as ./{text}"
-    )
+    raise ConfigError(f"{path} has no tier {text!r}; its tiers are {ids}")
 
 
 def _directory_store(

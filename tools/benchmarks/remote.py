@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from lmcache_async.bench.measure import Case
+from lmcache_async.bench.raw import RespSockets, connect_tcp
 from lmcache_async.bench.tier import (
     NAME_PREFIX,
     TIMEOUT_S,
     Records,
-    RespSockets,
     cases,
-    connect_tcp,
     ensure_put,
     get_all,
     open_tier,
-    receive_into,
     remove_all,
 )
 from lmcache_async.config import TierSpec
@@ -137,13 +135,14 @@ class Valkey(Remote):
 
     @contextlib.asynccontextmanager
     async def limits(self, url: str, records: Records, settings: Settings) -> AsyncIterator[Limits]:
-        bare = RespSockets(url, records, settings.parallel)
+        views = [buffer.view for buffer in records.buffers]
+        bare = RespSockets(url, settings.parallel, records.names, views)
         redis = RedisPy.of(url, records, settings.parallel)
         try:
             yield (
                 {"bare sockets": bare.put, "redis-py": redis.put},
                 {
-                    "bare sockets": bare.get,
+                    "bare sockets": records.read_probe(bare.get),
                     "redis-py": redis.get,
                 },
             )
@@ -380,7 +379,7 @@ class BareHTTP:
         connection.sendall(head.encode())
         connection.sendall(memory)
         content, length = self._answer(connection)
-        receive_into(connection, memoryview(bytearray(length - len(content))))
+        _receive_into(connection, memoryview(bytearray(length - len(content))))
 
     def _get(self, connection: socket.socket, path: str, memory: memoryview, more: str) -> None:
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: bench\r\n{more}\r\n".encode())
@@ -388,7 +387,7 @@ class BareHTTP:
         if length != len(memory):
             raise RuntimeError(f"{path} has {length} bytes, expected {len(memory)}")
         memory[: len(content)] = content
-        receive_into(connection, memory[len(content) :])
+        _receive_into(connection, memory[len(content) :])
 
     def _answer(self, connection: socket.socket) -> tuple[bytes, int]:
         """Return the part of the content that came with the response headers, and the content length."""
@@ -402,6 +401,14 @@ class BareHTTP:
         if not head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 206")) or length is None:
             raise RuntimeError(f"the server answered {head[:100]!r}")
         return content, int(length[1])
+
+
+def _receive_into(connection: socket.socket, memory: memoryview) -> None:
+    got = 0
+    while got < len(memory):
+        if not (count := connection.recv_into(memory[got:])):
+            raise RuntimeError("the server closed the connection")
+        got += count
 
 
 class Mooncake(Remote):
