@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from rich import box
-from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -84,20 +83,6 @@ def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH)
     return "".join(bars)
 
 
-def shortened(text: str, width: int) -> str:
-    """Shorten a name to a width by leaving out its middle, because names often differ at the end only."""
-    if cell_len(text) <= width:
-        return text
-    if len(text) > 4 * width:
-        text = text[: 2 * width] + text[-2 * width :]
-    for kept in range(len(text) - 1, -1, -1):
-        head = kept // 3
-        short = f"{text[:head]}…{text[len(text) - kept + head :]}"
-        if cell_len(short) <= width:
-            return short
-    return "…"
-
-
 def _header(status: Status, width: int) -> Panel:
     line = Text(overflow="fold")
     for name, value in (*status["facts"], ("up", f"{status['uptime_s']:.0f} s")):
@@ -132,7 +117,7 @@ def _tiers(tiers: Sequence[Status]) -> Table:
     cells = [_tier(tier) for tier in tiers]
     table = _table("tier")
     for index, tier in enumerate(tiers):
-        table.add_column(_name(tier["id"], index, _NAME_WIDTH), justify="right", overflow="fold")
+        table.add_column(_name(tier["id"], _NAME_WIDTH, _bold(index)), justify="right", overflow="fold")
     for name in cells[0] if cells else ():
         table.add_row(Text(name, style="dim"), *(part[name] for part in cells))
     return table
@@ -161,7 +146,7 @@ def _tenants(tenants: Sequence[Status], width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for index, tenant in enumerate(tenants):
         counts = (f"{tenant[name]:,}" for name in ("chunks", "readers", "writers", "evictions"))
-        table.add_row(_name(tenant["id"], index, _name_width(width)), _room(tenant), *counts)
+        table.add_row(_name(tenant["id"], _name_width(width), _bold(index)), _room(tenant), *counts)
     return table
 
 
@@ -184,7 +169,7 @@ def _charts(charts: Status, owners: Iterable[Status], width: int) -> Padding:
             last = series["values"][-1] if series["values"] else None
             style = _colour(places.get(series["name"], index + 5))
             grid.add_row(
-                Text(shortened(plain(series["name"]), _NAME_WIDTH)),
+                _name(series["name"], _NAME_WIDTH),
                 _value(last, chart["unit"]),
                 Text(spark(series["values"], most, bars), style=style),
             )
@@ -204,7 +189,7 @@ def _requests(recent: Sequence[Status], now: float, width: int) -> Table:
         asked = plan["prompt_tokens"] if plan else loaded["asked_tokens"] if loaded else 0
         row: list[str | Text] = [
             f"{max(0.0, now - request['time']):.0f} s",
-            Text(shortened(plain(request["request"]), _name_width(width)) or "-"),
+            _name(request["request"] or "-", _name_width(width)),
             f"{asked:,}" if asked else "-",
             Text(_origin(plan, loaded, asked)),
             _decision(plan, loaded),
@@ -243,8 +228,11 @@ def _table(first: str) -> Table:
     return table
 
 
-def _name(text: str, index: int, width: int) -> Text:
-    return Text(shortened(plain(text), width), style=f"bold {_colour(index)}")
+def _name(text: str, width: int, style: str = "") -> Text:
+    """Return a name, shortened to the width."""
+    name = Text(plain(text), style=style)
+    name.truncate(width, overflow="ellipsis")
+    return name
 
 
 def _name_width(width: int) -> int:
@@ -286,3 +274,7 @@ def _value(value: float | None, unit: str) -> str:
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
+
+
+def _bold(index: int) -> str:
+    return f"bold {_colour(index)}"

@@ -1,16 +1,32 @@
-"""HTTP requests of commands."""
+"""Requests of commands to a server that answers with JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import os
+import ssl
+from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
+from lmcache_async.errors import TierUnavailableError
+
 MAX_BYTES = 16 << 20
 """Maximum size of a response. A longer one is cut off."""
+
+
+class RequestError(TierUnavailableError):
+    """A request has no usable response.
+
+    Attributes:
+        permanent: Whether a repetition would fail too.
+    """
+
+    def __init__(self, text: str, *, permanent: bool = False) -> None:
+        super().__init__(text)
+        self.permanent = permanent
 
 
 def parse_address(text: str) -> SplitResult:
@@ -27,38 +43,75 @@ def parse_address(text: str) -> SplitResult:
     return parts
 
 
-def open_client(token: str) -> httpx.AsyncClient:
-    """Return a client that sends a bearer token, unless it is "". Proxies of the environment are not used."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
-
-
-async def request(
-    client: httpx.AsyncClient, method: str, url: str, *, timeout_s: float, body: Any = None
-) -> tuple[int, bytes]:
-    """Send a request and return the status code and the content.
+class JSONClient:
+    """A connection pool to one server, as an async context. Proxies of the environment are not used.
 
     Args:
-        client: The client.
-        method: Method of the request.
-        url: Address.
-        timeout_s: Deadline, from the connection to the last byte of the response.
-        body: Content of the request, sent as JSON.
+        base: Address of the server, without a slash at the end.
+        token: Bearer token; "" for none.
+        timeout_s: Deadline of a request, from the connection to the last byte of the response.
+        hint: Advice for an unreachable server.
 
     Raises:
-        TimeoutError: The response was not complete in time.
-        httpx.HTTPError: The request failed.
-        httpx.InvalidURL: The address is invalid.
+        ValueError: The token contains characters that a header cannot have.
     """
-    data = bytearray()
-    content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    async with (
-        asyncio.timeout(timeout_s),
-        client.stream(method, url, content=content, headers=headers) as response,
-    ):
-        async for part in response.aiter_bytes():
-            data += part
-            if len(data) > MAX_BYTES:
-                break
-    return response.status_code, bytes(data)
+
+    def __init__(self, base: str, *, token: str, timeout_s: float, hint: str) -> None:
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError("the token contains invalid characters")
+        self._base = base
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._hint = hint
+
+    async def __aenter__(self) -> Self:
+        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Return the status code and the decoded response; its first characters if it is not JSON.
+
+        Raises:
+            RequestError: The request failed, or the response was not complete in time.
+        """
+        url, data = self._base + path, bytearray()
+        content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream(method, url, content=content, headers=headers) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        break
+        except TimeoutError:
+            raise RequestError(f"{url}: no answer in {self._timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._explained(url, error) from error
+        try:
+            return response.status_code, json.loads(data)
+        except (ValueError, RecursionError):
+            return response.status_code, data[:500].decode("utf-8", "replace")
+
+    def _explained(self, url: str, error: Exception) -> RequestError:
+        cause: BaseException = error
+        while inner := (
+            cause.exceptions[0]
+            if isinstance(cause, BaseExceptionGroup)
+            else cause.__cause__ or cause.__context__
+        ):
+            cause = inner
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
+            return RequestError(f"{url}: {text}", permanent=True)
+        is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
+        if is_protocol_error and "disconnected" not in str(error):
+            return RequestError(f"{url}: the server does not speak HTTP: {error!r}", permanent=True)
+        number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
+        why = os.strerror(number) if number and number > 0 else cause
+        return RequestError(f"nothing answers at {url}: {why}; {self._hint}")

@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
-
-import httpx
 
 from lmcache_async.errors import ConfigError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, for_each
-from lmcache_async.maintenance.http import open_client, parse_address, request
+from lmcache_async.maintenance.http import JSONClient, parse_address
 from lmcache_async.maintenance.prompts import Prompt
 
 API_KEY = "VLLM_API_KEY"
@@ -24,14 +23,11 @@ class Requests:
     """Result of the requests.
 
     Attributes:
-        url: Address of the server.
-        model: Model of the requests.
         prompts: Requests that were answered.
         tokens: Their prompt tokens, as the server counts them.
         cached_tokens: Of these, tokens that the server had or loaded; None if the server does not report them
             (vLLM does with `--enable-prompt-tokens-details`).
         refused: Requests answered with an error, for example because the prompt is too long.
-        first_refusal: The first of these answers.
     """
 
     url: str
@@ -43,7 +39,7 @@ class Requests:
     first_refusal: str | None = None
 
     def add(self, status: int, answer: Any) -> None:
-        if status != httpx.codes.OK:
+        if status != HTTPStatus.OK:
             self.refused += 1
             self.first_refusal = self.first_refusal or f"{status}: {json.dumps(answer)[:500]}"
             return
@@ -60,30 +56,29 @@ async def warm_server(
 ) -> Requests:
     """Send each prompt with `max_tokens` 1.
 
-    The server loads the prefix that a tier has, and computes and stores the rest.
-
-    Args:
-        url: Address of the server.
-        prompts: Prompts to send.
-        meter: Receives the progress.
-        model: Model of the requests; by default the server's first one.
-        in_flight: Number of concurrent requests.
-        timeout_s: Deadline of each request.
+    The server loads the prefix that a tier has, and computes and stores the rest. By default the server's first
+    model is used.
 
     Raises:
         ConfigError: The URL is not an HTTP address, or the server's key is invalid.
         TierUnavailableError: The server cannot be reached, or does not answer in time.
     """
-    base, key = _base_url(url), os.environ.get(API_KEY, "")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{API_KEY} contains characters that a key cannot have, such as a line break")
-    async with open_client(key) as client:
-        report = Requests(url, model or await _first_model(client, base, timeout_s))
+    base = _base_url(url)
+    try:
+        client = JSONClient(
+            base, token=os.environ.get(API_KEY, ""), timeout_s=timeout_s, hint="is vLLM running there?"
+        )
+    except ValueError:
+        raise ConfigError(
+            f"{API_KEY} contains characters that a key cannot have, such as a line break"
+        ) from None
+    async with client:
+        report = Requests(url, model or await _first_model(client, base))
 
         async def work(prompt: Prompt) -> int:
             text_or_ids = prompt.text if prompt.tokens is None else prompt.tokens.tolist()
             body = {"model": report.model, "prompt": text_or_ids, "max_tokens": 1, "temperature": 0}
-            report.add(*await _ask(client, "POST", f"{base}/v1/completions", timeout_s, body))
+            report.add(*await client.ask("POST", "/v1/completions", body))
             return 0
 
         await for_each("prompts", prompts, work, meter, in_flight=in_flight)
@@ -101,28 +96,12 @@ def _base_url(text: str) -> str:
     raise ConfigError(f"--url {text}: expected the address of a vLLM server, such as http://localhost:8000")
 
 
-async def _first_model(client: httpx.AsyncClient, base: str, timeout_s: float) -> str:
-    url = f"{base}/v1/models"
-    status, answer = await _ask(client, "GET", url, timeout_s)
+async def _first_model(client: JSONClient, base: str) -> str:
+    status, answer = await client.ask("GET", "/v1/models")
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise TierUnavailableError(
-            f"{url} answered {status} and names no model: name one with --model, or check that this is a vLLM server"
+            f"{base}/v1/models answered {status} and names no model: name one with --model, or check that this is a"
+            " vLLM server"
         ) from None
-
-
-async def _ask(
-    client: httpx.AsyncClient, method: str, url: str, timeout_s: float, body: Any = None
-) -> tuple[int, Any]:
-    """Return the status and the decoded answer; its first characters if it is not JSON."""
-    try:
-        status, data = await request(client, method, url, timeout_s=timeout_s, body=body)
-    except TimeoutError:
-        raise TierUnavailableError(f"{url}: no answer in {timeout_s} s") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise TierUnavailableError(f"{url}: {type(error).__name__}: {error}") from error
-    try:
-        return status, json.loads(data)
-    except (ValueError, RecursionError):
-        return status, data[:500].decode("utf-8", "replace")

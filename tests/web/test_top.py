@@ -15,8 +15,9 @@ from rich.console import Console
 
 from lmcache_async.cli import top
 from lmcache_async.cli.output import plain
-from lmcache_async.cli.top import StatusClient, StatusError, watch
-from lmcache_async.cli.top_view import BLOCKS, render, shortened, spark, speed
+from lmcache_async.cli.top import StatusClient, watch
+from lmcache_async.cli.top_view import BLOCKS, render, spark, speed
+from lmcache_async.maintenance.http import RequestError
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
 from tests.web.top_calls import call
@@ -125,30 +126,18 @@ def test_watching_ends_when_the_version_changes(monkeypatch: pytest.MonkeyPatch)
         client = StatusClient(engine.url)
         told = client.read()
     monkeypatch.setattr(client, "read", lambda: told | {"tiers": [{"chunks": "some"}]})
-    with pytest.raises(StatusError, match="speaks another version") as caught:
+    with pytest.raises(RequestError, match="speaks another version") as caught:
         watch(client, told, console, lambda: None)
 
-    assert caught.value.refused
-
-
-def test_names_cannot_control_the_terminal() -> None:
-    assert plain("a\x1b[31mb\x07\n[bold]") == "a�[31mb��[bold]"
-    with served(model="\x1b]0;taken\x07") as engine:
-        engine.ask("[link=http://evil]\x1b[2J", TOKENS, decided="load", why="")
-        told = StatusClient(engine.url).read()
-    console = Console(width=160, record=True, force_terminal=False)
-    with console.capture() as shown:
-        console.print(render(told, width=160))
-
-    assert "\x1b" not in shown.get()
-    assert "[link=http://evil]" in shown.get()
+    assert caught.value.permanent
 
 
 def test_no_field_of_a_status_can_control_the_terminal() -> None:
     """Applies to text fields, and to fields that are numbers in a valid status."""
     evil = "\x1b]0;taken\x07:warning:[/b]\ud800"
-    with served() as engine:
-        engine.ask("request-7", TOKENS)
+    assert plain(evil) == "�]0;taken�:warning:[/b]�"
+    with served(model=evil[:-1]) as engine:
+        engine.ask("[link=http://evil]\x1b[2J", TOKENS, decided="load", why="")
         told = StatusClient(engine.url).read()
     for chart in told["charts"]["list"]:
         chart["title"] = evil
@@ -157,13 +146,13 @@ def test_no_field_of_a_status_can_control_the_terminal() -> None:
     for tier in told["tiers"]:
         tier |= {"id": evil, "breaker": {evil: evil}}
     told["work"] |= {"running": evil, "late_calls": evil, "pinned_chunks": evil}
-    told |= {"title": evil, "facts": [[evil, evil]]}
-    console = Console(width=400, file=io.StringIO(), force_terminal=False)
-    console.print(render(told, width=400))
+    told |= {"title": evil, "facts": [*told["facts"], [evil, evil]]}
 
-    shown = console.file.getvalue()
-    assert all(line.isprintable() for line in shown.splitlines())
-    assert shown.count(plain(evil)) >= 8
+    lines = drawn(told, 400)
+
+    assert all(line.isprintable() for line in lines)
+    assert "\n".join(lines).count(plain(evil)) >= 9
+    assert "[link=http://evil]" in "\n".join(lines)
 
 
 def test_watching_continues_until_interrupted() -> None:
@@ -285,7 +274,7 @@ def test_every_figure_is_shown_in_any_width(width: int) -> None:
 
     assert max(cell_len(line) for line in lines) <= width
     [head] = [line for line in lines if line.startswith(" tier ")]
-    assert len(re.findall(r"a-disk\S*characters|valkey", head)) == 2
+    assert len(re.findall(r"a-disk\S*…|valkey", head)) == 2
     for name, figure in (("holds", "48% of 2.0 TiB"), ("chunks", "98,765,432"), ("hits", "76,543,210"),
                          ("stored", "65,432,109"), ("read", "10.0 GB/s"), ("write", "1.00 GB/s"),
                          ("queue", "543 MiB"), ("errors", "4,321,098 + 321 corrupt"), ("dropped", "5,432,109"),
@@ -298,12 +287,10 @@ def test_every_figure_is_shown_in_any_width(width: int) -> None:
                         ("host memory", "399 GiB of 400 GiB"), ("pinned", "123456 chunks")):  # fmt: skip
         assert name in text
         assert value in text
-    for number in range(12):
-        [row] = [line for line in lines if re.search(rf"…\w*-{number} ", line)]
-        assert "131,072" in row
-        assert "recompute" in row
-        assert "12345.6 ms" in row
-    assert "…" not in re.sub(r"[\w-]+…[\w-]+", "", text), "only names lose a part"
+    rows = [line for line in lines if re.search(r"chatcmpl-\w*… ", line)]
+    assert len(rows) == 12
+    assert all("131,072" in row and "recompute" in row and "12345.6 ms" in row for row in rows)
+    assert "…" not in re.sub(r"[\w-]+…", "", text), "only names lose a part"
 
 
 def test_at_eighty_columns_the_charts_end_with_their_last_values() -> None:
@@ -343,19 +330,6 @@ def test_the_terminal_decides_the_width() -> None:
         wide, narrow = (call(engine.url, "--once", COLUMNS=columns)[1] for columns in ("160", "80"))
 
     assert max(len(line) for line in narrow.splitlines()) <= 80 < max(len(line) for line in wide.splitlines())
-
-
-@given(st.text(max_size=60), st.integers(min_value=1, max_value=40))
-def test_a_shortened_name_fits_and_keeps_its_ends(text: str, width: int) -> None:
-    short = shortened(plain(text), width)
-
-    assert cell_len(short) <= max(width, 1)
-    if cell_len(plain(text)) <= width:
-        assert short == plain(text)
-    elif "…" in short:
-        head, _, tail = short.partition("…")
-        assert plain(text).startswith(head)
-        assert plain(text).endswith(tail)
 
 
 def interrupt() -> None:
