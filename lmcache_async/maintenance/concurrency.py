@@ -30,15 +30,8 @@ async def for_each(
 ) -> None:
     """Call `work` for each item, in order, with up to `in_flight` calls at a time.
 
+    `work` returns the bytes of an item, whose rate is limited to `max_bytes_per_s` on average over about a second.
     If a call fails or the run is cancelled, the other calls are cancelled and awaited.
-
-    Args:
-        what: Name of the items, for the progress.
-        items: The items.
-        work: Processes an item and returns its bytes.
-        meter: Receives the progress.
-        in_flight: Maximum number of concurrent calls.
-        max_bytes_per_s: Maximum rate, averaged over about a second.
     """
     left = iter(items)
     loop = asyncio.get_running_loop()

@@ -29,13 +29,11 @@ class CopyCounts:
     """Counts of the records of a copy that a destination lacked, by outcome.
 
     Attributes:
-        source: Name of the source.
         bytes: Bytes of the records written; a record written to two destinations counts once.
         encrypted: Records written that are encrypted. They are copied as they are.
         refused: Records not written, by cause: a cause of `ChunkCorruptError`, `too_long`, `full` or `error`.
         refused_records: The first of those refused, each with its key, cause and message.
         gone: Records that were deleted from the source in the meantime.
-        passed_over: Records of namespaces that are not selected.
         skipped: Records left out because `max_bytes` was reached or a destination was full.
     """
 
@@ -54,9 +52,6 @@ class CopyReport(CopyCounts):
     """Result of `copy`.
 
     Attributes:
-        destination: Name of the destination.
-        held_by_process: The process that has the source open, if one is known.
-        dry_run: Nothing was written.
         complete: Whether the destination has every selected record of the source.
         records: Records written; of a dry run, records to write.
         there: Records that the destination had already.
@@ -85,14 +80,7 @@ async def copy(
     A prefix is copied before its continuations. If the call is cancelled or the process is killed, the copied
     records stay, and the next call copies the rest.
 
-    Args:
-        source: Store that is read.
-        destination: Store that is written to; of a dry run, also the name of one that does not exist yet.
-        meter: Receives the progress.
-        selection: Namespaces to copy.
-        max_bytes: Maximum bytes to copy.
-        max_bytes_per_s: Maximum bytes read per second.
-        dry_run: Only report what would be copied. Payloads are not verified.
+    A dry run verifies no payloads; its destination may be the name of a store that does not exist yet.
 
     Raises:
         ConfigError: The source cannot list its records, or the destination cannot be written to.
@@ -129,13 +117,6 @@ class Copier:
     Once `max_bytes` is reached or a destination is full, the remaining records are skipped without being read.
 
     Attributes:
-        source: Store that is read.
-        counts: Updated with the outcome of each record.
-        verify: Verifies a record.
-        selection: Namespaces to copy. Records of others are passed over.
-        max_bytes: Maximum bytes to copy.
-        max_bytes_per_s: Maximum bytes read per second.
-        dry_run: Only count.
         copied: Records written, by the name of their destination.
         planned: Records that a dry run would write.
         there: Records that a destination had already, by its name.

@@ -19,16 +19,9 @@ class Collection:
     """Result of a deletion.
 
     Attributes:
-        target: Name of the store.
-        held_by_process: The process that has the store open, if one is known.
-        dry_run: Nothing is deleted.
         records: Number and bytes of the records to delete, by reason: `unreadable`, `age`, `namespace`, `room`.
         files: Number and bytes of the files to delete, by kind: `half_written`, `quarantine`.
         to_free_bytes: Bytes of these records and files.
-        freed_records: Records deleted.
-        freed_bytes: Bytes deleted.
-        kept_records: Records that stay.
-        kept_bytes: Bytes of the records that stay.
         errors: Records that could not be read; they stay.
     """
 
@@ -51,13 +44,9 @@ def choose(
     selected: Sequence[StoredRecord],
     max_bytes: int | None,
 ) -> dict[str, list[StoredRecord]]:
-    """Return the victims by reason, each record once: those chosen already, then those for `room`.
+    """Return the victims by reason, each record once: those of `chosen`, then of `selected` for `room`.
 
-    Args:
-        records: All records.
-        chosen: Victims for other reasons, by descending priority of the reason.
-        selected: Candidates for `room`.
-        max_bytes: Limit for all records; None chooses none for `room`.
+    Victims for `room` are chosen until all records that stay have at most `max_bytes`.
     """
     victims: dict[str, list[StoredRecord]] = {}
     gone: set[StoredRecord] = set()

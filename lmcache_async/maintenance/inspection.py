@@ -21,14 +21,11 @@ class Group:
 
     Attributes:
         text: Text of the namespace, or `encrypted_text` for encrypted records.
-        records: Number of records.
         bytes: Bytes of the records, without the padding of their files.
-        tokens: Tokens of records whose header is readable.
         chunk_tokens: Records by their number of tokens.
         shapes: Records by dtype, layout and header bytes.
         requests: A label for each combination of LoRA adapter, cache_salt and tags; "" for none of them.
         oldest: Time of use of the least recently used record, in ns since the epoch; 0 if it is not known.
-        newest: Time of use of the most recently used record, likewise.
     """
 
     text: str
@@ -80,16 +77,10 @@ class Inspection:
     """Contents of a store.
 
     Attributes:
-        target: Name of the store.
-        held_by_process: The process that has the store open, if one is known.
-        records: Number of records.
-        bytes: Their bytes.
-        tokens: Their tokens, as far as their headers are readable.
         unreadable: Records with an unreadable header, by cause.
-        unreadable_bytes: Bytes of their files.
         errors: Records that could not be read. They may be undamaged.
         gone: Records that were deleted meanwhile.
-        namespaces: Groups of records as dictionaries, the largest first.
+        namespaces: Groups of records, the largest first.
     """
 
     target: str

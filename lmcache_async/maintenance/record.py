@@ -28,7 +28,6 @@ class RecordInfo:
     """Outcome of reading a header, or of the verification of a record.
 
     Attributes:
-        stored: The record's entry in the listing.
         record_bytes: Length of the record; 0 if the header is unreadable.
         header: The header; None if it is unreadable, or encrypted and not decrypted.
         key_id: Identifier of the encryption key; "" if the record is not encrypted.

@@ -42,16 +42,7 @@ _LOOKUP_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Command-line arguments that select a store.
-
-    Attributes:
-        path: A directory with records; None if a tier is named.
-        config: The engine's config file, for `tier`, and for the keys of encryption and hash.
-        tier: The id of one of its tiers, or a tier as JSON.
-        rank: Rank whose directory is used, if each rank has its own.
-        in_flight: Number of concurrent calls.
-        max_record_bytes: Memory for one record, in bytes.
-    """
+    """Command-line arguments that select a store: a directory, or a tier of a config or as JSON."""
 
     path: Path | None = None
     config: Path | None = None
@@ -65,11 +56,7 @@ class StoreSpec:
 
 
 def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
-    """Return the store, to be opened with `async with`.
-
-    Args:
-        spec: The store.
-        change: Whether it will be changed; a directory is locked then.
+    """Return the store, to be opened with `async with`. With `change`, a directory is locked.
 
     Raises:
         ConfigError: The spec is incomplete or wrong, or the tier is memory of an engine's process.
@@ -179,12 +166,8 @@ def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
 class TierStore(OfflineStore):
     """The records of a tier that is opened in this process.
 
-    A record is always read as a whole: a tier has no method to read a part of one.
-
-    Args:
-        tier: Not opened yet. Its calls have a deadline and raise TierError.
-        options: Options of the store.
-        timeout_s: Seconds between two keys of a listing; other calls have the tier's deadline.
+    A record is always read as a whole: a tier has no method to read a part of one. `timeout_s` limits the wait
+    between two keys of a listing; other calls have the deadline of the handle.
     """
 
     def __init__(self, tier: TierHandle, options: OfflineOptions, *, timeout_s: float = 30.0) -> None:

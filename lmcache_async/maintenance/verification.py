@@ -21,16 +21,12 @@ class Verification:
     """Result of a verification.
 
     Attributes:
-        target: Name of the store.
-        held_by_process: The process that has the store open, if one is known.
         records: Undamaged records.
-        bytes: Bytes read.
         encrypted: Of the undamaged records, those verified by their outer checksum only.
         wrong: Damaged records, by cause.
         wrong_records: The first records that are damaged or unreadable, each with key, cause and message.
         errors: Records that could not be read. They may be undamaged.
         gone: Records that were deleted meanwhile.
-        passed_over: Records of namespaces that are not selected.
         remedied: Records deleted or quarantined.
     """
 
@@ -79,13 +75,7 @@ async def verify(
 ) -> Verification:
     """Read and verify every record, in the order of their keys.
 
-    Args:
-        store: The store.
-        meter: Receives the progress.
-        selection: Namespaces to verify.
-        remedy: Action for damaged records.
-        max_bytes_per_s: Maximum bytes read per second.
-        cipher: Decrypts encrypted records; without it only their outer checksum is verified.
+    Without a cipher only the outer checksum of encrypted records is verified.
 
     Raises:
         ConfigError: The store cannot list its records.

@@ -32,7 +32,6 @@ class Warmup(CopyCounts):
     Attributes:
         namespaces: Number of namespaces in which prompts were looked up.
         prompts: Distinct prompts.
-        tokens: Their tokens.
         found_tokens: Of these, tokens of prefixes that the source has, in the namespace with the longest one.
         copied: Records written, by the name of their destination.
         there: Records that a destination had already, by its name.
@@ -97,18 +96,8 @@ async def warm(
 
     If cancelled, the records copied so far stay, and the next call copies the rest.
 
-    Args:
-        source: Store that is read.
-        destinations: Stores that are written to.
-        prompts: The prompts.
-        meter: Receives the progress.
-        selection: Namespaces in which prompts are looked up.
-        by_use: Copy chunks in the order of how many prompts contain them, prefixes first; else prompt by
-            prompt.
-        max_bytes: Maximum bytes to copy.
-        encode: Tokenizer; None accepts prompts of token ids only.
-        hash_key: Secret of a keyed hash; b"" if there is none.
-        cipher: Decrypts encrypted records; None if there is none.
+    With `by_use`, chunks are copied in the order of how many prompts contain them, prefixes first; else prompt by
+    prompt. `hash_key` and `cipher` are those of the config, for namespaces with a keyed hash and encrypted records.
 
     Raises:
         ConfigError: A prompt is text and there is no tokenizer, or the keys of no selected namespace can be

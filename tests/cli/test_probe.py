@@ -119,9 +119,8 @@ class NeverOpen(DictTier):
     ("tier_class", "told"),
     [
         (Forgetful, "the stored record was not returned"),
-        (Liar, "it reports a record that was never stored"),
-        (Hanging, "a get took longer than timeout_s of 0.2 s"),
-        (NeverOpen, "not open after 0.2 s"),
+        (Liar, "a lookup failed: the tier reports a record that was never stored"),
+        (NeverOpen, "tier 'x': was not open after 0.2 s"),
     ],
 )
 def test_a_tier_that_misbehaves_fails(tier_class, told):
@@ -129,20 +128,21 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
 
     checks = list(probe_tier(spec, tier_class()))
 
-    assert [check.found for check in checks if check.outcome is Outcome.FAIL] == [told]
+    [failed] = [check for check in checks if check.outcome is Outcome.FAIL]
+    assert failed.found.startswith(told)
 
 
 @pytest.mark.parametrize(
     ("tier_class", "outcome", "told", "left"),
     [
         (Broken, Outcome.FAIL, "a get failed: gone", 0),
-        (Buggy, Outcome.FAIL, "a get failed: ValueError: a mistake", 0),
-        (Hanging, Outcome.FAIL, "a get took longer than timeout_s of 0.2 s", 0),
-        (LatePut, Outcome.FAIL, "a put took longer than timeout_s of 0.2 s", 0),
+        (Buggy, Outcome.FAIL, "ValueError: a mistake", 0),
+        (Hanging, Outcome.FAIL, "a get failed: tier 'x': get_many gave no answer in 0.2 s", 0),
+        (LatePut, Outcome.FAIL, "a put failed: tier 'x': put_many gave no answer in 0.2 s", 0),
         (
             Keeping,
             Outcome.FAIL,
-            "a removal took longer than timeout_s of 0.2 s; the record of 64 KiB may stay",
+            "a removal failed: tier 'x': remove gave no answer in 0.2 s; the record of 64 KiB may stay",
             1,
         ),
         (BrokenAndKeeping, Outcome.FAIL, "a get failed: gone; the record of 64 KiB may stay", 1),
