@@ -32,14 +32,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Attributes are options of the command, except `record_mib`.
-
-    Attributes:
-        path: Directory to write in; the one for temporary files if empty.
-        mib: MiB that each store and each retrieve moves.
-        threads: Records that are read or written at the same time.
-        record_mib: Sizes of the records, measured one after the other.
-    """
+    """Options of the command, and the sizes of the records, which are measured one after the other."""
 
     path: str = ""
     mib: int = 512

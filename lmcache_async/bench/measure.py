@@ -50,7 +50,6 @@ class Case:
     Attributes:
         unit: Unit of the figure and its limits. Units that end in "/s" are rates: more is better.
         limits: Probes of the bounds, by name; each gives a row.
-        parameters: Settings of the measurement, for the report.
     """
 
     name: str
@@ -62,13 +61,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure and one of its limits.
+    """A figure and one of its limits, each the median of the rounds.
 
     Attributes:
-        value: Median of the rounds.
-        limit_value: Median of the rounds.
         ratio: Median of the rounds' ratios of figure to limit; not the ratio of the two medians.
-        ratios: The ratio of each round.
         more: Further figures of the same measurement.
     """
 
@@ -162,12 +158,7 @@ Measure: TypeAlias = "Callable[[Any, Frame], AsyncIterator[Row]]"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The rows of one benchmark.
-
-    Attributes:
-        settings: The dataclass of settings that the benchmark ran with.
-        seconds: Duration of the whole benchmark.
-    """
+    """The rows of one benchmark, and the dataclass of its settings."""
 
     name: str
     summary: str

@@ -50,15 +50,7 @@ TOKENS = np.zeros(16, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Attributes are options of the command, except `record_mib`.
-
-    Attributes:
-        tier: The argument that names the tier.
-        config: Config file of an engine.
-        mib: MiB that each put and each get moves.
-        connections: Sockets or files at the same time, of the raw limit.
-        record_mib: Payload sizes of the records, measured one after the other.
-    """
+    """Options of the command, and the payload sizes of the records, which are measured one after the other."""
 
     tier: str
     config: Path | None = None
@@ -73,14 +65,7 @@ def quick(tier: str, config: Path | None = None) -> Settings:
 
 
 async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: bool) -> AsyncIterator[Row]:
-    """Measure the tier.
-
-    Args:
-        spec: The tier that the settings name.
-        settings: The settings.
-        frame: Options of the measurement.
-        third_party: Whether third-party plug-ins may be loaded.
-    """
+    """Measure the tier that the settings name."""
     parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
     for mib in settings.record_mib:
         with Records.made(mib, max(settings.mib // mib, 1)) as records:

@@ -160,13 +160,7 @@ def _print_notes(notes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of one key.
-
-    Attributes:
-        key: The key, dotted.
-        value: The value as it is written in a file; `***` for a secret.
-        source: A file with the line, a variable, kv_connector_extra_config, or `default`.
-    """
+    """The value of one dotted key as it is written in a file (`***` for a secret), and where it was set."""
 
     key: str
     value: str

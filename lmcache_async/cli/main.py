@@ -23,7 +23,3 @@ def main() -> None:
             f"pip install 'lmcache-async[{EXTRA}]'\n"
         )
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

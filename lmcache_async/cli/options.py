@@ -25,14 +25,7 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n      +.*)*)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option.
-
-    Attributes:
-        name: Its key, dotted for keys of a section.
-        kind: Its type, such as `size` or `auto | true or false`.
-        default: The default as it is written in a file; None if the option is required.
-        help: Its description.
-    """
+    """One option: its dotted key, its type in words, its default as in a file (None: required), its description."""
 
     name: str
     kind: str

@@ -22,19 +22,7 @@ from lmcache_async.tiers.base import Tier
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One plug-in.
-
-    Attributes:
-        kind: `tier`, `layer` or `stage`.
-        name: Name of the entry point.
-        distribution: Distribution with the entry point.
-        version: Version of the distribution.
-        value: Module and name of the object.
-        problem: Why it cannot be used here, and what to do; "" if it can.
-        summary: First line of its docstring.
-        options: Its options.
-        details: Its capabilities, by name.
-    """
+    """One plug-in; `problem` says why it cannot be used here, `details` are its capabilities."""
 
     kind: str
     name: str

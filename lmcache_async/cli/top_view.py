@@ -43,13 +43,7 @@ _DECIDED = {
 
 
 def render(status: Status, *, width: int, notice: Text | None = None) -> RenderableType:
-    """Return the view of a status.
-
-    Args:
-        status: The status.
-        width: Columns of the terminal.
-        notice: Warning to show below the header.
-    """
+    """Return the view of a status, with a notice below the header, for a terminal with `width` columns."""
     width = max(width, LEAST_WIDTH)
     parts: list[RenderableType] = [_header(status, width)]
     if notice is not None:
@@ -77,9 +71,11 @@ def speed(nbytes: float, seconds: float) -> str:
 
 def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH) -> str:
     """Return the last values as one block character each; a space where there is no value."""
-    last = values[-width:]
     top = len(BLOCKS) - 1
-    bars = [" " if v is None else BLOCKS[min(top, round(v / most * top)) if most > 0 else 0] for v in last]
+    bars = (
+        " " if value is None else BLOCKS[min(top, round(value / most * top)) if most > 0 else 0]
+        for value in values[-width:]
+    )
     return "".join(bars)
 
 
@@ -151,13 +147,7 @@ def _tenants(tenants: Sequence[Status], width: int) -> Table:
 
 
 def _charts(charts: Status, owners: Iterable[Status], width: int) -> Padding:
-    """Return the charts as lines of block characters.
-
-    Args:
-        charts: The charts.
-        owners: Tiers or tenants, which have the same colours as in their table.
-        width: Available columns.
-    """
+    """Return the charts as lines of block characters. Tiers or tenants have the same colours as in their table."""
     places = {owner["id"]: index for index, owner in enumerate(owners)}
     bars = min(SPARK_WIDTH, width - _NAME_WIDTH - 20)
     grid = Table.grid("", Column(justify="right", style="bold"), "", padding=(0, 2, 0, 0))

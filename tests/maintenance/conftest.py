@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.maintenance.filled import TOKENS, filled
+from tests.support.daemons import WAITS
+from tests.support.valkey_servers import Server, running
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +26,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with running() as started:
+        yield started
+
+
+@pytest.fixture
+def valkey(server: Server) -> str:
+    """A tier with a prefix of its own, as JSON."""
+    return json.dumps({"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex, **WAITS})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lmcache_async.cli.app import app
+from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.memory.header import peek_sizes, read_header
 from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.offline import OfflineOptions
 from lmcache_async.types import Chunk, ChunkKey
+from tests.support.tiers import handle_of
 
 TOKENS = list(range(100, 140))
 """Tokens of a prompt: five chunks of 8."""
@@ -107,6 +113,30 @@ def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def key_file(folder: Path) -> Path:
+    """A file with a new key of encryption."""
+    path = folder / "keys"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def sealed(payloads: Sequence[int]) -> dict[ChunkKey, bytes]:
+    """Records with payloads of these lengths, by the keys of 1, 2 and so on."""
+    arena = small_arena(2)
+    made = {}
+    for number, nbytes in enumerate(payloads, 1):
+        with record(arena, number, nbytes) as buffer:
+            made[key_of(number)] = bytes(buffer.view)
+    return made
+
+
+def store_of(tier: Tier, *, timeout_s: float = 30.0, max_record_bytes: int = SLAB_BYTES) -> TierStore:
+    handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
+    options = OfflineOptions(change=True, in_flight=3, max_record_bytes=max_record_bytes)
+    return TierStore(handle, options, timeout_s=timeout_s)
 
 
 def invoke(*arguments: object) -> Result:

@@ -9,28 +9,11 @@ import pytest
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, for_each
 from lmcache_async.maintenance.inspection import inspect
-from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.maintenance.verification import verify
 from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
+from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.tiers.offline import OfflineOptions
-from tests.support.tiers import handle_of
-
-
-def records_of(count):
-    arena = small_arena(1)
-    made = {}
-    for number in range(count):
-        with record(arena, number) as buffer:
-            made[key_of(number)] = bytes(buffer.view)
-    return made
-
-
-def store_of(tier, *, timeout_s=30.0, max_record_bytes=SLAB_BYTES):
-    handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
-    options = OfflineOptions(change=True, in_flight=4, max_record_bytes=max_record_bytes)
-    return TierStore(handle, options, timeout_s=timeout_s)
+from tests.maintenance.filled import sealed, store_of
 
 
 class Silent(DictTier):
@@ -54,7 +37,7 @@ class Silent(DictTier):
 
 @pytest.mark.parametrize("verb", ["keys", "get"])
 async def test_a_tier_that_stops_answering_ends_the_run(verb):
-    async with store_of(Silent(verb, records=records_of(4)), timeout_s=0.1) as target:
+    async with store_of(Silent(verb, records=sealed([10] * 4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
             await verify(target, Meter())
 
@@ -69,7 +52,7 @@ class Failing(DictTier):
 
 
 async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read():
-    tier = Failing(records=records_of(3))
+    tier = Failing(records=sealed([10] * 3))
 
     async with store_of(tier) as target:
         verified = await verify(target, Meter(), remedy="remove")
@@ -90,7 +73,7 @@ class Mute(DictTier):
 
 
 async def test_a_missing_capability_is_reported():
-    async with store_of(Mute(records=records_of(2))) as target:
+    async with store_of(Mute(records=sealed([10] * 2))) as target:
         with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
             await target.list()
         with pytest.raises(ConfigError, match="it only reads"):
@@ -100,7 +83,7 @@ async def test_a_missing_capability_is_reported():
 
 
 async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
-    async with store_of(DictTier(records=records_of(1)), max_record_bytes=4096) as target:
+    async with store_of(DictTier(records=sealed([9000])), max_record_bytes=4096) as target:
         report = await verify(target, Meter())
 
     assert report.errors == 1

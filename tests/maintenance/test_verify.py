@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 import pytest
 
@@ -13,27 +12,12 @@ from tests.maintenance.filled import (
     damage,
     filled,
     invoke,
+    key_file,
     loaded,
     record_files,
     rig_of,
     told,
 )
-
-
-def key_file(folder):
-    path = folder / "keys"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    return path
-
-
-def test_what_an_engine_has_stored_is_undamaged(root):
-    found = told("verify", root)
-
-    assert (found["records"], found["wrong"], found["encrypted"]) == (8, {}, 0)
-    assert found["bytes"] == sum(
-        told("inspect", root, path.name)["record_bytes"] for path in record_files(root)
-    )
 
 
 @pytest.mark.parametrize(
@@ -42,6 +26,7 @@ def test_what_an_engine_has_stored_is_undamaged(root):
 def test_any_damage_is_found_and_ends_with_1(root, at, cause):
     path = record_files(root)[3]
     damage(path, at)
+    before = content(root) if cause in {"checksum", "header"} else None
 
     found = told("verify", root, code=1)
 
@@ -49,31 +34,36 @@ def test_any_damage_is_found_and_ends_with_1(root, at, cause):
     assert [(wrong["key"], wrong["cause"]) for wrong in found["wrong_records"]] == [(path.name, cause)]
     assert found["records"] == 7
     assert path.name in invoke("verify", root).stdout
+    assert before is None or content(root) == before, "nothing is changed without a remedy"
 
 
-def test_a_record_under_another_key_is_wrong(root):
-    first, second, *_ = record_files(root)
-    first.write_bytes(second.read_bytes())
+def test_files_of_another_length_or_key_are_wrong(root):
+    cut, grown, empty, other, whole, *_ = record_files(root)
+    cut.write_bytes(cut.read_bytes()[:4096])
+    grown.write_bytes(grown.read_bytes() + bytes(4096))
+    empty.write_bytes(b"")
+    other.write_bytes(whole.read_bytes())
 
-    assert told("verify", root, code=1)["wrong"] == {"key": 1}
-
-
-@pytest.mark.parametrize("change", ["cut", "grown", "empty"])
-def test_a_file_of_another_length_is_wrong(root, change):
-    path = record_files(root)[0]
-    data = path.read_bytes()
-    path.write_bytes({"cut": data[:4096], "grown": data + bytes(4096), "empty": b""}[change])
-
-    assert told("verify", root, code=1)["wrong"] == {"length": 1}
+    assert told("verify", root, code=1)["wrong"] == {"length": 3, "key": 1}
 
 
-def test_damaged_records_are_removed(root):
-    path = record_files(root)[-1]
-    damage(path)
+def test_damaged_records_are_removed_and_an_engine_loads_the_others(root):
+    first, second, *_ = reversed(record_files(root))
+    damage(first)
+    one = invoke("verify", root).stdout.splitlines()
+    damage(second)
 
-    assert told("verify", root, "--remove", code=1)["remedied"] == 1
-    assert not path.exists()
-    assert told("verify", root)["records"] == 7
+    two = invoke("verify", root, "--remove").stdout.splitlines()
+
+    assert one[0].startswith(f"{root}: correct: 7 records, corrupt: 1, not readable: 0; ")
+    assert two[0].startswith(f"{root}: correct: 6 records, corrupt: 2, not readable: 0; ")
+    assert two[-1] == "deleted: 2 records"
+    assert not first.exists()
+    found = told("verify", root)
+    assert (found["records"], found["wrong"], found["encrypted"]) == (6, {}, 0)
+    assert found["bytes"] == sum(map(len, content(root).values()))
+    assert loaded(rig_of(), root, TOKENS) >= 16
+    assert invoke("verify", root, "--remove", "--quarantine").exit_code == 2
 
 
 def test_damaged_records_are_quarantined(root):
@@ -86,15 +76,6 @@ def test_damaged_records_are_quarantined(root):
     assert (root / "quarantine" / f"{path.name}.checksum").read_bytes() == data
     assert not path.exists()
     assert told("verify", root)["wrong"] == {}
-
-
-def test_without_a_remedy_nothing_is_changed(root):
-    damage(record_files(root)[0])
-    before = content(root)
-
-    told("verify", root, code=1)
-
-    assert content(root) == before
 
 
 def test_one_namespace(root):
@@ -137,28 +118,3 @@ def test_the_rate_is_limited(root, monkeypatch):
 
     # Bytes beyond the first second's are waited for; the clock stands nearly still here.
     assert max(waits) == pytest.approx(found["bytes"] / 1024 - 1, abs=5)
-
-
-def test_the_options_exclude_each_other(root):
-    assert invoke("verify", root, "--remove", "--quarantine").exit_code == 2
-
-
-def test_an_engine_loads_the_records_that_verify_keeps(root):
-    rig = rig_of()
-    damage(record_files(root)[-1])
-    told("verify", root, "--remove", code=1)
-
-    assert loaded(rig, root, TOKENS) >= 16
-
-
-def test_counts_have_singular_and_plural(root):
-    first, second, *_ = record_files(root)
-    damage(first)
-
-    one = invoke("verify", root).stdout.splitlines()
-    damage(second)
-    two = invoke("verify", root, "--remove").stdout.splitlines()
-
-    assert one[0].startswith(f"{root}: correct: 7 records, corrupt: 1, not readable: 0; ")
-    assert two[0].startswith(f"{root}: correct: 6 records, corrupt: 2, not readable: 0; ")
-    assert two[-1] == "deleted: 2 records"

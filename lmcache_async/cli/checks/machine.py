@@ -33,13 +33,7 @@ def check_cores(config: EngineConfig, root: Path = ROOT) -> Check:
 
 
 def check_memory(config: EngineConfig, root: Path = ROOT, available: int | None = None) -> Check:
-    """Compare the arena with the memory limit of the control group and the available memory.
-
-    Args:
-        config: The configuration.
-        root: The root directory.
-        available: Available memory in bytes; None to ask the system.
-    """
+    """Compare the arena with the memory limit of the control group and the available memory."""
     name, wanted, limit = "memory", config.arena.max_bytes, memory_limit(root)
     available = psutil.virtual_memory().available if available is None else available
     found = f"the arena takes {_gib(wanted)} in each worker process"
