@@ -11,16 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from lmcache_async.device.overlap import check_overlap
-from lmcache_async.device.planes import Plane, digest, merge, summary
-from lmcache_async.device.views import (
-    TensorView,
-    check_order,
-    guess_order,
-    pieces_of,
-    storage_id,
-    view_of,
-)
+from lmcache_async.device.planes import Plane, TensorRows, check_overlap, digest, merge, summary, title
 
 if TYPE_CHECKING:
     import torch
@@ -95,22 +86,21 @@ class KVLayout:
             _check_blocks(name, tensor, num_blocks, block_size, kind)
             if by_head and (kind != "heads" or tensor.dim() != 4):
                 raise ValueError(
-                    f"{_title(name)}: shape {tuple(tensor.shape)} has no heads, expected [B, H, N, C]"
+                    f"{title(name)}: shape {tuple(tensor.shape)} has no heads, expected [B, H, N, C]"
                 )
         storages = _storages(named)
-        views = [
-            view_of(
+        rows = [
+            TensorRows.of(
                 name,
                 tensor,
                 _block_axes(tensor.dim(), kind),
-                storages.index,
+                list(storages).index(_storage_id(tensor)),
                 num_blocks=num_blocks,
-                by_token=False,
                 whole="H" if by_head else "",
             )
             for name, tensor in _distinct(named)
         ]
-        return cls._of(views, storages, num_blocks, block_size, "block")
+        return cls._of(rows, storages, num_blocks, block_size, "block")
 
     @classmethod
     def from_token_slots(
@@ -133,12 +123,13 @@ class KVLayout:
         named = _named(tensors)
         storages = _storages(named)
         sizes: set[tuple[int, int]] = set()
-        views = []
+        rows = []
         for name, tensor in _distinct(named):
-            axes = order or guess_order(name, tensor.shape, block_size)
-            check_order(name, tensor.shape, axes)
+            axes = order or _guess_order(name, tensor.shape, block_size)
+            _check_order(name, tensor.shape, axes)
             sizes.add((tensor.shape[axes.index("B")], tensor.shape[axes.index("N")]))
-            views.append(view_of(name, tensor, axes, storages.index, num_blocks=None, by_token=True))
+            storage = list(storages).index(_storage_id(tensor))
+            rows.append(TensorRows.of(name, tensor, axes, storage, by_token=True))
         if len(sizes) > 1:
             raise ValueError(
                 f"layers differ in (num_blocks, block_size): {sorted(sizes)}; expected the same in all layers"
@@ -146,28 +137,28 @@ class KVLayout:
         num_blocks, found = sizes.pop()
         if block_size not in (None, found):
             raise ValueError(f"block_size is {block_size}, but the tensors have {found} tokens per block")
-        return cls._of(views, storages, num_blocks, found, "token")
+        return cls._of(rows, storages, num_blocks, found, "token")
 
     @classmethod
     def _of(
         cls,
-        views: Sequence[TensorView],
-        storages: _Storages,
+        tensors: Sequence[TensorRows],
+        storages: Mapping[int, torch.Tensor],
         num_blocks: int,
         block_size: int,
         granularity: Granularity,
     ) -> Self:
-        pieces = [pieces_of(view) for view in views]
-        planes, places = merge(views, pieces)
-        num_rows = num_blocks * (block_size if granularity == "token" else 1)
-        check_overlap(planes, storages.tensors, num_rows)
-        dtype = "+".join(sorted({view.dtype for view in views}))
+        memory = tuple(storages.values())
+        planes, places = merge(tensors)
+        check_overlap(planes, memory, num_blocks * (block_size if granularity == "token" else 1))
+        dtype = "+".join(sorted({tensor.dtype for tensor in tensors}))
         head = f"{granularity};{dtype};block_size={block_size};planes={summary(planes)}"
-        text = f"{head};structure={digest(views, pieces, places)}"
+        text = f"{head};structure={digest(tensors, places)}"
         ends: dict[str, int] = {}
-        for (tensor, _), (plane, _) in places.items():
-            ends[views[tensor].name] = max(ends.get(views[tensor].name, 0), plane + 1)
-        return cls(tuple(planes), storages.tensors, num_blocks, block_size, granularity, dtype, text, ends)
+        for (index, _), (plane, _) in places.items():
+            name = tensors[index].name
+            ends[name] = max(ends.get(name, 0), plane + 1)
+        return cls(tuple(planes), memory, num_blocks, block_size, granularity, dtype, text, ends)
 
     @property
     def device(self) -> torch.device:
@@ -194,12 +185,6 @@ class KVLayout:
         return self.bytes_per_row * num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Storages:
-    tensors: tuple[torch.Tensor, ...]
-    index: Mapping[int, int]
-
-
 def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
     import torch  # here, so that modules that only need the type start without torch
 
@@ -223,18 +208,23 @@ def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def _storages(named: Sequence[tuple[str, torch.Tensor]]) -> _Storages:
+def _storages(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Return the complete storages of the tensors, as bytes, by `_storage_id`."""
     import torch
 
-    index: dict[int, int] = {}
-    whole: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}
     for _, tensor in named:
-        if storage_id(tensor) not in index:
-            index[storage_id(tensor)] = len(whole)
+        if _storage_id(tensor) not in found:
             storage = tensor.untyped_storage()
             empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            whole.append(empty.set_(storage, 0, (storage.nbytes(),), (1,)))
-    return _Storages(tuple(whole), index)
+            found[_storage_id(tensor)] = empty.set_(storage, 0, (storage.nbytes(),), (1,))
+    return found
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    """Return the address of the storage; for a meta tensor, which has none, that of the storage object."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata) if tensor.is_meta else storage.data_ptr()
 
 
 def _distinct(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -242,7 +232,7 @@ def _distinct(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     first: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
     for name, tensor in named:
         form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        first.setdefault((storage_id(tensor), tensor.storage_offset(), *form), (name, tensor))
+        first.setdefault((_storage_id(tensor), tensor.storage_offset(), *form), (name, tensor))
     return list(first.values())
 
 
@@ -253,13 +243,12 @@ def _block_axes(dim: int, kind: str) -> str:
 
 
 def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: int, kind: str) -> None:
-    title = _title(name)
     shape = tuple(tensor.shape)
     if num_blocks < 1 or block_size < 1:
         raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
     if shape[:1] == () or shape[0] % num_blocks:
         raise ValueError(
-            f"{title}: dimension 0 of shape {shape} is not a multiple of num_blocks={num_blocks}"
+            f"{title(name)}: dimension 0 of shape {shape} is not a multiple of num_blocks={num_blocks}"
         )
     if kind == "pages":
         return
@@ -270,10 +259,43 @@ def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: 
     tokens = shape[0] // num_blocks * shape[-2]
     if tokens != block_size:
         raise ValueError(
-            f"{title}: shape {shape} with {num_blocks} blocks has {tokens} tokens per block, "
+            f"{title(name)}: shape {shape} with {num_blocks} blocks has {tokens} tokens per block, "
             f'expected block_size={block_size}; opaque pages need kind="pages"'
         )
 
 
-def _title(name: str) -> str:
-    return f"KV cache of {name}" if name else "KV cache tensor"
+def _guess_order(name: str, shape: Sequence[int], block_size: int | None) -> str:
+    """Derive the axes of a tensor in slot mode from its shape.
+
+    Raises:
+        ValueError: The shape is unknown or ambiguous; the message requests `order`.
+    """
+    readings: list[str] = []
+    if len(shape) == 5:
+        readings = [order for order, kv in (("2BNHD", shape[0]), ("B2NHD", shape[1])) if kv == 2]
+    elif len(shape) == 4 and block_size is not None:
+        readings = [
+            order for order, tokens in (("BNHD", shape[1]), ("BHNC", shape[2])) if tokens == block_size
+        ]
+    elif len(shape) == 3:
+        readings = ["BND"]
+    if len(readings) == 1:
+        return readings[0]
+    problem = f"could be {' or '.join(readings)}" if readings else "is of no form that we know"
+    raise ValueError(
+        f"{title(name)}: shape {tuple(shape)} with block_size={block_size} {problem}; "
+        f"set order= to one letter for each dimension (B block, N token in its block, other letters content)"
+    )
+
+
+def _check_order(name: str, shape: Sequence[int], order: str) -> None:
+    if (
+        len(order) != len(shape)
+        or len(set(order)) != len(order)
+        or not {"B", "N"} <= set(order)
+        or "R" in order
+    ):
+        raise ValueError(
+            f"{title(name)}: order={order!r} does not fit shape {tuple(shape)}; "
+            f"expected a different letter for each dimension, with B and N and without R"
+        )

@@ -81,7 +81,7 @@ class TritonMover:
         addresses = [layout.storages[plane.storage].data_ptr() for plane in layout.planes]
         self._table = PlaneTable(layout.planes, origins=[-address for address in addresses])
         sizes = self._table.row_bytes
-        strides = [number for plane in layout.planes for number in (plane.block_stride, plane.row_stride)]
+        strides = [n for plane in layout.planes for n in (plane.rows.block_stride, plane.rows.row_stride)]
         starts = [address + plane.base for address, plane in zip(addresses, layout.planes, strict=True)]
         self._alignment = math.gcd(16, *strides, *starts, *sizes.tolist())
         self._word_bytes = min(self._alignment, 8)
@@ -138,7 +138,11 @@ class TorchMover:
         first = 0
         for key, members in itertools.groupby(layout.planes, lambda plane: (plane.storage, plane.row_bytes)):
             planes = list(members)
-            unit = math.gcd(*(n for p in planes for n in (p.base, p.block_stride, p.row_stride, p.row_bytes)))
+            unit = math.gcd(
+                *(p.base for p in planes),
+                *(stride for p in planes for stride in (p.rows.block_stride, p.rows.row_stride)),
+                key[1],
+            )
             word = math.gcd(8, unit)
             memory = layout.storages[key[0]]
             words = memory[: len(memory) // word * word].view(WORDS[word])

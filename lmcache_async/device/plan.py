@@ -61,9 +61,9 @@ class PlaneTable:
         self.starts = np.concatenate(([0], np.cumsum(self.row_bytes)))
         bases = np.array([plane.base for plane in planes], np.int64) - np.asarray(origins, np.int64)
         self._bases = bases // unit
-        self._block_strides = np.array([plane.block_stride for plane in planes], np.int64) // unit
-        self._row_strides = np.array([plane.row_stride for plane in planes], np.int64) // unit
-        self._rows_per_block = np.array([plane.rows_per_block for plane in planes], np.int64)
+        self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64) // unit
+        self._row_strides = np.array([plane.rows.row_stride for plane in planes], np.int64) // unit
+        self._rows_per_block = np.array([plane.rows.rows_per_block for plane in planes], np.int64)
         self._uniform = bool((self._rows_per_block == 1).all())
 
     def locate(self, rows: BlockIds, start: int, stop: int) -> Int64s:

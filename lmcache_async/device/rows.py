@@ -270,5 +270,5 @@ def _plain_form(plane: Plane) -> _Form:
 
 def _form(plane: Plane) -> _Form:
     size = plane.row_bytes
-    odd = plane.block_stride % size or plane.row_stride % size
+    odd = plane.rows.block_stride % size or plane.rows.row_stride % size
     return _Form(plane.storage, size, None if odd else plane.base % size)

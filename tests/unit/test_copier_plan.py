@@ -18,10 +18,10 @@ from lmcache_async.device.plan import (
     segments,
     whole_planes,
 )
-from lmcache_async.device.planes import Plane
+from lmcache_async.device.planes import Plane, Rows
 from lmcache_async.testing.caches import cache_forms
 
-planes = st.lists(st.integers(1, 40).map(lambda size: Plane(0, 0, size, 64)), min_size=1, max_size=4)
+planes = st.lists(st.integers(1, 40).map(lambda size: Plane(0, 0, size, Rows(64))), min_size=1, max_size=4)
 places = st.lists(
     st.tuples(st.integers(-1, 20), st.integers(1, 6)).map(
         lambda run: [-1] * run[1] if run[0] < 0 else list(range(run[0], run[0] + run[1]))
@@ -108,7 +108,7 @@ def test_whole_planes_are_a_cut_without_bounds(planes, data, counts):
 
 
 @given(planes, st.one_of(st.none(), st.integers(0, 40)))
-@example([Plane(0, 0, size, 64) for size in (10, 10, 1)], 5)
+@example([Plane(0, 0, size, Rows(64)) for size in (10, 10, 1)], 5)
 def test_steps_are_all_planes_in_order_none_smaller_than_asked_and_as_many_as_that_allows(planes, step_bytes):
     steps = plane_steps(PlaneTable(planes), step_bytes)
 

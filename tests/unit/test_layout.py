@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.planes import Plane, Rows, check_overlap
 from lmcache_async.testing.caches import DTYPES, VLLM_ORDERS, CacheForm, cache_forms
 
 BYTES_PER_LAYER = 16 * 2 * 64 * 2 * 2  # tokens, heads, head size, K and V, bf16
@@ -245,7 +246,7 @@ def test_slot_shapes_are_recognised(shape, block_size, row_bytes):
 def test_slots_at_one_stride_are_a_plane_of_one_level():
     plane = KVLayout.from_token_slots([torch.zeros(2, 6, 4, 3, 8)]).planes[0]
 
-    assert (plane.rows_per_block, plane.block_stride) == (1, 96)
+    assert plane.rows == Rows(96)
 
 
 def test_keys_and_values_may_come_as_pairs():
@@ -318,11 +319,8 @@ def test_two_storages_over_the_same_memory_are_no_way_round_the_check():
     st.sampled_from([(1, 0, 20), (1, 0, 7), (3, 6, 20), (2, 8, 30)]),
 )
 def test_overlap_is_found_exactly(bases, blocks, strides):
-    from lmcache_async.device.overlap import check_overlap
-    from lmcache_async.device.planes import Plane
-
     per_block, row_stride, block_stride = strides
-    planes = [Plane(0, base, size, block_stride, per_block, row_stride) for base, size in bases]
+    planes = [Plane(0, base, size, Rows(block_stride, per_block, row_stride)) for base, size in bases]
     storage = torch.zeros(300, dtype=torch.uint8)
     count = torch.zeros(300)
     for plane, row in itertools.product(planes, range(blocks * per_block)):
