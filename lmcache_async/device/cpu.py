@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs, wait_all
 from lmcache_async.device.cores import off_core
 from lmcache_async.device.parts import Part, PartQueue
-from lmcache_async.device.plan import (
-    Piece,
-    PlaneTable,
-    cut,
-    plane_steps,
-    segments,
-    whole_planes,
-)
-from lmcache_async.device.rows import Digester, group_planes
+from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
+from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, gather_with_digest, group_planes
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES
 from lmcache_async.memory.threads import WorkerPool
@@ -66,7 +59,7 @@ class CpuCopier:
         self._helpers = max(0, min(threads, len(os.sched_getaffinity(0)) - KEPT_CORES))
         self._table = PlaneTable(layout.planes)
         self._groups = group_planes(layout)
-        self._digester = Digester.of(self._groups)
+        self._can_digest = can_digest(self._groups)
         self._largest = max(plane.row_bytes for plane in layout.planes)
         self._executor = pool or copy_threads(threads)
         self._closed = False
@@ -80,8 +73,8 @@ class CpuCopier:
         del fence
         checked = check_jobs(self.layout, jobs, writes_payload=True)
         self._check_open()
-        if digest and self._digester and all(_whole(job, self._digester) for job in checked):
-            return await self._gather_digesting(checked, self._digester)
+        if digest and self._can_digest and not any(map(_cannot_digest, checked)):
+            return await self._gather_digesting(checked)
         await self._run(checked, to_host=True)
         return None
 
@@ -113,7 +106,7 @@ class CpuCopier:
             [functools.partial(self._copy, jobs, part, to_host=to_host, stream=stream) for part in parts]
         )
 
-    async def _gather_digesting(self, jobs: Sequence[CheckedJob], digester: Digester) -> list[bytes]:
+    async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
         total = sum(job.payload.nbytes for job in jobs)
         count = min(len(jobs), self._threads, max(total // MIN_THREAD_BYTES, 1))
@@ -121,7 +114,7 @@ class CpuCopier:
         stream = total >= STREAM_BYTES
 
         def gather(share: Sequence[CheckedJob]) -> list[bytes]:
-            return [digester.gather(job.rows, job.payload, stream=stream) for job in share]
+            return [gather_with_digest(self._groups, job, stream=stream) for job in share]
 
         digests = await self._on_threads([functools.partial(gather, share) for share in shares])
         return [digest for each in digests for digest in each]
@@ -171,24 +164,14 @@ class CpuCopier:
     ) -> None:
         for piece in part:
             job = jobs[piece.job]
-            offset = piece.offset
-            for group in self._groups:
-                first, last = group.first * len(job.rows), group.last * len(job.rows)
-                start, stop = max(piece.start, first), min(piece.stop, last)
-                if start < stop:
-                    end = offset + (stop - start) * group.row_bytes
-                    where = group.table.locate(job.rows, start - first, stop - first)
-                    spans = segments(where) if job.has_skips and not group.skips else ((0, len(where)),)
-                    for low, high in spans:
-                        payload = job.payload[
-                            offset + low * group.row_bytes : offset + high * group.row_bytes
-                        ]
-                        group.copy(where[low:high], payload, to_host=to_host, stream=stream)
-                    offset = end
+            for index, where, offset in locate_by_group(self._groups, job.rows, piece):
+                group, start = self._groups[index], piece.offset + offset
+                payload = job.payload[start : start + len(where) * group.row_bytes]
+                group.copy(where, payload, to_host=to_host, stream=stream)
 
 
-def _whole(job: CheckedJob, digester: Digester) -> bool:
-    return not job.has_skips and digester.takes(job.payload)
+def _cannot_digest(job: CheckedJob) -> bool:
+    return job.has_skips or job.payload.nbytes < MIN_DIGEST_BYTES
 
 
 def _work_beside(queue: PartQueue, core: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from lmcache_async.device.plan import Int64s, Piece, PlaneTable, segments
+from lmcache_async.device.plan import Int64s, Piece, PlaneGroup, PlaneTable, locate_by_group, segments, split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmcache_async.device.copier import CheckedJob
     from lmcache_async.device.layout import KVLayout
+    from lmcache_async.device.planes import Plane
 
 logger = logging.getLogger(__name__)
 
@@ -134,41 +134,21 @@ class TorchMover:
     columns = 1
 
     def __init__(self, layout: KVLayout) -> None:
-        self._groups: list[_Group] = []
-        first = 0
-        for key, members in itertools.groupby(layout.planes, lambda plane: (plane.storage, plane.row_bytes)):
-            planes = list(members)
-            unit = math.gcd(
-                *(p.base for p in planes),
-                *(stride for p in planes for stride in (p.rows.block_stride, p.rows.row_stride)),
-                key[1],
-            )
-            word = math.gcd(8, unit)
-            memory = layout.storages[key[0]]
-            words = memory[: len(memory) // word * word].view(WORDS[word])
-            places = (len(memory) - key[1]) // unit + 1
-            # A view with a row at every multiple of the unit: the index of a row is its position.
-            rows = words.as_strided((places, key[1] // word), (unit // word, 1))
-            table = PlaneTable(planes, unit=unit)
-            self._groups.append(_Group(first, first + len(planes), key[1], table, rows))
-            first += len(planes)
+        self._groups = split(
+            layout, lambda storage, planes, first: _Group(layout.storages[storage], planes, first)
+        )
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
         steps = []
         at, place = 0, 0
         for piece in part:
-            rows = jobs[piece.job].rows
-            for index, group in enumerate(self._groups):
-                first, last = group.first * len(rows), group.last * len(rows)
-                start, stop = max(piece.start, first), min(piece.stop, last)
-                if start >= stop:
-                    continue
-                where = group.table.locate(rows, start - first, stop - first)
+            for index, where, offset in locate_by_group(self._groups, jobs[piece.job].rows, piece):
+                row_bytes = self._groups[index].row_bytes
                 table[at : at + len(where)] = where
                 for low, high in segments(where):
-                    steps.append(Step(index, at + low, at + high, place + low * group.row_bytes))
+                    steps.append(Step(index, at + low, at + high, place + offset + low * row_bytes))
                 at += len(where)
-                place += len(where) * group.row_bytes
+            place += piece.nbytes
         return steps
 
     def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
@@ -183,13 +163,16 @@ class TorchMover:
             group.rows.index_copy_(0, table[step.start : step.stop], group.staged(staging, step))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    first: int
-    last: int
-    row_bytes: int
-    table: PlaneTable
-    rows: torch.Tensor
+class _Group(PlaneGroup):
+    def __init__(self, memory: torch.Tensor, planes: Sequence[Plane], first: int) -> None:
+        strides = [stride for plane in planes for stride in (plane.rows.block_stride, plane.rows.row_stride)]
+        unit = math.gcd(planes[0].row_bytes, *strides, *(plane.base for plane in planes))
+        super().__init__(planes, first, unit=unit)
+        word = math.gcd(8, unit)
+        words = memory[: len(memory) // word * word].view(WORDS[word])
+        places = (len(memory) - self.row_bytes) // unit + 1
+        # A view with a row at every multiple of the unit: the index of a row is its position.
+        self.rows = words.as_strided((places, self.row_bytes // word), (unit // word, 1))
 
     def staged(self, staging: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the rows of `step` in staging, as words."""

@@ -5,16 +5,18 @@ An entry is one row of one plane. The entries of a job are numbered `[plane][row
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.planes import Plane
     from lmcache_async.types import BlockIds
 
@@ -101,6 +103,48 @@ class PlaneTable:
         return plane * num_rows + (offset - int(self.starts[plane]) * num_rows) // int(self.row_bytes[plane])
 
 
+class PlaneGroup:
+    """Consecutive planes of one storage and one row size.
+
+    Attributes:
+        first: First plane.
+        last: Last plane, exclusive.
+        row_bytes: Bytes of one row.
+        table: Row positions of the planes.
+    """
+
+    def __init__(self, planes: Sequence[Plane], first: int, *, unit: int = 1) -> None:
+        self.first = first
+        self.last = first + len(planes)
+        self.row_bytes = planes[0].row_bytes
+        self.table = PlaneTable(planes, unit=unit)
+
+
+GroupT = TypeVar("GroupT", bound=PlaneGroup)
+
+
+def split(layout: KVLayout, make: Callable[[int, Sequence[Plane], int], GroupT]) -> list[GroupT]:
+    """Group the planes of a layout. `make` gets the storage, its planes and the number of the first one."""
+    groups: list[GroupT] = []
+    key = operator.attrgetter("storage", "row_bytes")
+    for (storage, _), members in itertools.groupby(layout.planes, key):
+        groups.append(make(storage, list(members), groups[-1].last if groups else 0))
+    return groups
+
+
+def locate_by_group(
+    groups: Sequence[PlaneGroup], rows: BlockIds, piece: Piece
+) -> Iterator[tuple[int, Int64s, int]]:
+    """Yield the index of each group in a piece, the positions of its entries, and the bytes before them."""
+    offset = 0
+    for index, group in enumerate(groups):
+        first, last = group.first * len(rows), group.last * len(rows)
+        start, stop = max(piece.start, first), min(piece.stop, last)
+        if start < stop:
+            yield index, group.table.locate(rows, start - first, stop - first), offset
+            offset += (stop - start) * group.row_bytes
+
+
 def cut(
     table: PlaneTable,
     num_rows: Sequence[int],
@@ -167,38 +211,7 @@ def plane_steps(table: PlaneTable, step_bytes: int | None) -> list[tuple[int, in
             rest = table.starts[-1] - table.starts[plane]
             if min(table.starts[plane] - table.starts[ends[-1]], rest) >= step_bytes:
                 ends.append(plane)
-    return list(pairwise([*ends, len(table.row_bytes)]))
-
-
-def runs(where: Int64s) -> tuple[Int64s, Int64s]:
-    """Find the maximal runs of entries that are consecutive in the cache.
-
-    Args:
-        where: Positions of entries, none of them -1; int64 of shape (num_entries,).
-
-    Returns:
-        Index of the first entry of each run, and its length.
-    """
-    first = np.concatenate(([0], np.flatnonzero(np.diff(where) != 1) + 1))
-    return first, np.diff(np.append(first, len(where)))
-
-
-def coarsen(where: Int64s) -> tuple[Int64s, int, int]:
-    """Combine entries into larger units, so that one call copies fewer and longer rows.
-
-    Args:
-        where: Positions of entries, none of them -1; int64 of shape (num_entries,).
-
-    Returns:
-        Positions of the new units, the factor, and the offset of new unit 0 in old units. New unit i covers
-        the `factor` old units from `offset + factor * i` on.
-    """
-    breaks = np.flatnonzero(np.diff(where) != 1) + 1
-    first = np.concatenate(([0], breaks))
-    starts = where[first]
-    factor = int(np.gcd(np.gcd.reduce(starts - starts[0]), np.gcd.reduce(np.append(breaks, len(where)))))
-    offset = int(starts[0]) % factor
-    return (where[::factor] - offset) // factor, factor, offset
+    return list(itertools.pairwise([*ends, len(table.row_bytes)]))
 
 
 def segments(where: Int64s) -> list[tuple[int, int]]:

@@ -22,11 +22,12 @@ from lmcache_async.device.copier import CopyJob, wait_all
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
+from lmcache_async.memory.copies import compiled
 from lmcache_async.testing.caches import CacheForm, cache_forms
 from tests.support.caches import assign
 
 
-@pytest.fixture(autouse=True, scope="module", params=row_copies.ways())
+@pytest.fixture(autouse=True, scope="module", params=sorted({None, compiled}, key=str))
 def way(request):
     """How rows are copied: by the compiled module, or by NumPy as where there is none."""
     with pytest.MonkeyPatch.context() as patch:
@@ -105,9 +106,8 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
         patch.setattr(cpu, "MIN_THREAD_BYTES", 1)
         patch.setattr(cpu, "STREAM_BYTES", data.draw(st.sampled_from((1, 1 << 30))))
         patch.setattr(row_copies, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
-        patch.setattr(row_copies, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 64, 512, 1 << 20))))
-        patch.setattr(row_copies, "BOUNCE_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
-        patch.setattr(row_copies, "MIN_ITEM_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
+        patch.setattr(row_copies, "STEP_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
+        patch.setattr(row_copies, "UNLOCKED_ITEMS", data.draw(st.sampled_from((1, 1 << 20))))
         asyncio.run(
             transfer(
                 source,

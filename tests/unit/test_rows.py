@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sys
 import sysconfig
@@ -12,17 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device import rows
-from lmcache_async.device.copier import CopyJob
-from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.testing.caches import CacheForm
-from tests.support.caches import assign
+from lmcache_async.device.planes import Plane, Rows
+from lmcache_async.memory.copies import compiled
 
-COMPILED = [way for way in rows.ways() if way is not None]
+COMPILED = [] if compiled is None else [compiled]
 needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
 HAS_COMPILER = bool(shutil.which("cc") and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists())
 
@@ -142,52 +138,35 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     assert np.array_equal(memory, payload)
 
 
-async def transfer(source, target, which):
-    """Gather these rows of one cache and scatter them into another."""
-    copier, other = CpuCopier(source.layout, threads=1), CpuCopier(target.layout, threads=1)
-    job = CopyJob(np.array(which), np.zeros(source.layout.payload_bytes(len(which)), np.uint8))
-    await copier.gather([job])
-    await other.scatter([job])
-    copier.close()
-    other.close()
+@given(st.data(), st.sampled_from([3, 64, 1000]), st.booleans(), st.booleans(), st.sampled_from([1, 64]))
+def test_without_the_module_rows_of_any_size_and_stride_come_to_their_places(
+    data, size, aligned, large, step_bytes
+):
+    """Calls with few rows are made in steps, with many at once."""
+    stride, base = (size, 2 * size + 1) if aligned else (size + 1, 5)
+    numbers = data.draw(
+        st.lists(st.integers(-1, 15), max_size=20, unique_by=lambda n: n if n >= 0 else object())
+    )
+    memory, payload = noise(20 * (size + 1), 1), noise(len(numbers) * size, 2)
+    starts = np.array([base + n * stride if n >= 0 else -1 for n in numbers], np.int64)
+    expected_payload, expected_memory = payload.copy(), memory.copy()
+    for row, start in enumerate(starts.tolist()):
+        if start >= 0:
+            expected_payload[row * size : (row + 1) * size] = memory[start : start + size]
+    for row, start in enumerate(starts.tolist()):
+        if start >= 0:
+            expected_memory[start : start + size] = payload[row * size : (row + 1) * size]
 
-
-@given(
-    st.sampled_from(("LBNHC", "LHBNC", "BLNHC")),
-    st.booleans(),
-    st.sampled_from((0, 5)),
-    st.lists(st.integers(-1, 5), min_size=1, max_size=6, unique_by=lambda row: row if row >= 0 else object()),
-)
-def test_without_the_module_long_rows_are_copied_one_by_one(order, separate, padding, which):
-    form = CacheForm(order=order, separate=separate, padding=padding * (order != "BLNHC"))
-    source, target, expected = form.build(6), form.build(6, seed=1), form.build(6, seed=1)
-    assign(expected, which, source, which)
-    directions = []
-
-    def copy_rows(memory, starts, payload, size, *, to_host):
-        directions.append(to_host)
-        copied(memory, starts, payload, size, to_host=to_host)
-
-    copied = rows._copy_rows
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "LONG_RUN_BYTES", 64)  # a row's bytes are 64 or more
-        patch.setattr(rows, "LARGE_ROW_BYTES", 64)
-        patch.setattr(rows, "_copy_rows", copy_rows)
         patch.setattr(rows, "compiled", None)
-        asyncio.run(transfer(source, target, which))
+        patch.setattr(rows, "LARGE_ROW_BYTES", 1 if large else 1 << 20)
+        patch.setattr(rows, "STEP_BYTES", step_bytes)
+        patch.setattr(rows, "UNLOCKED_ITEMS", 3)
+        group = rows.RowGroup(memory.copy(), [Plane(0, base, size, Rows(stride))], 0)
+        gathered = payload.copy()
+        group.copy(starts, gathered, to_host=True, stream=False)
+        group.copy(starts, payload, to_host=False, stream=False)
 
-    assert min(plane.row_bytes for plane in source.layout.planes) >= 64
-    assert all(map(torch.equal, target.storages, expected.storages))
-    assert set(directions) == ({True, False} if max(which) >= 0 else set())
-
-
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=700),
-    st.sampled_from([3, 4096, 8192, 12288, 32768, 262144, 524288]),
-)
-def test_divided_items_are_the_same_bytes_and_enough_to_free_the_lock(which, size):
-    where, item = rows.divide(np.array(which, np.int64), size)
-
-    first_bytes = np.array(which).repeat(size // item) * size + np.tile(np.arange(0, size, item), len(which))
-    assert np.array_equal(where * item, first_bytes)
-    assert len(where) >= 512 or item < 2 * rows.MIN_ITEM_BYTES or item % 2
+    assert (group._shift is not None) == aligned
+    assert np.array_equal(gathered, expected_payload)
+    assert np.array_equal(group._memory, expected_memory)
