@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs, wait_all
-from lmcache_async.device.cores import off_core
-from lmcache_async.device.parts import Part, PartQueue
 from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
+from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, gather_with_digest, group_planes
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES
-from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.memory.threads import WorkerPool, in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.progress import LoadProgress
-
-T = TypeVar("T")
 
 PART_BYTES = 16 << 20
 """Size of the parts of a layer-wise load; a thread copies one in one or two milliseconds."""
@@ -102,9 +98,8 @@ class CpuCopier:
         share = max(-(-total // self._threads) + self._largest, MIN_THREAD_BYTES)
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
-        await self._on_threads(
-            [functools.partial(self._copy, jobs, part, to_host=to_host, stream=stream) for part in parts]
-        )
+        copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
+        await in_threads(self._executor, [functools.partial(copy, part) for part in parts])
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
@@ -116,17 +111,8 @@ class CpuCopier:
         def gather(share: Sequence[CheckedJob]) -> list[bytes]:
             return [gather_with_digest(self._groups, job, stream=stream) for job in share]
 
-        digests = await self._on_threads([functools.partial(gather, share) for share in shares])
+        digests = await in_threads(self._executor, [functools.partial(gather, share) for share in shares])
         return [digest for each in digests for digest in each]
-
-    async def _on_threads(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run each call on a thread of the pool and return the results in order."""
-        work = [self._executor.submit(call) for call in calls]
-        await wait_all(
-            [asyncio.wrap_future(future) for future in work],
-            on_cancel=lambda: [future.cancel() for future in work],
-        )
-        return [future.result() for future in work]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
         """Write all rows of the first planes, then of the next planes; the waiting thread copies too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -51,13 +51,19 @@ async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
     If the call is cancelled, a function that no thread has begun is withdrawn. A running function is awaited
     before CancelledError is raised, because it uses its buffers until then.
     """
-    future = executor.submit(function)
-    await wait_ended(future)
+    (result,) = await in_threads(executor, [function])
+    return result
+
+
+async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Run the functions on the executor and return their results, or raise the first error. See `in_thread`."""
+    calls = [executor.submit(function) for function in functions]
+    await wait_ended(*calls)
     try:
-        return future.result()
+        return [call.result() for call in calls]
     finally:
-        # Break the reference cycle of an exception and this frame, which would keep the buffers in use.
-        del future, function
+        # Break the reference cycle of an error and this frame, which would keep the buffers in use.
+        del calls, functions
 
 
 async def run_shielded(work: Awaitable[T]) -> T:

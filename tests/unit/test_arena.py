@@ -71,19 +71,6 @@ def test_a_region_without_room_for_one_slab_is_a_config_error() -> None:
         Arena(PAGE, PAGE + 1)
 
 
-async def test_leases_are_served_in_order(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    tasks = [lease(arena) for _ in range(3)]
-    await turns()
-
-    buffers.pop().release()
-    assert arena.lease_nowait(1) is None  # others came first
-    await turns()
-    assert [task.done() for task in tasks] == [True, False, False]
-    release(buffers)
-    release([await task for task in tasks])
-
-
 async def test_more_than_a_slab_fails_at_once(arena: Arena) -> None:
     with pytest.raises(BudgetExceededError, match="4097 bytes are more than a slab of 4096"):
         await arena.lease(PAGE + 1, timeout_s=FOREVER)
@@ -103,35 +90,6 @@ async def test_a_deadline_ends_the_wait_and_hangs_nobody(arena: Arena) -> None:
     buffers.pop().release()
     (await patient).release()
     assert arena.statistics().timeouts == 1
-    release(buffers)
-
-
-async def test_a_cancelled_wait_loses_no_wake_up(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    first, second = lease(arena), lease(arena)
-    await turns()
-
-    buffers.pop().release()
-    first.cancel()
-    await turns()
-
-    assert first.cancelled()
-    (await second).release()
-    release(buffers)
-
-
-async def test_cancelled_in_the_turn_of_its_grant_it_gives_the_slab_on(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    first, second = lease(arena), lease(arena)
-    await turns()
-
-    buffers.pop().release()
-    arena._serve()  # the grant is made, the waiter has not run yet
-    first.cancel()
-    await turns()
-
-    assert first.cancelled()
-    (await second).release()
     release(buffers)
 
 
@@ -156,40 +114,6 @@ async def test_two_prompts_that_each_want_the_whole_arena_both_end(arena: Arena)
 
     assert (len(got_first), len(got_second)) == (SLABS - 1, 0)
     release(blocker + got_first)
-
-
-async def test_the_first_in_line_collects_slabs_as_they_come_free(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    first, second = lease_many(arena, 3), lease(arena)
-    for _ in range(2):
-        buffers.pop().release()
-        await turns()
-        assert not first.done()
-        assert not second.done()
-    buffers.pop().release()
-    await turns()
-    assert first.done()
-    assert not second.done()
-
-    release(buffers + await first)
-    (await second).release()
-
-
-async def test_a_cancelled_lease_many_gives_everything_back(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    many, one = lease_many(arena, 3), lease(arena)
-    await turns()
-    buffers.pop().release()
-    buffers.pop().release()
-    await turns()
-    assert arena.statistics().leased_slabs == SLABS  # two set aside
-
-    many.cancel()
-    await turns()
-    assert many.cancelled()
-    (await one).release()
-    assert arena.statistics().leased_slabs == 2
-    release(buffers)
 
 
 async def test_a_reclaimer_gives_slabs_to_whoever_finds_none(arena: Arena) -> None:

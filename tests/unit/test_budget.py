@@ -6,7 +6,7 @@ import asyncio
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from lmcache_async.errors import BudgetExceededError
 from lmcache_async.memory.budget import ByteBudget
@@ -63,46 +63,6 @@ async def test_a_deadline_ends_the_wait_and_lets_the_next_one_pass() -> None:
     assert budget.statistics().waiting == 0
 
 
-async def test_a_cancelled_wait_lets_the_next_one_pass() -> None:
-    budget = ByteBudget(10)
-    assert budget.reserve_nowait(5)
-    large, small = await waiting(budget, 6, 5)
-
-    large.cancel()
-    await turns()
-
-    assert large.cancelled()
-    assert small.done()
-    assert budget.statistics().used_bytes == 10
-
-
-async def test_cancelled_in_the_turn_of_its_grant_it_gives_back() -> None:
-    budget = ByteBudget(10)
-    assert budget.reserve_nowait(10)
-    first, second = await waiting(budget, 10, 10)
-
-    budget.release(10)
-    first.cancel()
-    await turns()
-
-    assert first.cancelled()
-    assert second.done()
-    assert budget.statistics().used_bytes == 10
-
-
-async def test_cancelled_before_its_grant_it_is_passed_over() -> None:
-    budget = ByteBudget(10)
-    assert budget.reserve_nowait(10)
-    first, second = await waiting(budget, 10, 10)
-
-    first.cancel()
-    budget.release(10)
-    await turns()
-
-    assert second.done()
-    assert budget.statistics().used_bytes == 10
-
-
 async def test_giving_back_twice_is_an_error() -> None:
     budget = ByteBudget(10)
     assert budget.reserve_nowait(4)
@@ -128,7 +88,13 @@ def test_negative_sizes_are_bugs(call: str) -> None:
         getattr(ByteBudget(10), call)(-1)
 
 
+FULL = [("reserve", 12), ("turn", 0), ("reserve", 12), ("reserve", 12), ("turn", 0)]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "cancel", "turn"]), st.integers(0, 12))))
+@example([*FULL, ("release", 0), ("cancel", 0), ("turn", 0)])  # cancelled in the turn of its grant
+@example([*FULL, ("cancel", 0), ("release", 0), ("turn", 0)])
+@example([*FULL, ("reserve", 0), ("cancel", 0), ("cancel", 1), ("turn", 0)])
 def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
         budget = ByteBudget(12)
@@ -136,6 +102,8 @@ def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tu
         held: list[int] = []
 
         def settle() -> None:
+            ended = [task.done() for task, _ in tasks if not task.cancelled()]
+            assert ended == sorted(ended, reverse=True), "a later reservation was served first"
             for task, size in [item for item in tasks if item[0].done()]:
                 tasks.remove((task, size))
                 if not task.cancelled():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
 import queue
 import threading
 import time
@@ -14,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.device.parts import Part, PartQueue
-from lmcache_async.device.progress import LoadProgress
+from lmcache_async.device.progress import LoadProgress, Part, PartQueue, current_core, off_core
 
 LONG_S = 20  # only a hang takes so long
 
@@ -75,42 +77,27 @@ def test_a_wait_ends_at_once_exactly_if_so_many_planes_are_written(num_planes, t
     assert progress.abandoned == (written < min(asked, num_planes))
 
 
-def test_a_wait_ends_when_its_planes_are_written(progress, pool):
+@pytest.mark.parametrize("end", [lambda progress: progress.advance(2), LoadProgress.end])
+def test_a_wait_ends_when_its_planes_are_written_and_with_the_load(progress, pool, end):
     waiting = pool.submit(progress.wait, 2, deadline=soon())
     waits(progress)
 
     progress.advance(1)
     waits(progress)
     assert not waiting.done()
-    progress.advance(2)
+    end(progress)
 
     waiting.result(LONG_S)
     assert not progress.abandoned
 
 
-def test_a_wait_ends_with_the_load_whatever_came_of_it(progress, pool):
-    waiting = pool.submit(progress.wait, 2, deadline=soon())
-    waits(progress)
-
-    progress.end()
-
-    waiting.result(LONG_S)
-    assert not progress.abandoned
-
-
-def test_a_load_that_has_not_begun_by_the_deadline_may_not_begin(progress):
+def test_a_load_that_has_not_begun_by_the_deadline_may_not_begin_and_is_waited_for_no_more(progress):
     progress.wait(1, deadline=now() + 0.001)
+    assert waits(progress) is not None
 
     assert progress.abandoned
     assert not progress.begin()
-    assert not progress.begin()
-
-
-def test_an_abandoned_load_is_waited_for_no_more(progress):
-    progress.wait(1, deadline=now())
-
     progress.wait(4, deadline=soon())  # would wait for its deadline, and more than a test may take
-
     assert progress._changed.waits.empty()
 
 
@@ -217,23 +204,20 @@ def test_wait_ended_is_true_once_the_outcome_is_known(progress, pool):
     assert progress.wait_ended(deadline=now())
 
 
-def test_wait_ended_is_true_for_a_load_that_ended_early(progress):
-    progress.end()
+@pytest.mark.parametrize(
+    ("events", "ended", "abandoned"),
+    [
+        ([LoadProgress.end], True, False),
+        ([], False, True),
+        ([LoadProgress.begin, lambda progress: progress.advance(4)], False, False),  # its outcome is late
+    ],
+)
+def test_wait_ended_tells_whether_the_outcome_is_known(progress, events, ended, abandoned):
+    for event in events:
+        event(progress)
 
-    assert progress.wait_ended(deadline=now())
-
-
-def test_wait_ended_is_false_for_a_load_that_never_began(progress):
-    assert not progress.wait_ended(deadline=now())
-    assert not progress.begin()
-
-
-def test_wait_ended_is_false_when_all_is_written_but_the_outcome_is_late(progress):
-    progress.begin()
-    progress.advance(4)
-
-    assert not progress.wait_ended(deadline=now())
-    assert not progress.abandoned
+    assert progress.wait_ended(deadline=now()) == ended
+    assert progress.abandoned == abandoned
 
 
 def test_wait_ended_never_leaves_while_something_is_written(progress, pool):
@@ -383,31 +367,6 @@ def test_of_two_errors_the_first_arrives(pool):
     assert gated.queue.done.exception(LONG_S) is errors[1]
 
 
-def test_an_error_leaves_standing_what_was_told_before_it():
-    told, error = [], OSError("no")
-
-    def fail():
-        raise error
-
-    parts = [Part(0, lambda: None), Part(1, fail), Part(2, lambda: pytest.fail("copied"))]
-    parts_queue = PartQueue(parts, 4, told.append)
-
-    parts_queue.work()
-
-    assert told == [1]
-    assert parts_queue.done.exception(0) is error
-
-
-def test_withdrawn_before_anything_began_it_is_done_and_copies_nothing():
-    gated = Gated([0, 1], 2)
-
-    gated.queue.withdraw()
-
-    assert gated.queue.done.result(0) is None
-    gated.queue.work()
-    assert (gated.begun.empty(), gated.told.empty()) == (True, True)
-
-
 def test_withdrawn_it_is_done_when_what_runs_has_ended_and_tells_of_no_plane(pool):
     gated = Gated([0, 1, 2], 3)
     workers = [pool.submit(gated.queue.work) for _ in range(2)]
@@ -453,41 +412,86 @@ def collector_off():
     gc.enable()
 
 
-def queue_of_payloads(firsts, advance, copy=lambda payload: None):
-    """A queue, and what tells whether it has let go of the payload of each part."""
-    payloads = [Payload() for _ in firsts]
-    parts = [Part(first, partial(copy, payload)) for first, payload in zip(firsts, payloads, strict=True)]
-    return PartQueue(parts, len(firsts), advance), [weakref.ref(payload) for payload in payloads]
-
-
-def test_a_payload_is_let_go_before_its_planes_are_told(collector_off):
+@pytest.mark.parametrize(
+    ("error", "withdrawn", "expected"),
+    [(None, False, [2, 1, 0, 0]), (None, True, [0]), (OSError("no"), False, [0])],
+)
+def test_payloads_are_let_go_before_their_planes_are_told_or_the_copy_ends(
+    collector_off, error, withdrawn, expected
+):
     held = []
-    parts_queue, gone = queue_of_payloads(
-        [0, 1, 2], lambda planes: held.append(sum(ref() is not None for ref in gone))
-    )
-    parts_queue.done.add_done_callback(lambda _: held.append(sum(ref() is not None for ref in gone)))
 
-    parts_queue.work()
-
-    assert held == [2, 1, 0, 0]
-
-
-def test_withdrawn_payloads_are_let_go_at_once(collector_off):
-    parts_queue, gone = queue_of_payloads([0, 1], lambda planes: None)
-
-    parts_queue.withdraw()
-
-    assert [ref() for ref in gone] == [None, None]
-
-
-def test_after_an_error_the_payloads_of_other_parts_are_let_go(collector_off):
-    def fail(payload):
+    def copy(payload):
         del payload
-        raise OSError("no")
+        if error is not None:
+            raise error
 
-    parts_queue, gone = queue_of_payloads([0, 1, 2], lambda planes: None, fail)
+    def count(_):
+        held.append(sum(ref() is not None for ref in gone))
 
+    payloads = [Payload() for _ in range(3)]
+    parts = [Part(first, partial(copy, payload)) for first, payload in enumerate(payloads)]
+    gone = [weakref.ref(payload) for payload in payloads]
+    parts_queue = PartQueue(parts, 3, count)
+    parts_queue.done.add_done_callback(count)
+    del parts, payloads
+
+    if withdrawn:
+        parts_queue.withdraw()
     parts_queue.work()
 
-    assert [ref() for ref in gone] == [None, None, None]
-    assert isinstance(parts_queue.done.exception(0), OSError)
+    assert held == expected
+    assert parts_queue.done.exception(0) is error
+
+
+# ---- cores -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_thread():
+    """What a test does to its thread's cores ends with it."""
+    allowed = os.sched_getaffinity(0)
+    yield allowed
+    os.sched_setaffinity(0, allowed)
+
+
+def test_a_thread_leaves_a_core_for_as_long_as_asked(own_thread):
+    core = min(own_thread)
+    others = own_thread - {core} or own_thread  # where there is one core alone it stays
+
+    with contextlib.suppress(ZeroDivisionError), off_core(core):
+        assert os.sched_getaffinity(0) == others
+        assert current_core() in others
+        raise ZeroDivisionError
+    assert os.sched_getaffinity(0) == own_thread
+    assert LoadProgress(1).core in own_thread
+
+
+def test_what_somebody_else_has_set_meanwhile_stays_and_the_only_core_is_not_left(own_thread):
+    core = min(own_thread)
+
+    with off_core(core):
+        os.sched_setaffinity(0, {core})
+    assert os.sched_getaffinity(0) == {core}
+    with off_core(core):
+        assert os.sched_getaffinity(0) == {core}
+
+
+@pytest.mark.parametrize("core", [None, 1 << 20])
+def test_an_unknown_core_changes_nothing(own_thread, core):
+    with off_core(core):
+        assert os.sched_getaffinity(0) == own_thread
+
+
+def test_where_it_is_forbidden_or_not_known_nothing_happens(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    with off_core(current_core()):
+        pass
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with off_core(0):
+        pass
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert current_core() is None
