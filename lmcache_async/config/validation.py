@@ -210,6 +210,7 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
         The model made of the valid values, and the mistakes in the order in which they were found. The model is
         None if it cannot be made without the invalid or missing values.
     """
+    content = _copied(content)
     errors: list[ErrorDetails] = []
     left_out: set[KeyPath] = set()
     for _ in range(_MAX_PASSES):
@@ -226,9 +227,9 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
         places = {_place(one, content, left_out) for one in found}
         left_out |= places | {path for one in found if (path := _meant(one, model))}
         for place in places:
-            if not any(place[:length] in places for length in range(len(place))):
-                content = _without(content, place)
-            if content is _NOTHING:
+            if not any(place[:length] in places for length in range(len(place))) and not _remove(
+                content, place
+            ):
                 return None, errors
     return None, errors
 
@@ -337,52 +338,45 @@ def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
 def _place(details: ErrorDetails, content: Any, left_out: set[KeyPath]) -> KeyPath:
     """The key to remove because of an error: one that takes part, or the section around it if that had no effect."""
     paths = _paths(details)
-    there = [path for path in paths if _has(content, path)]
+    there = [path for path in paths if _find(content, path)[1]]
     place = next((path for path in there if path not in left_out), (there or paths)[0])
     while place and place in left_out:
         place = place[:-1]
     return place
 
 
-_NOTHING = object()
-
-
-def _has(content: Any, path: KeyPath) -> bool:
-    for part in path:
-        content = _opened(content, part)
+def _find(content: Any, path: KeyPath) -> tuple[Any, bool]:
+    """Return the value at the path and whether it exists. Texts of lists and mappings above it are parsed in place."""
+    for number, part in enumerate(path):
+        if isinstance(content, str):
+            return None, False
         try:
-            content = content[part]
+            inner = content[part]
         except (LookupError, TypeError):
-            return False
+            return None, False
+        if isinstance(inner, str) and number + 1 < len(path):
+            parse = parse_list if isinstance(path[number + 1], int) else parse_mapping
+            with contextlib.suppress(ValueError):
+                inner = content[part] = parse(inner)
+        content = inner
+    return content, True
+
+
+def _remove(content: Any, path: KeyPath) -> bool:
+    """Remove the innermost existing value on the path, in place. Return False if that is all of the content."""
+    while path and not _find(content, path)[1]:
+        path = path[:-1]
+    if not path:
+        return False
+    container, _ = _find(content, path[:-1])
+    if isinstance(container, abc.MutableMapping):
+        del container[path[-1]]
+    else:  # keep the indices of the others
+        container[path[-1]] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{path[-1]}"}
     return True
 
 
-def _without(content: Any, path: KeyPath) -> Any:
-    """Return a copy of the content without the value at the path.
-
-    The content around the value is removed too if the value does not exist. `_NOTHING` means that all is removed.
-    """
-    if not path:
-        return _NOTHING
-    part = path[0]
-    content = _opened(content, part)
-    if not _has(content, path[:1]):
-        return _NOTHING
-    changed: Any = dict(content) if isinstance(content, abc.Mapping) else list(content)
-    inner = _without(changed[part], path[1:])
-    if inner is not _NOTHING:
-        changed[part] = inner
-    elif isinstance(part, int):  # keep the indices of the others
-        changed[part] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{part}"}
-    else:
-        del changed[part]
-    return changed
-
-
-def _opened(content: Any, part: str | int) -> Any:
-    """The content, parsed if it is the text of a list or mapping."""
-    if isinstance(content, str):
-        with contextlib.suppress(ValueError):
-            return parse_list(content) if isinstance(part, int) else parse_mapping(content)
-        return None
-    return content
+def _copied(content: Any) -> Any:
+    if isinstance(content, abc.Mapping):
+        return {key: _copied(value) for key, value in content.items()}
+    return [_copied(value) for value in content] if isinstance(content, list | tuple) else content

@@ -6,6 +6,7 @@ expected. The annotated types at the end are for fields of pydantic models, incl
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -27,18 +28,21 @@ MAX_SECONDS = 1e9
 
 MAX_RATE = 1e12
 
-_TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
+_FLAGS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
-UNITS = {
-    "b": 1,
-    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)},
-    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
-    **{
-        unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti"), start=1)
-    },  # Kubernetes' spelling
-}
+UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, f"{_letter}i": 1024**_power}
 MAX_BYTES = 2**62  # sums stay below 64 bits
 
 _EXPECTED_SIZE = "expected a size in bytes, such as 8GiB, 500MB or 1048576"
@@ -67,39 +71,37 @@ class Endpoint:
 
 def parse_flag(value: object) -> bool:
     """Parse true, yes, on, 1 or false, no, off, 0, in any case."""
-    if isinstance(value, bool):
+    text = str(value).strip().lower()
+    if not isinstance(value, int | str) or text not in _FLAGS:
+        raise ValueError("expected true or false (also yes/no, on/off, 1/0)")
+    return _FLAGS[text]
+
+
+def whole_parser(least: int) -> Callable[[object], int]:
+    """Return a parser of the whole numbers from `least` to `MAX_COUNT`."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", value.strip(), re.ASCII):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"expected a whole number of at least {least}")
+        if value > MAX_COUNT:
+            raise ValueError(f"expected a whole number of at most {MAX_COUNT}")
         return value
-    if isinstance(value, int | str):
-        text = str(value).strip().lower()
-        if text in _TRUE:
-            return True
-        if text in _FALSE:
-            return False
-    raise ValueError("expected true or false (also yes/no, on/off, 1/0)")
+
+    return parse
 
 
-def parse_count(value: object) -> int:
-    """Parse a whole number of at least 1."""
-    return _parse_whole(value, 1)
-
-
-def parse_seed(value: object) -> int:
-    """Parse the seed of a random generator: a whole number of at least 0."""
-    return _parse_whole(value, 0)
+parse_count = whole_parser(1)
+parse_seed = whole_parser(0)
 
 
 def parse_number(value: object) -> float:
     """Parse a finite number; booleans are refused."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            value = None
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer larger than any float
-        pass
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):  # no number, or larger than any float
+            if math.isfinite(number := float(value)):
+                return number
     raise ValueError("expected a number")
 
 
@@ -268,16 +270,6 @@ def _is_encodable(path: str | Path) -> bool:
         return b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         return False
-
-
-def _parse_whole(value: object, least: int) -> int:
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", value.strip(), re.ASCII):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"expected a whole number of at least {least}")
-    if value > MAX_COUNT:
-        raise ValueError(f"expected a whole number of at most {MAX_COUNT}")
-    return value
 
 
 def _read_flow(text: str, opening: str) -> object:

@@ -32,7 +32,7 @@ from lmcache_async.pipeline.report import BatchStored, Drops
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.handle import Watcher
-from lmcache_async.types import Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
+from lmcache_async.types import ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
 
@@ -159,9 +159,14 @@ class CacheEngine:
             namespace: Everything else that the request's KV cache depends on.
             lookup_id: If given, chunks in host memory are pinned until `unpin(lookup_id)`.
         """
-        chunks = self._chunks(as_tokens(tokens), namespace)
-        result = await self.lookup_keys([chunk.key for chunk in chunks], lookup_id=lookup_id)
-        return chunks[result.count - 1].stop if result.count else 0
+        ids, own = as_tokens(tokens), self.namespace
+        whole = len(ids) - len(ids) % self.layout.tokens_per_row
+        hasher = ChunkHasher(
+            self._root(namespace), chunk_size=own.chunk_size, algorithm=own.algorithm, hash_key=own.hash_key
+        )
+        keys, tail = hasher.extend_keys(ids[:whole]), hasher.tail()
+        result = await self.lookup_keys(keys if tail is None else [*keys, tail.key], lookup_id=lookup_id)
+        return min(result.count * own.chunk_size, whole)
 
     async def store(
         self,
@@ -228,10 +233,14 @@ class CacheEngine:
 
     async def prefetch(self, tokens: TokenIds, *, namespace: RequestNamespace = NO_NAMESPACE) -> int:
         """Load the longest stored prefix of `tokens` into host memory and return its number of tokens."""
-        chunks = self._chunks(as_tokens(tokens), namespace)
-        rows = tuple(np.zeros(len(c.tokens) // self.layout.tokens_per_row, np.int64) for c in chunks)
+        ids = as_tokens(tokens)
         return await self.prefetch_chunks(
-            RetrieveRequest(chunks=tuple(chunks), rows=rows, request_namespace=self._label(namespace))
+            RetrieveRequest(
+                tokens=ids,
+                row_ids=np.zeros(len(ids) // self.layout.tokens_per_row, np.int64),
+                root=self._root(namespace),
+                request_namespace=self._label(namespace),
+            )
         )
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
@@ -391,17 +400,6 @@ class CacheEngine:
 
     def _label(self, namespace: RequestNamespace) -> str:
         return namespace.keyed_label(self.namespace.hash_key)
-
-    def _chunks(self, tokens: Tokens, namespace: RequestNamespace) -> list[Chunk]:
-        hasher = ChunkHasher(
-            self._root(namespace),
-            chunk_size=self.config.chunk_size,
-            algorithm=self.namespace.algorithm,
-            hash_key=self.namespace.hash_key,
-        )
-        chunks = hasher.extend(tokens[: len(tokens) - len(tokens) % self.layout.tokens_per_row])
-        tail = hasher.tail()
-        return chunks if tail is None else [*chunks, tail]
 
     def _request(
         self,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
+from tests.support.chunks import chunks_of
 from tests.support.tiers import Made, ParkingTier, installed
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
@@ -209,7 +209,7 @@ class Copy:
 
 def store_request(opened, on_copied):
     opened.rig.write(range(40), opened.rig.content(OTHERS))
-    chunks = tuple(opened.engine._chunks(np.array(OTHERS, np.int32), RequestNamespace()))
+    chunks = chunks_of(opened.engine, OTHERS)
     rows = tuple(np.arange(chunk.start, chunk.stop) for chunk in chunks)
     return StoreRequest(chunks=chunks, rows=rows, on_copied=on_copied)
 

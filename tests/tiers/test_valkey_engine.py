@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.middleware.breaker import CircuitState
+from tests.support.chunks import chunks_of
 from tests.support.valkey_servers import DEADLINE_S, ServerCluster, running_cluster
 
 pytestmark = pytest.mark.one_loop
@@ -42,7 +42,7 @@ class Client:
 
     def homes(self, number: int) -> list[int]:
         """Which of the three nodes has each of the prompt's chunks."""
-        chunks = self.engine._chunks(self.prompt(number), RequestNamespace())
+        chunks = chunks_of(self.engine, self.prompt(number))
         return [slot_of(f"{self.prefix}{chunk.key.hex()}".encode()) * 3 // 16384 for chunk in chunks]
 
     async def store(self, number: int) -> None:

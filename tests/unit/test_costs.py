@@ -11,6 +11,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import RetrieveReport
+from tests.support.chunks import chunks_of
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
@@ -49,7 +50,7 @@ async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
 
 
 async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
-    keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
+    keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
     assert (await engine.lookup_keys(keys)).costs == ((5, 0.0),)
 
     await engine._parts.stack.tiers[0].tier.clear()
@@ -63,7 +64,7 @@ async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
 
 async def test_a_tier_that_nobody_loads_from_is_measured_beside_a_lookup(engine, monkeypatch):
     loop, costs = asyncio.get_running_loop(), engine._costs
-    keys = [chunk.key for chunk in engine._chunks(engine_tokens(), namespace())]
+    keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
     await engine._parts.stack.tiers[0].tier.clear()
     costs.note(report(1000.0, dict=8))
     now = loop.time()
@@ -112,15 +113,3 @@ async def test_a_measurement_ends_with_the_engine():
     assert task.cancelled()
     engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is begun any more
     assert not engine._background
-
-
-def engine_tokens():
-    import numpy as np
-
-    return np.array(TOKENS, np.int32)
-
-
-def namespace():
-    from lmcache_async.hashing import RequestNamespace
-
-    return RequestNamespace()

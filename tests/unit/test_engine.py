@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lmcache_async.device import open_copiers
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
+from tests.support.chunks import chunks_of
 from tests.support.tiers import Made, ParkingTier
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
@@ -128,7 +128,7 @@ async def test_tiers_may_alternate_within_one_prompt(tmp_path):
     rig = Rig()
     async with rig.open(tiers=["cpu", disk(tmp_path)], **{"retrieve.promote": False}) as engine:
         await store(rig, engine)
-        chunks = engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())
+        chunks = chunks_of(engine, TOKENS)
         cpu, slow = (stacked.tier for stacked in engine._parts.stack.tiers)
         for position, chunk in enumerate(chunks):
             await (slow if position % 2 else cpu).remove(chunk.key)
@@ -203,7 +203,7 @@ async def test_questions_to_a_silent_tier_end_at_the_retrieves_deadline():
     registry = FakeRegistry(tiers={"silent": _Silent})
     async with rig.open(tiers=["cpu", "silent"], registry=registry, **{"retrieve.timeout_s": 0.01}) as engine:
         async with asyncio.timeout(5):  # a call to the tier may take 30 s
-            keys = [chunk.key for chunk in engine._chunks(np.array(TOKENS, np.int32), RequestNamespace())]
+            keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
             assert (await engine.lookup_keys(keys)).count == 0
             assert await engine.first_present([keys]) is None
 
@@ -213,7 +213,7 @@ async def test_device_memory_is_free_before_a_slow_tier_has_written():
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
         copied = asyncio.Event()
         rig.write(range(40), rig.content(TOKENS))
-        chunks = tuple(engine._chunks(np.array(TOKENS, np.int32), RequestNamespace()))
+        chunks = chunks_of(engine, TOKENS)
         rows = tuple(np.arange(c.start, c.stop) for c in chunks)
         task = asyncio.ensure_future(
             engine.store_chunks(StoreRequest(chunks=chunks, rows=rows, on_copied=copied.set))

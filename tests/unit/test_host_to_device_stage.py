@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lmcache_async.device.progress import LoadProgress
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.pipeline.batch import RetrieveRequest
 from lmcache_async.testing.rig import Rig
+from tests.support.chunks import chunks_of
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
@@ -27,7 +27,7 @@ async def stored(rig, engine):
 
 
 def request_for(rig, engine, progress):
-    chunks = tuple(engine._chunks(np.array(TOKENS, np.int32), RequestNamespace()))
+    chunks = chunks_of(engine, TOKENS)
     rows = tuple(np.arange(chunk.start, chunk.stop) + SLOTS[0] for chunk in chunks)
     return RetrieveRequest(chunks=chunks, rows=rows, progress=progress)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
-
 from lmcache_async.engine.lookup import FirstPresent
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
+from tests.support.chunks import chunks_of
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
@@ -25,7 +23,7 @@ async def store(rig, engine, tokens=TOKENS):
 
 
 def keys_of(engine, tokens=TOKENS):
-    return [chunk.key for chunk in engine._chunks(np.array(tokens, np.int32), RequestNamespace())]
+    return [chunk.key for chunk in chunks_of(engine, tokens)]
 
 
 def alone(keys):
