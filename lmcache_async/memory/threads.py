@@ -60,7 +60,7 @@ async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -
     calls = [executor.submit(function) for function in functions]
     await wait_ended(*calls)
     try:
-        return [call.result() for call in calls]
+        return list(map(Future.result, calls))  # no frame refers to a single call
     finally:
         # Break the reference cycle of an error and this frame, which would keep the buffers in use.
         del calls, functions
