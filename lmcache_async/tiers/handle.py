@@ -221,12 +221,7 @@ class TierHandle:
             layer.bind(arena)
 
     async def __aenter__(self) -> Self:
-        """Open the tier. Errors derived from Exception are passed on, so that the engine does not open.
-
-        Raises:
-            TierUnavailableError: It was not open within `open_timeout_s`.
-            TierError: Opening raised another exception, or a cancellation that no caller requested.
-        """
+        """Open the tier. Errors derived from Exception are passed on, so that the engine does not open."""
         task = running_task()
         try:
             async with asyncio.timeout(self._open_timeout_s) as timeout:
@@ -279,20 +274,15 @@ class TierHandle:
     def get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> Coroutine[Any, Any, list[ReadResult]]:
         """Return for each key a buffer leased to the caller, None on a miss, or the error of that chunk.
 
-        Raises:
-            TierError: The call failed as a whole.
-            BudgetExceededError: `allocate` found no free memory in time.
+        BudgetExceededError is raised if `allocate` found no free memory in time.
         """
         call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=self._deadline())
         return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call))
 
     async def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        """Store records. They are visible when the call returns.
+        """Store records. Return for each item None if it was stored, else the error; a failure is not raised.
 
         The tier has leases of its own of the records until the call has ended.
-
-        Returns:
-            For each item None if it was stored, else the error. A failure of the tier is not raised.
         """
         call = Call(Verb.PUT_MANY, items=items, deadline=self._deadline())
         try:
@@ -448,15 +438,10 @@ class TierHandle:
         check: Callable[[object], object] | None = None,
         end: Callable[[object], None] = release_results,
     ) -> Any:
-        """Await `run()`, which calls third-party code, and check its result.
+        """Await `run()`, which calls third-party code, and return `check` of its result.
 
-        If the code suppresses a cancellation, CancelledError is raised all the same.
-
-        Args:
-            verb: Name of the method, for messages.
-            run: Calls the method.
-            check: Returns the result in the expected type; raises ContractError if it is invalid.
-            end: Called at the end, with the result if it is not returned, else None.
+        If the code suppresses a cancellation, CancelledError is raised all the same. `end` is called at the end,
+        with the result if it is not returned, else with None.
         """
         task = running_task()
         cancels = 0 if task is None else task.cancelling()

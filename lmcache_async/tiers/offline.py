@@ -61,7 +61,7 @@ class OfflineOptions:
 class OfflineStore(ABC):
     """The records of a tier. Opened with `async with`, used on one event loop.
 
-    A cancelled call ends after its worker thread.
+    A cancelled call ends after its worker thread. Methods raise TierError if the tier fails.
 
     Attributes:
         name: Name for messages.
@@ -79,12 +79,7 @@ class OfflineStore(ABC):
 
     @abstractmethod
     async def list(self) -> Sequence[StoredRecord]:
-        """List all records without reading them.
-
-        Raises:
-            ConfigError: The tier cannot list its records.
-            TierError: It failed.
-        """
+        """List all records without reading them. Raise ConfigError if the tier cannot list its records."""
 
     @abstractmethod
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
@@ -94,9 +89,6 @@ class OfflineStore(ABC):
             record: The record.
             visit: Called once with the pieces of the record.
             header_only: Only the first piece is needed.
-
-        Raises:
-            TierError: The record cannot be read.
         """
 
     @abstractmethod
@@ -104,9 +96,6 @@ class OfflineStore(ABC):
         """Read a record into a buffer leased to the caller; None if the record was deleted.
 
         The buffer may be longer than the record.
-
-        Raises:
-            TierError: The record cannot be read.
         """
 
     @abstractmethod
@@ -115,18 +104,13 @@ class OfflineStore(ABC):
 
     @abstractmethod
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Return which of the records are stored.
-
-        Raises:
-            TierError: It failed.
-        """
+        """Return which of the records are stored."""
 
     async def prepare_writes(self) -> None:
         """Delete unfinished files of interrupted writers. Called before the first `write`.
 
         Raises:
             ConfigError: The tier cannot be written to.
-            TierError: It failed.
         """
 
     @abstractmethod
@@ -140,37 +124,21 @@ class OfflineStore(ABC):
 
     @abstractmethod
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete records. A record that does not exist is not an error.
-
-        Raises:
-            TierError: Some records were not deleted.
-        """
+        """Delete records. A record that does not exist is not an error."""
 
     @abstractmethod
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
-        """Move a damaged record to where it is not found any more; delete it where the tier has no quarantine.
-
-        Raises:
-            TierError: It was not moved.
-        """
+        """Move a damaged record to where it is not found any more; delete it where the tier has no quarantine."""
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
         """Return the files of unfinished writes and the quarantined files."""
         return (), ()
 
     async def delete_files(self, files: Sequence[LeftoverFile]) -> None:
-        """Delete files that `leftovers` returned.
-
-        Raises:
-            TierError: Some were not deleted.
-        """
+        """Delete files that `leftovers` returned."""
 
     async def sync(self) -> None:
-        """Make all writes and deletions durable. By default they are when their call returns.
-
-        Raises:
-            TierError: They may not be durable.
-        """
+        """Make all writes and deletions durable. By default they are when their call returns."""
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...

@@ -190,7 +190,7 @@ class TierStack:
     async def fetch(
         self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate, *, slower: bool = True
     ) -> Fetched:
-        """Read the chunks, each from its planned tier.
+        """Read the chunks up to the first one that cannot be read, each from its planned tier.
 
         If the call is cancelled, all buffers read so far are released.
 
@@ -199,9 +199,6 @@ class TierStack:
             tiers: For each key the index of its tier.
             allocate: Leases memory for records.
             slower: If the planned tier does not have a chunk, try slower tiers.
-
-        Returns:
-            The buffers up to the first chunk that was not read, leased to the caller.
         """
         got: list[Buffer | None] = [None] * len(keys)
         sources = list(tiers)
@@ -280,12 +277,8 @@ class TierStack:
 
         If the call is cancelled or fails, nothing is reserved.
 
-        Args:
-            keys: Keys of the chunks.
-            timeout_s: Deadline in seconds, for all queues together.
-
         Raises:
-            BudgetExceededError: A queue has no room within `timeout_s`.
+            BudgetExceededError: A queue has no room within `timeout_s`, which is for all queues together.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
