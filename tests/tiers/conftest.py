@@ -10,7 +10,7 @@ import pytest
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig
-from lmcache_async.testing.records import SLAB_BYTES
+from lmcache_async.testing.records import SLAB_BYTES, small_arena
 from lmcache_async.tiers.base import Allocate
 from tests.support.mooncake_pool import MooncakePool, running
 from tests.support.s3_server import S3Server
@@ -18,10 +18,11 @@ from tests.support.s3_server import S3Server
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = Arena(16 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+    arena = small_arena(48)
     yield arena
-    assert arena.statistics().leased_slabs == 0
+    leased = arena.statistics().leased_slabs
     arena.close()
+    assert leased == 0, "leases were not released"
 
 
 @pytest.fixture

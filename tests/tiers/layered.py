@@ -13,12 +13,12 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier, HandleTier
+from lmcache_async.testing.records import key_of as key
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.middleware.base import LayerContext, Shared
 from lmcache_async.types import ChunkKey
 
-PAGE = 4096
 HANG = object()
 
 
@@ -186,10 +186,6 @@ def context(
     )
 
 
-def key(number: int) -> ChunkKey:
-    return ChunkKey(number.to_bytes(16, "big"))
-
-
 def content(number: int, nbytes: int = 1000) -> bytes:
     return bytes((number + index) % 251 for index in range(nbytes))
 
@@ -197,10 +193,6 @@ def content(number: int, nbytes: int = 1000) -> bytes:
 def fill(tier: DictTier, count: int) -> DictTier:
     tier.records.update({key(number): content(number) for number in range(count)})
     return tier
-
-
-def small_arena(pages: int = 40) -> Arena:
-    return Arena(pages * PAGE, PAGE, prefault=False, huge_pages=False)
 
 
 def chunk(arena: Arena, number: int) -> Buffer:

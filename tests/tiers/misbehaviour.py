@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
-from lmcache_async.types import ChunkKey
+from lmcache_async.tiers.base import Capabilities, Tier
 
-Kind: TypeAlias = Literal["answer", "exception", "loop", "buffer", "memory", "time", "other"]
+REMOTE = Capabilities(removes=True, lists=True)
+LOCAL = Capabilities(removes=True, lists=True, local_index=True)
+OWN = Capabilities(removes=True, lists=True, own_memory=True)
+ARENA = Capabilities(removes=True, lists=True, in_arena=True, local_index=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +29,8 @@ class Misbehaviour:
 
     Attributes:
         name: Description of the behaviour, unique in the table.
-        kind: Category.
-        verbs: Replacements for methods of the tier; each is called with the tier and the method's arguments.
+        verb: Name of the method that is replaced.
+        work: The replacement, called with the tier and the method's arguments.
         capabilities: Capabilities that the tier declares.
         ends_loop: The running event loop ends. Only an engine with its own loop thread continues.
         hangs: Calls do not end by themselves, so the tier needs a short `timeout_s`.
@@ -37,9 +39,9 @@ class Misbehaviour:
     """
 
     name: str
-    kind: Kind
-    verbs: dict[str, Callable[..., Any]]
-    capabilities: Capabilities = field(default_factory=lambda: Capabilities(removes=True, lists=True))
+    verb: str
+    work: Callable[..., Any]
+    capabilities: Capabilities = REMOTE
     ends_loop: bool = False
     hangs: bool = False
     serves: bool = True
@@ -59,121 +61,96 @@ class MisbehavingTier(DictTier):
         released: Set by `end`; calls that ignore cancellation wait for it.
     """
 
-    def __init__(self, mode: Misbehaviour, config: TierConfig | None = None) -> None:
+    def __init__(self, mode, config=None):
         super().__init__(config)
         self.mode = mode
         self.active = False
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.kept: list[Buffer] = []
-        self.views: list[Any] = []
+        self.tasks = set()
+        self.kept = []
+        self.others = []
         self.released = asyncio.Event()
-        self.arena: Arena | None = None
 
-    def begin(self) -> None:
+    def begin(self):
         self.active = True
 
-    def end(self) -> None:
+    def end(self):
         self.active = False
         self.released.set()
 
-    def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
+    def spawn(self, work):
         """Run `work` in a background task of the tier."""
         task = asyncio.ensure_future(work)
-        assert isinstance(task, asyncio.Task)
         self.tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task):
         self.tasks.discard(task)
         if not task.cancelled():
             task.exception()  # mark the exception as retrieved, so that asyncio does not report it
 
-    def _replacement(self, verb: str) -> Callable[..., Any] | None:
-        return self.mode.verbs.get(verb) if self.active else None
+    def replaces(self, verb):
+        return self.active and self.mode.verb == verb
 
     @property
-    def capabilities(self) -> Capabilities:
-        if (replacement := self._replacement("capabilities")) is not None:
-            return replacement(self)
-        return self.mode.capabilities
+    def capabilities(self):
+        return self.mode.work(self) if self.replaces("capabilities") else self.mode.capabilities
 
-    def bind(self, arena: Arena) -> None:
-        self.arena = arena
+    def statistics(self):
+        return self.mode.work(self) if self.replaces("statistics") else DictTier.statistics(self)
 
-    async def contains(self, key: ChunkKey) -> bool:
-        if (replacement := self._replacement("contains")) is not None:
-            return await replacement(self, key)
-        return await DictTier.contains(self, key)
+    async def keys(self):
+        if self.replaces("keys"):
+            self.mode.work(self)
+        async for key in DictTier.keys(self):
+            yield key
 
-    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        if (replacement := self._replacement("contains_many")) is not None:
-            return await replacement(self, keys)
-        return await Tier.contains_many(self, keys)
-
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        if (replacement := self._replacement("count_prefix")) is not None:
-            return await replacement(self, keys)
-        return await Tier.count_prefix(self, keys)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        if (replacement := self._replacement("get")) is not None:
-            return await replacement(self, key, allocate)
-        return await DictTier.get(self, key, allocate)
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        if (replacement := self._replacement("get_many")) is not None:
-            return await replacement(self, keys, allocate)
-        return await Tier.get_many(self, keys, allocate)
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        if (replacement := self._replacement("put")) is not None:
-            return await replacement(self, key, buffer)
-        return await DictTier.put(self, key, buffer)
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        if (replacement := self._replacement("put_many")) is not None:
-            return await replacement(self, items)
-        return await Tier.put_many(self, items)
-
-    async def reject(self, key: ChunkKey, cause: str) -> bool:
-        if (replacement := self._replacement("reject")) is not None:
-            return await replacement(self, key, cause)
-        return await DictTier.reject(self, key, cause)
-
-    async def keys(self) -> AsyncIterator[ChunkKey]:
-        if (replacement := self._replacement("keys")) is not None:
-            for key in replacement(self):
-                yield key
-        else:
-            async for key in DictTier.keys(self):
-                yield key
-
-    def statistics(self) -> TierStatistics:
-        if (replacement := self._replacement("statistics")) is not None:
-            return replacement(self)
-        return DictTier.statistics(self)
-
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, *error):
         for task in self.tasks:
             task.cancel()
-        if (replacement := self._replacement("__aexit__")) is not None:
-            await replacement(self)
+        if self.replaces("__aexit__"):
+            await self.mode.work(self)
+
+
+def _replaceable(verb, owner):
+    async def method(self, *arguments):
+        work = self.mode.work if self.replaces(verb) else getattr(owner, verb)
+        return await work(self, *arguments)
+
+    setattr(MisbehavingTier, verb, method)
+
+
+for _verb in ("contains", "get", "put", "reject"):
+    _replaceable(_verb, DictTier)
+for _verb in ("contains_many", "count_prefix", "get_many", "put_many"):
+    _replaceable(_verb, Tier)
+
+_MODES: list[Misbehaviour] = []
+
+
+def mode(name, verb=None, **options):
+    """Add the decorated function to the table as a replacement of the method that is the name's first word."""
+
+    def add(work):
+        _MODES.append(Misbehaviour(name, verb or name.split()[0], work, **options))
+        return work
+
+    return add
 
 
 # Wrong return values.
 
 
-def _gives(answer: Callable[..., object]) -> Callable[..., Any]:
+def gives(answer):
     """Return a method that returns `answer()` of its first argument."""
 
-    async def verb(tier: MisbehavingTier, *arguments: Any) -> object:
+    async def method(tier, *arguments):
         return answer(*arguments[:1])
 
-    return verb
+    return method
 
 
-_SINGLE: dict[str, dict[str, Callable[[Any], object]]] = {
+_ANSWERS: dict[str, dict[str, Callable[[Any], object]]] = {
     "contains": {
         "None": lambda _: None,
         "a word": lambda _: "no",
@@ -227,20 +204,15 @@ _SINGLE: dict[str, dict[str, Callable[[Any], object]]] = {
         "None": lambda _: None,
     },
 }
+for _verb, _answers in _ANSWERS.items():
+    for _what, _answer in _answers.items():
+        _capabilities = LOCAL if _verb == "contains_many" else REMOTE
+        mode(f"{_verb} answers {_what}", capabilities=_capabilities)(gives(_answer))
 
 
-def _answers() -> list[Misbehaviour]:
-    modes = []
-    for verb, answers in _SINGLE.items():
-        for what, answer in answers.items():
-            local = Capabilities(removes=True, lists=True, local_index=verb == "contains_many")
-            modes.append(Misbehaviour(f"{verb} answers {what}", "answer", {verb: _gives(answer)}, local))
-
-    async def lies(tier: MisbehavingTier, key: ChunkKey) -> bool:
-        return key not in tier.records
-
-    modes.append(Misbehaviour("contains answers the opposite", "answer", {"contains": lies}))
-    return modes
+@mode("contains answers the opposite")
+async def _lies(tier, key):
+    return key not in tier.records
 
 
 # Exceptions.
@@ -285,153 +257,146 @@ _RAISED: dict[str, Callable[[], BaseException]] = {
 }
 
 
-def _raises(make: Callable[[], BaseException]) -> Callable[..., Any]:
-    async def verb(tier: MisbehavingTier, *arguments: Any) -> object:
+def raises(what):
+    async def method(tier, *arguments):
         await asyncio.sleep(0)
-        raise make()
+        error = _RAISED[what]()
+        raise error
 
-    return verb
-
-
-def _raises_at_once(make: Callable[[], BaseException]) -> Callable[..., Any]:
-    def verb(tier: MisbehavingTier, *arguments: Any) -> object:
-        raise make()
-
-    return verb
+    return method
 
 
-def _exceptions() -> list[Misbehaviour]:
-    def mode(verb: str, what: str, raises: Callable[..., Any] = _raises) -> Misbehaviour:
-        name = "closing" if verb == "__aexit__" else verb
-        return Misbehaviour(f"{name} raises {what}", "exception", {verb: raises(_RAISED[what])})
+for _verb in ("count_prefix", "get", "put"):
+    for _what in _RAISED:
+        mode(f"{_verb} raises {_what}")(raises(_what))
+for _verb in ("get_many", "put_many", "reject"):
+    for _what in ("SystemExit", "CancelledError", "an unprintable error"):
+        mode(f"{_verb} raises {_what}")(raises(_what))
+for _what in ("ValueError", "SystemExit", "CancelledError"):
+    mode(f"closing raises {_what}", "__aexit__")(raises(_what))
 
-    batches = ("SystemExit", "CancelledError", "an unprintable error")
-    closings = ("ValueError", "SystemExit", "CancelledError")
-    return [
-        *(mode(verb, what) for what in _RAISED for verb in ("count_prefix", "get", "put")),
-        *(mode(verb, what) for verb in ("get_many", "put_many", "reject") for what in batches),
-        *(mode(verb, "SystemExit", _raises_at_once) for verb in ("statistics", "capabilities", "keys")),
-        *(mode("__aexit__", what) for what in closings),
-    ]
+
+@mode("statistics raises SystemExit")
+@mode("capabilities raises SystemExit")
+@mode("keys raises SystemExit")
+def _exits(tier):
+    raise SystemExit(1)
 
 
 # The event loop and its tasks.
 
 
-async def _stops_loop(tier: MisbehavingTier, *_: Any) -> None:
+async def _stops_loop(tier, *_):
     asyncio.get_running_loop().stop()
     await asyncio.sleep(0)
 
 
-async def _fails_in_task(tier: MisbehavingTier, *_: Any) -> None:
-    async def work() -> None:
-        raise SystemExit(1)
-
-    await tier.spawn(work())
+async def _raise(error):
+    raise error
 
 
-async def _fails_in_background(tier: MisbehavingTier, *_: Any) -> None:
-    async def work() -> None:
-        raise KeyboardInterrupt
+async def _fails_in_task(tier, *_):
+    await tier.spawn(_raise(SystemExit(1)))
 
-    tier.spawn(work())
+
+async def _fails_in_background(tier, *_):
+    tier.spawn(_raise(KeyboardInterrupt()))
     await asyncio.sleep(0)
 
 
-async def _fails_in_callback(tier: MisbehavingTier, *_: Any) -> None:
-    def callback() -> None:
-        raise SystemExit(1)
-
-    asyncio.get_running_loop().call_soon(callback)
+async def _fails_in_callback(tier, *_):
+    asyncio.get_running_loop().call_soon(_exits, tier)
     await asyncio.sleep(0)
 
 
-async def _cancels_itself(tier: MisbehavingTier, *_: Any) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    task.cancel("by the tier itself")
+async def _cancels_itself(tier, *_):
+    asyncio.current_task().cancel("by the tier itself")
     await asyncio.sleep(0)
 
 
-async def _awaits_cancelled(tier: MisbehavingTier, *_: Any) -> None:
+async def _awaits_cancelled(tier, *_):
     future = asyncio.get_running_loop().create_future()
     future.cancel("by the tier's own client")
     await future
 
 
-def _loop_modes() -> list[Misbehaviour]:
-    modes = []
-    for verb in ("count_prefix", "get", "put"):
-        for what, work in (
-            ("stops the loop", _stops_loop),
-            ("raises SystemExit in a task of its own", _fails_in_task),
-            ("raises KeyboardInterrupt in the background", _fails_in_background),
-            ("raises SystemExit in a callback", _fails_in_callback),
-        ):
-            modes.append(Misbehaviour(f"{verb} {what}", "loop", {verb: work}, ends_loop=True))
-        modes.append(Misbehaviour(f"{verb} awaits what was cancelled", "loop", {verb: _awaits_cancelled}))
-        modes.append(Misbehaviour(f"{verb} cancels its own task", "loop", {verb: _cancels_itself}))
-    return modes
+for _verb in ("count_prefix", "get", "put"):
+    mode(f"{_verb} stops the loop", ends_loop=True)(_stops_loop)
+    mode(f"{_verb} raises SystemExit in a task of its own", ends_loop=True)(_fails_in_task)
+    mode(f"{_verb} raises KeyboardInterrupt in the background", ends_loop=True)(_fails_in_background)
+    mode(f"{_verb} raises SystemExit in a callback", ends_loop=True)(_fails_in_callback)
+    mode(f"{_verb} awaits what was cancelled")(_awaits_cancelled)
+    mode(f"{_verb} cancels its own task")(_cancels_itself)
 
 
 # The buffer of a put.
 
 
-async def _writes_view(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("a tier in the arena writes into its buffer", "put", capabilities=ARENA)
+@mode("put writes into the view of its buffer")
+async def _writes_view(tier, key, buffer):
     buffer.view[-8:] = b"\xee" * 8
 
 
-async def _writes_padding(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put writes into the padded view of its buffer")
+async def _writes_padding(tier, key, buffer):
     buffer.padded_view[buffer.nbytes // 2] ^= 0xFF
 
 
-async def _writes_array(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put writes into the array of its buffer")
+async def _writes_array(tier, key, buffer):
     array = buffer.array
     array.flags.writeable = True
     array[-8:] ^= 0xFF
 
 
-async def _writes_tensor(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put writes into a tensor of its buffer")
+async def _writes_tensor(tier, key, buffer):
     buffer.tensor(torch.uint8, (buffer.nbytes,))[-8:] = 0xEE
     tier.records[key] = bytes(buffer.view)
 
 
-async def _writes_through_retained(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put writes through a lease of its own")
+async def _writes_through_retained(tier, key, buffer):
     with buffer.retain() as lease:
         lease.view[-8:] = b"\xee" * 8
 
 
-async def _resizes(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put resizes its buffer")
+async def _resizes(tier, key, buffer):
     tier.records[key] = bytes(buffer.view)
     buffer.resize(1)
 
 
-async def _releases(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put releases its buffer")
+async def _releases(tier, key, buffer):
     tier.records[key] = bytes(buffer.view)
     buffer.release()
 
 
-async def _releases_twice(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put releases its buffer twice")
+async def _releases_twice(tier, key, buffer):
     buffer.release()
     buffer.release()
 
 
-async def _writes_later(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
-    view = buffer.view
-
-    async def later() -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-            with contextlib.suppress(TypeError, ValueError):
-                view[-8:] = b"\xee" * 8
-            with contextlib.suppress(TypeError, ValueError):
-                buffer.view[-8:] = b"\xee" * 8
-
-    tier.records[key] = bytes(view)
-    tier.spawn(later())
+async def _write_later(buffer, view, times):
+    for _ in range(times):
+        await asyncio.sleep(0)
+        with contextlib.suppress(TypeError, ValueError):
+            view[-8:] = b"\xee" * 8
+        with contextlib.suppress(TypeError, ValueError):
+            buffer.view[-8:] = b"\xee" * 8
 
 
-async def _keeps(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
+@mode("put writes into its buffer later")
+async def _writes_later(tier, key, buffer):
+    tier.records[key] = bytes(buffer.view)
+    tier.spawn(_write_later(buffer, buffer.view, 20))
+
+
+@mode("put keeps its buffer and releases it later")
+async def _keeps(tier, key, buffer):
     tier.records[key] = bytes(buffer.view)
     for kept in tier.kept:
         with contextlib.suppress(ValueError, RuntimeError):
@@ -439,87 +404,78 @@ async def _keeps(tier: MisbehavingTier, key: ChunkKey, buffer: Buffer) -> None:
     tier.kept = [buffer]
 
 
-async def _changes_items(tier: MisbehavingTier, items: Any) -> object:
+@mode("put_many empties the list of its items")
+async def _changes_items(tier, items):
     count = len(items)
     with contextlib.suppress(AttributeError):
         items.clear()
     return [None] * count
 
 
-def _buffer_modes() -> list[Misbehaviour]:
-    verbs: dict[str, Callable[..., Any]] = {
-        "put writes into the view of its buffer": _writes_view,
-        "put writes into the padded view of its buffer": _writes_padding,
-        "put writes into the array of its buffer": _writes_array,
-        "put writes into a tensor of its buffer": _writes_tensor,
-        "put writes through a lease of its own": _writes_through_retained,
-        "put resizes its buffer": _resizes,
-        "put releases its buffer": _releases,
-        "put releases its buffer twice": _releases_twice,
-        "put writes into its buffer later": _writes_later,
-        "put keeps its buffer and releases it later": _keeps,
-    }
-    modes = [Misbehaviour(name, "buffer", {"put": verb}) for name, verb in verbs.items()]
-    modes.append(
-        Misbehaviour("put_many empties the list of its items", "buffer", {"put_many": _changes_items})
-    )
-    return modes
-
-
 # The buffers of a get.
 
 
-async def _fails_after_allocate(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
+@mode("a tier in the arena raises after allocate", "get", capabilities=ARENA)
+@mode("get raises after allocate")
+async def _fails_after_allocate(tier, key, allocate):
     await allocate(100)
     raise ValueError("of this test")
 
 
-async def _exits_after_allocate(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
+@mode("get raises SystemExit after allocate")
+async def _exits_after_allocate(tier, key, allocate):
     await allocate(100)
     raise SystemExit(1)
 
 
-async def _looks_and_fails(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
+@mode("get raises with views of its memory in the traceback")
+async def _looks_and_fails(tier, key, allocate):
     buffer = await allocate(len(tier.records.get(key, b"12345678")))
     _array, _slice = buffer.array, buffer.view[2:5]  # referenced by the frame in the traceback
     raise ValueError("of this test")
 
 
-async def _forgets(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> None:
+@mode("get allocates and answers None")
+async def _forgets(tier, key, allocate):
     await allocate(100)
 
 
-async def _keeps_memory(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> None:
+@mode("get keeps its memory and answers None")
+async def _keeps_memory(tier, key, allocate):
     tier.kept.append(await allocate(100))
 
 
-async def _retains_memory(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
-    buffer = await allocate(len(tier.records[key]))
-    buffer.view[:] = tier.records[key]
+@mode("get keeps a further lease of its memory")
+async def _retains_memory(tier, key, allocate):
+    buffer = await DictTier.get(tier, key, allocate)
     tier.kept.append(buffer.retain())
     return buffer
 
 
-async def _wants_all(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer:
+@mode("get allocates without end")
+async def _wants_all(tier, key, allocate):
     while True:
         await allocate(100)
 
 
-async def _leases_twice(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-    await allocate(100)
-    return await DictTier.get(tier, key, allocate)
-
-
-def _allocates(nbytes: object) -> Callable[..., Any]:
-    async def get(tier: MisbehavingTier, key: ChunkKey, allocate: Any) -> Buffer | None:
+def allocates(nbytes):
+    async def get(tier, key, allocate):
         await allocate(nbytes)
         return await DictTier.get(tier, key, allocate)
 
     return get
 
 
-async def _allocates_later(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-    async def later() -> None:
+mode("get allocates twice")(allocates(100))
+mode("get allocates a str")(allocates("100"))
+mode("get allocates a float")(allocates(100.5))
+mode("get allocates a negative number")(allocates(-1))
+mode("get allocates more than a slab")(allocates(1 << 40))
+
+
+@mode("get allocates after its end")
+async def _allocates_later(tier, key, allocate):
+    async def later():
         for _ in range(10):
             await asyncio.sleep(0)
         with contextlib.suppress(Exception):
@@ -529,25 +485,29 @@ async def _allocates_later(tier: MisbehavingTier, key: ChunkKey, allocate: Alloc
     return await DictTier.get(tier, key, allocate)
 
 
-async def _released(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("a tier in the arena reads a released buffer", "get", capabilities=ARENA)
+@mode("get of a tier with memory of its own answers a released buffer", capabilities=OWN)
+@mode("get answers a released buffer")
+async def _released(tier, key, allocate):
     buffer = await DictTier.get(tier, key, allocate)
-    assert buffer is not None
     buffer.release()
     return buffer
 
 
-async def _released_twice(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("get answers a buffer released twice")
+async def _released_twice(tier, key, allocate):
     buffer = await _released(tier, key, allocate)
-    assert buffer is not None
     buffer.release()
     return buffer
 
 
-async def _released_later(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("a tier in the arena reads a buffer and releases it later", "get", capabilities=ARENA)
+@mode("get of a tier with memory of its own releases later", capabilities=OWN)
+@mode("get releases its buffer after its end")
+async def _released_later(tier, key, allocate):
     buffer = await DictTier.get(tier, key, allocate)
-    assert buffer is not None
 
-    async def later() -> None:
+    async def later():
         await asyncio.sleep(0)
         for _ in range(2):
             with contextlib.suppress(RuntimeError):
@@ -557,80 +517,31 @@ async def _released_later(tier: MisbehavingTier, key: ChunkKey, allocate: Alloca
     return buffer
 
 
-async def _writes_after_get(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("get writes into its buffer after its end", serves=False)
+async def _writes_after_get(tier, key, allocate):
     buffer = await DictTier.get(tier, key, allocate)
-    assert buffer is not None
-    view = buffer.view
-
-    async def later() -> None:
-        for _ in range(50):
-            await asyncio.sleep(0)
-            with contextlib.suppress(TypeError, ValueError):
-                view[-8:] = b"\xee" * 8
-            with contextlib.suppress(TypeError, ValueError):
-                buffer.view[-8:] = b"\xee" * 8
-
-    tier.spawn(later())
+    tier.spawn(_write_later(buffer, buffer.view, 50))
     return buffer
 
 
-async def _earlier_buffers(
-    tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
-) -> list[Buffer | None]:
-    """Return the buffers of the previous call."""
-    before, tier.kept = tier.kept, [await allocate(len(tier.records[keys[0]])) for _ in keys]
-    return [*before, *[None] * len(keys)][: len(keys)]
-
-
-async def _of_another_arena(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("get answers a buffer of another arena")
+async def _of_another_arena(tier, key, allocate):
     record = tier.records[key]
     other = Arena(1 << 16, len(record), huge_pages=False, prefault=False)
     buffer = other.lease_nowait(len(record))
-    assert buffer is not None
     buffer.view[:] = record
-    tier.views.append((other, buffer))
+    tier.others.append((other, buffer))
     return buffer
 
 
-async def _same_buffer_for_all(
-    tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
-) -> list[Buffer | None]:
-    return [await DictTier.get(tier, keys[0], allocate)] * len(keys)
-
-
-async def _too_few_buffers(
-    tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
-) -> list[Buffer | None]:
-    return [await DictTier.get(tier, key, allocate) for key in keys][:-1]
-
-
-async def _too_many_buffers(
-    tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
-) -> list[Buffer | None]:
-    return [await DictTier.get(tier, key, allocate) for key in [*keys, keys[0]]]
-
-
-async def _reversed_buffers(
-    tier: MisbehavingTier, keys: Sequence[ChunkKey], allocate: Allocate
-) -> list[Buffer | None]:
-    return [await DictTier.get(tier, key, allocate) for key in reversed(keys)]
-
-
-async def _changes_keys(tier: MisbehavingTier, keys: Any, allocate: Allocate) -> list[Any]:
-    answers = await Tier.get_many(tier, keys, allocate)
-    with contextlib.suppress(AttributeError, TypeError):
-        keys.reverse()
-    return answers
-
-
-async def _another_record(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+@mode("get answers another chunk's record", serves=False)
+async def _another_record(tier, key, allocate):
     return await DictTier.get(tier, next(other for other in tier.records if other != key), allocate)
 
 
-def _edited(edit: Callable[[bytearray], object]) -> Callable[..., Any]:
-    async def get(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        record = bytearray(tier.records[key])
-        edit(record)
+def edited(edit):
+    async def get(tier, key, allocate):
+        record = edit(tier.records[key])
         buffer = await allocate(len(record))
         buffer.view[:] = record
         return buffer
@@ -638,173 +549,121 @@ def _edited(edit: Callable[[bytearray], object]) -> Callable[..., Any]:
     return get
 
 
-def _flip(record: bytearray) -> None:
-    record[-1] ^= 0xFF
+mode("get answers a changed record", serves=False)(
+    edited(lambda record: record[:-1] + bytes([record[-1] ^ 0xFF]))
+)
+mode("get answers a record cut short", serves=False)(edited(lambda record: record[:-9]))
+mode("get answers a record of no bytes", serves=False)(edited(lambda _: b""))
+mode("get answers a record of zeros", serves=False)(edited(lambda record: bytes(len(record))))
 
 
-def _memory_modes() -> list[Misbehaviour]:
-    verbs: dict[str, Callable[..., Any]] = {
-        "get raises after allocate": _fails_after_allocate,
-        "get raises SystemExit after allocate": _exits_after_allocate,
-        "get raises with views of its memory in the traceback": _looks_and_fails,
-        "get allocates and answers None": _forgets,
-        "get keeps its memory and answers None": _keeps_memory,
-        "get keeps a further lease of its memory": _retains_memory,
-        "get allocates without end": _wants_all,
-        "get allocates twice": _leases_twice,
-        "get allocates a str": _allocates("100"),
-        "get allocates a float": _allocates(100.5),
-        "get allocates a negative number": _allocates(-1),
-        "get allocates more than a slab": _allocates(1 << 40),
-        "get allocates after its end": _allocates_later,
-        "get answers a released buffer": _released,
-        "get answers a buffer released twice": _released_twice,
-        "get releases its buffer after its end": _released_later,
-        "get answers a buffer of another arena": _of_another_arena,
-    }
-    modes = [Misbehaviour(name, "memory", {"get": verb}) for name, verb in verbs.items()]
-    wrong: dict[str, Callable[..., Any]] = {
-        "get writes into its buffer after its end": _writes_after_get,
-        "get answers another chunk's record": _another_record,
-        "get answers a changed record": _edited(_flip),
-        "get answers a record cut short": _edited(lambda record: record.__delitem__(slice(-9, None))),
-        "get answers a record of no bytes": _edited(bytearray.clear),
-        "get answers a record of zeros": _edited(
-            lambda record: record.__setitem__(slice(None), bytes(len(record)))
-        ),
-    }
-    modes += [Misbehaviour(name, "memory", {"get": verb}, serves=False) for name, verb in wrong.items()]
-    batches: dict[str, tuple[Callable[..., Any], bool]] = {
-        "get_many answers the buffers of an earlier call": (_earlier_buffers, True),
-        "get_many answers one buffer for all keys": (_same_buffer_for_all, False),
-        "get_many answers too few buffers": (_too_few_buffers, True),
-        "get_many answers too many buffers": (_too_many_buffers, True),
-        "get_many answers the buffers in another order": (_reversed_buffers, False),
-        "get_many reverses the list of its keys": (_changes_keys, True),
-    }
-    modes += [
-        Misbehaviour(name, "memory", {"get_many": verb}, serves=serves)
-        for name, (verb, serves) in batches.items()
-    ]
-    own = Capabilities(removes=True, lists=True, own_memory=True)
-    owned: dict[str, dict[str, Callable[..., Any]]] = {
-        "get of a tier with memory of its own answers a released buffer": {"get": _released},
-        "get of a tier with memory of its own answers bytes": {"get": _gives(lambda key: bytes(key))},
-        "get of a tier with memory of its own releases later": {"get": _released_later},
-        "get_many of a tier with memory of its own answers too few": {"get_many": _too_few_buffers},
-    }
-    modes += [Misbehaviour(name, "memory", verbs, own) for name, verbs in owned.items()]
-    return modes
+@mode("get_many answers the buffers of an earlier call")
+async def _earlier_buffers(tier, keys, allocate):
+    before, tier.kept = tier.kept, [await allocate(len(tier.records[keys[0]])) for _ in keys]
+    return [*before, *[None] * len(keys)][: len(keys)]
+
+
+@mode("get_many answers one buffer for all keys", serves=False)
+async def _same_buffer_for_all(tier, keys, allocate):
+    return [await DictTier.get(tier, keys[0], allocate)] * len(keys)
+
+
+@mode("a tier in the arena reads too few buffers", "get_many", capabilities=ARENA)
+@mode("get_many of a tier with memory of its own answers too few", capabilities=OWN)
+@mode("get_many answers too few buffers")
+async def _too_few_buffers(tier, keys, allocate):
+    return [await DictTier.get(tier, key, allocate) for key in keys][:-1]
+
+
+@mode("get_many answers too many buffers")
+async def _too_many_buffers(tier, keys, allocate):
+    return [await DictTier.get(tier, key, allocate) for key in [*keys, keys[0]]]
+
+
+@mode("get_many answers the buffers in another order", serves=False)
+async def _reversed_buffers(tier, keys, allocate):
+    return [await DictTier.get(tier, key, allocate) for key in reversed(keys)]
+
+
+@mode("get_many reverses the list of its keys")
+async def _changes_keys(tier, keys, allocate):
+    answers = await Tier.get_many(tier, keys, allocate)
+    with contextlib.suppress(AttributeError, TypeError):
+        keys.reverse()
+    return answers
+
+
+mode("get of a tier with memory of its own answers bytes", capabilities=OWN)(gives(bytes))
+mode("a tier in the arena reads bytes", "get", capabilities=ARENA)(gives(bytes))
+mode("a tier in the arena answers no list", "contains_many", capabilities=ARENA)(gives(lambda _: None))
+mode("a tier in the arena answers None for a batch of writes", "put_many", capabilities=ARENA)(
+    gives(lambda _: None)
+)
+mode("a tier in the arena looks up with CancelledError", "contains_many", capabilities=ARENA)(
+    raises("CancelledError")
+)
+mode("a tier in the arena reads with SystemExit", "get", capabilities=ARENA)(raises("SystemExit"))
+mode("a tier in the arena writes with KeyboardInterrupt", "put", capabilities=ARENA)(
+    raises("KeyboardInterrupt")
+)
 
 
 # Time.
 
 
-async def _never_ends(tier: MisbehavingTier, *_: Any) -> None:
+@mode("closing never ends", "__aexit__", hangs=True)
+async def _never_ends(tier, *_):
     await asyncio.get_running_loop().create_future()
 
 
-async def _allocates_and_never_ends(tier: MisbehavingTier, key: ChunkKey, allocate: Allocate) -> None:
-    await allocate(100)
-    await asyncio.get_running_loop().create_future()
-
-
-async def _ignores_cancellation(tier: MisbehavingTier, *_: Any) -> None:
+async def _ignores_cancellation(tier, *_):
     while not tier.released.is_set():
         with contextlib.suppress(asyncio.CancelledError):
             await tier.released.wait()
 
 
-async def _uncancels(tier: MisbehavingTier, *_: Any) -> None:
-    task = asyncio.current_task()
-    assert task is not None
+async def _uncancels(tier, *_):
     try:
-        await asyncio.get_running_loop().create_future()
+        await _never_ends(tier)
     except asyncio.CancelledError:
-        task.uncancel()
+        asyncio.current_task().uncancel()
         raise
 
 
-async def _answers_after_cancellation(
-    tier: MisbehavingTier, key: ChunkKey, allocate: Allocate
-) -> Buffer | None:
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.get_running_loop().create_future()
-    return await DictTier.get(tier, key, allocate)
-
-
-async def _fails_after_cancellation(tier: MisbehavingTier, *_: Any) -> None:
+async def _fails_after_cancellation(tier, *_):
     try:
-        await asyncio.get_running_loop().create_future()
+        await _never_ends(tier)
     except asyncio.CancelledError:
         raise ValueError("raised for a cancellation") from None
 
 
-def _time_modes() -> list[Misbehaviour]:
-    modes = []
-    for verb in ("count_prefix", "get", "put"):
-        for what, work in (
-            ("never ends", _never_ends),
-            ("ignores cancellation", _ignores_cancellation),
-            ("takes its cancellation back", _uncancels),
-            ("raises ValueError when it is cancelled", _fails_after_cancellation),
-        ):
-            modes.append(Misbehaviour(f"{verb} {what}", "time", {verb: work}, hangs=True))
-    modes.append(
-        Misbehaviour("get allocates and never ends", "time", {"get": _allocates_and_never_ends}, hangs=True)
-    )
-    modes.append(
-        Misbehaviour(
-            "get answers when it is cancelled", "time", {"get": _answers_after_cancellation}, hangs=True
-        )
-    )
-    modes.append(Misbehaviour("closing never ends", "time", {"__aexit__": _never_ends}, hangs=True))
-    return modes
+for _verb in ("count_prefix", "get", "put"):
+    mode(f"{_verb} never ends", hangs=True)(_never_ends)
+    mode(f"{_verb} ignores cancellation", hangs=True)(_ignores_cancellation)
+    mode(f"{_verb} takes its cancellation back", hangs=True)(_uncancels)
+    mode(f"{_verb} raises ValueError when it is cancelled", hangs=True)(_fails_after_cancellation)
 
 
-# Other.
+@mode("get allocates and never ends", hangs=True)
+async def _allocates_and_never_ends(tier, key, allocate):
+    await allocate(100)
+    await _never_ends(tier)
 
 
-def _other_modes() -> list[Misbehaviour]:
-    return [
-        Misbehaviour("contains is no coroutine", "other", {"contains": lambda tier, key: True}),
-        Misbehaviour("get is no coroutine", "other", {"get": lambda tier, key, allocate: None}),
-        Misbehaviour("put is no coroutine", "other", {"put": lambda tier, key, buffer: None}),
-        Misbehaviour("statistics answers None", "other", {"statistics": lambda tier: None}),
-        Misbehaviour("capabilities answers None", "other", {"capabilities": lambda tier: None}),
-    ]
+@mode("get answers when it is cancelled", hangs=True)
+async def _answers_after_cancellation(tier, key, allocate):
+    with contextlib.suppress(asyncio.CancelledError):
+        await _never_ends(tier)
+    return await DictTier.get(tier, key, allocate)
 
 
-def _arena_modes() -> list[Misbehaviour]:
-    """Misbehaviours of a tier that declares `in_arena`. It has no deadline and no write queue."""
-    verbs: dict[str, dict[str, Callable[..., Any]]] = {
-        "answers no list": {"contains_many": _gives(lambda _: None)},
-        "looks up with CancelledError": {"contains_many": _raises(_RAISED["CancelledError"])},
-        "reads with SystemExit": {"get": _raises(_RAISED["SystemExit"])},
-        "reads bytes": {"get": _gives(lambda key: bytes(key))},
-        "reads a released buffer": {"get": _released},
-        "reads a buffer and releases it later": {"get": _released_later},
-        "reads too few buffers": {"get_many": _too_few_buffers},
-        "raises after allocate": {"get": _fails_after_allocate},
-        "writes with KeyboardInterrupt": {"put": _raises(_RAISED["KeyboardInterrupt"])},
-        "answers None for a batch of writes": {"put_many": _gives(lambda _: None)},
-        "writes into its buffer": {"put": _writes_view},
-    }
-    arena = Capabilities(removes=True, lists=True, in_arena=True, local_index=True)
-    return [
-        Misbehaviour(f"a tier in the arena {name}", "other", replaced, arena)
-        for name, replaced in verbs.items()
-    ]
+# No coroutine, no value.
 
+mode("contains is no coroutine")(lambda tier, key: True)
+mode("get is no coroutine")(lambda tier, key, allocate: None)
+mode("put is no coroutine")(lambda tier, key, buffer: None)
+mode("statistics answers None")(lambda tier: None)
+mode("capabilities answers None")(lambda tier: None)
 
-MISBEHAVIOURS: tuple[Misbehaviour, ...] = (
-    *_answers(),
-    *_exceptions(),
-    *_loop_modes(),
-    *_buffer_modes(),
-    *_memory_modes(),
-    *_time_modes(),
-    *_other_modes(),
-    *_arena_modes(),
-)
+MISBEHAVIOURS = tuple(_MODES)
 """All ways to misbehave, with unique names."""

@@ -8,7 +8,6 @@ import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
@@ -24,14 +23,6 @@ from lmcache_async.types import ChunkKey
 from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time, key
 
 KEY = ChunkKey(b"k" * 16)
-
-
-@pytest.fixture
-def arena():
-    arena = Arena(8 * 4096, 4096, prefault=False, huge_pages=False)
-    yield arena
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
 
 
 def guard(inner, timeout_s=5.0):

@@ -37,20 +37,11 @@ from tests.tiers.layered import (
     in_virtual_time,
     key,
     release,
-    small_arena,
     taken,
 )
 
 KEYS = [key(number) for number in range(4)]
 OPEN, CLOSED, HALF_OPEN = CircuitState.OPEN, CircuitState.CLOSED, CircuitState.HALF_OPEN
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 def away():

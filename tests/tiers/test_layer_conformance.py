@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
@@ -15,84 +16,55 @@ from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 
+METRICS = (MetricsLayer, LayerConfig())
+RETRY = (RetryLayer, RetryConfig())
+LIMIT = (LimitLayer, LimitConfig(max_calls=2, max_bytes=100_000))
+BREAKER = (BreakerLayer, BreakerConfig())
+DEADLINE = (DeadlineLayer, DeadlineConfig(lookup_s=60, read_s=60, write_s=60))
+FAULTS = (FaultsLayer, FaultsConfig())
+
 
 class LayersConformance(LayerConformance, SuffixEvictionConformance):
-    def metrics(self) -> Layer:
-        return MetricsLayer(LayerConfig(), self.context())
+    layers: ClassVar[Sequence[tuple[type[Layer], LayerConfig]]] = ()
 
-    def retry(self) -> Layer:
-        return RetryLayer(RetryConfig(), self.context())
-
-    def limit_layer(self) -> Layer:
-        return LimitLayer(LimitConfig(max_calls=2, max_bytes=100_000), self.context())
-
-    def breaker(self) -> Layer:
-        return BreakerLayer(BreakerConfig(), self.context())
-
-    def deadline(self) -> Layer:
-        return DeadlineLayer(DeadlineConfig(lookup_s=60, read_s=60, write_s=60), self.context())
-
-    def faults(self) -> Layer:
-        return FaultsLayer(FaultsConfig(), self.context())
+    def make_layers(self) -> list[Layer]:
+        return [layer(options, self.context()) for layer, options in self.layers]
 
 
 @pytest.mark.one_loop
 class TestNoLayers(LayersConformance):
-    def make_layers(self) -> list[Layer]:
-        return []
+    pass
 
 
 @pytest.mark.one_loop
 class TestMetrics(LayersConformance):
-    def make_layers(self) -> list[Layer]:
-        return [self.metrics()]
+    layers = (METRICS,)
 
 
 @pytest.mark.one_loop
 class TestRetry(LayersConformance):
-    def make_layers(self) -> list[Layer]:
-        return [self.retry()]
+    layers = (RETRY,)
 
 
 @pytest.mark.one_loop
 class TestLimit(LayersConformance):
-    local_index: ClassVar[bool] = False
-
-    def make_layers(self) -> list[Layer]:
-        return [self.limit_layer()]
+    layers, local_index = (LIMIT,), False
 
 
 @pytest.mark.one_loop
 class TestBreaker(LayersConformance):
-    local_index: ClassVar[bool] = False
-
-    def make_layers(self) -> list[Layer]:
-        return [self.breaker()]
+    layers, local_index = (BREAKER,), False
 
 
 @pytest.mark.one_loop
 class TestDeadline(LayersConformance):
-    local_index: ClassVar[bool] = False
-
-    def make_layers(self) -> list[Layer]:
-        return [self.deadline()]
+    layers, local_index = (DEADLINE,), False
 
 
 @pytest.mark.one_loop
 class TestFaultsThatNeverStrike(LayersConformance):
-    def make_layers(self) -> list[Layer]:
-        return [self.faults()]
+    layers = (FAULTS,)
 
 
 class TestAllTogether(LayersConformance):
-    local_index: ClassVar[bool] = False
-
-    def make_layers(self) -> list[Layer]:
-        return [
-            self.metrics(),
-            self.retry(),
-            self.limit_layer(),
-            self.breaker(),
-            self.deadline(),
-            self.faults(),
-        ]
+    layers, local_index = (METRICS, RETRY, LIMIT, BREAKER, DEADLINE, FAULTS), False

@@ -20,19 +20,10 @@ from tests.tiers.layered import (
     in_virtual_time,
     key,
     now,
-    small_arena,
     taken,
 )
 
 BOUNDS = {"lookup_s": 1.0, "read_s": 2.0, "write_s": 3.0}
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 def bounded(inner, *, close_timeout_s=None, **options) -> LayeredTier:

@@ -23,20 +23,11 @@ from tests.tiers.layered import (
     in_virtual_time,
     key,
     now,
-    small_arena,
     taken,
 )
 
 COUNT = 12
 KEYS = [key(number) for number in range(COUNT)]
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 def faulty(inner=None, **options) -> LayeredTier:

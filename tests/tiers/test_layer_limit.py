@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from lmcache_async.config import validate_options
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.testing.records import SLAB_BYTES
 from lmcache_async.tiers.middleware.base import Shared
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer, split
 from tests.tiers.layered import (
     HANG,
-    PAGE,
     LayeredTier,
     ToldTier,
     allocator,
@@ -28,19 +28,10 @@ from tests.tiers.layered import (
     key,
     now,
     release,
-    small_arena,
     taken,
 )
 
 KEYS = [key(number) for number in range(6)]
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 def limited(inner, *, where=None, arena=None, **options) -> LayeredTier:
@@ -94,7 +85,7 @@ async def test_puts_wait_for_bytes(arena):
 async def test_gets_count_with_the_largest_record_there_is(arena):
     inner = fill(ToldTier(), 6)
     inner.told.extend([1.0] * 6)
-    tier = limited(inner, max_bytes=3 * PAGE, arena=arena)
+    tier = limited(inner, max_bytes=3 * SLAB_BYTES, arena=arena)
 
     results = await asyncio.gather(*(tier.get(one, allocator(arena)) for one in KEYS))
 
@@ -106,7 +97,7 @@ async def test_gets_count_with_the_largest_record_there_is(arena):
 @in_virtual_time
 async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena):
     inner = ToldTier()
-    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+    tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
     items = chunks(arena, 6)
 
     assert await tier.put_many(items) == [None] * 6
@@ -139,7 +130,7 @@ async def test_a_chunk_larger_than_the_limit_goes_alone(arena):
 async def test_a_part_that_fails_leaves_the_others_as_they_are(arena):
     inner = fill(ToldTier(), 6)
     inner.told.extend([None, TierError("the second part"), None])
-    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+    tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
 
     results = await tier.get_many(KEYS, allocator(arena))
 
@@ -205,7 +196,7 @@ async def test_a_cancelled_waiter_leaves_its_place_and_a_cancelled_call_gives_ba
 async def test_a_batch_cancelled_in_a_later_part_gives_back_what_it_has(arena):
     inner = fill(ToldTier(), 6)
     inner.told.extend([None, HANG])
-    tier = limited(inner, max_bytes=2 * PAGE, arena=arena)
+    tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
     task = asyncio.ensure_future(tier.get_many(KEYS, allocator(arena)))
     await asyncio.sleep(1)
     assert arena.statistics().leased_slabs == 2

@@ -25,19 +25,10 @@ from tests.tiers.layered import (
     key,
     now,
     release,
-    small_arena,
     taken,
 )
 
 KEYS = [key(number) for number in range(4)]
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 def measured(inner) -> LayeredTier:

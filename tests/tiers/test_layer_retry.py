@@ -18,6 +18,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.records import small_arena
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer, RetryStatistics
 from tests.tiers.layered import (
     HANG,
@@ -34,19 +35,10 @@ from tests.tiers.layered import (
     key,
     now,
     release,
-    small_arena,
     taken,
 )
 
 KEYS = [key(number) for number in range(4)]
-
-
-@pytest.fixture
-def arena():
-    arena = small_arena()
-    yield arena
-    assert arena.statistics().leased_slabs == 0, "leases were not given back"
-    arena.close()
 
 
 class Highest(random.Random):
@@ -318,7 +310,7 @@ def test_a_batch_comes_to_what_each_chunk_alone_would(faults, attempts, seed):
     """Chunk n fails `faults[n]` times; it is there when the attempts are enough."""
 
     async def main():
-        arena = small_arena()
+        arena = small_arena(8)
         inner = fill(ToldTier(), 6)
         for number, count in enumerate(faults):
             inner.told_of[key(number)].extend(away() for _ in range(count))

@@ -8,39 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
+from lmcache_async.testing.records import SLAB_BYTES as SLAB
+from lmcache_async.testing.records import key_of, small_arena
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
-from lmcache_async.types import ChunkKey
 from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
-
-SLAB = 4096
-
-
-def key_of(number):
-    return ChunkKey(number.to_bytes(16, "big"))
 
 
 def content_of(number):
     return bytes([number + 1]) * 100
-
-
-def new_arena(slabs=24):
-    return Arena(slabs * SLAB, SLAB, prefault=False, huge_pages=False)
-
-
-@pytest.fixture
-def arena():
-    arena = new_arena()
-    yield arena
-    leased = arena.statistics().leased_slabs
-    arena.close()
-    assert leased == 0, "leases were not given back"
 
 
 class TurningTier(DictTier):
@@ -201,7 +182,7 @@ async def test_a_whole_call_that_fails_is_served_by_a_slower_tier(arena):
 
 
 async def test_without_memory_for_all_the_leading_chunks_are_served():
-    arena = new_arena(2)
+    arena = small_arena(2)
     async with Opened(arena, holding([0, 1, 2, 3])) as stack:
         fetched = await stack.fetch([key_of(n) for n in range(4)], [0] * 4, allocate_from(arena))
 
@@ -280,7 +261,7 @@ def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_told_once(fails
             await super().put(key, buffer)
 
     async def check():
-        arena = new_arena()
+        arena = small_arena(24)
         slow = [Picky(refused) for refused in fails]
         fast = [] if cpu_slabs is None else [CPUTier(CPUConfig(max_bytes=cpu_slabs * SLAB))]
         async with Opened(arena, *fast, *slow, max_bytes=max_bytes) as stack:

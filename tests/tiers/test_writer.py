@@ -1,40 +1,23 @@
 """The queue before a slow tier: bounded, in order, failures as values, nothing left behind."""
 
 import asyncio
+import contextlib
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.fakes import DictTier, GatedTier
+from lmcache_async.testing.records import SLAB_BYTES as SLAB
+from lmcache_async.testing.records import key_of, small_arena
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.writer import TierWriter
-from lmcache_async.types import ChunkKey
 from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time, now
-
-SLAB = 4096
-
-
-def key_of(number):
-    return ChunkKey(number.to_bytes(16, "big"))
-
-
-def new_arena(slabs=32):
-    return Arena(slabs * SLAB, SLAB, prefault=False, huge_pages=False)
-
-
-@pytest.fixture
-def arena():
-    arena = new_arena()
-    yield arena
-    leased = arena.statistics().leased_slabs
-    arena.close()
-    assert leased == 0, "leases were not given back"
 
 
 class Items:
@@ -81,6 +64,18 @@ def open_writer(tier, *, max_bytes=10_000, **kwargs):
     return writer
 
 
+@contextlib.asynccontextmanager
+async def opened(tier, **kwargs):
+    writer = open_writer(tier, **kwargs)
+    yield writer
+    await writer.aclose(timeout_s=1)
+
+
+async def submit(writer, arena, sizes, first=0, timeout_s=0.0):
+    with Items(arena, sizes, first) as items:
+        return await writer.submit(items, timeout_s=timeout_s)
+
+
 def results_of(futures):
     assert all(future.done() for future in futures)
     return [future.result() for future in futures]
@@ -97,7 +92,7 @@ def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
     prompts, max_bytes, call_bytes, workers, turns_between
 ):
     async def check():
-        arena = new_arena()
+        arena = small_arena(32)
 
         def bound():
             statistics = writer.statistics()
@@ -203,11 +198,9 @@ def _raise(error):
 async def test_a_failure_is_the_chunks_value_and_the_next_chunk_is_written(arena, answer, kinds):
     tier = OddTier(answer)
     writer = open_writer(tier, workers=1)
-    with Items(arena, [10, 20, 30]) as items:
-        futures = await writer.submit(items, timeout_s=0)
+    futures = await submit(writer, arena, [10, 20, 30])
     assert await writer.flush(timeout_s=5)
-    with Items(arena, [40], first=3) as items:
-        futures += await writer.submit(items, timeout_s=0)
+    futures += await submit(writer, arena, [40], first=3)
 
     assert await writer.flush(timeout_s=5), "the writer has stopped"
     assert [type(result) for result in results_of(futures)] == [*kinds, type(None)]
@@ -220,8 +213,7 @@ async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena
     gated = GatedTier(DictTier())
     writer = open_writer(gated)
     assert await writer.flush(timeout_s=0)
-    with Items(arena, [10, 10]) as items:
-        await writer.submit(items, timeout_s=0)
+    await submit(writer, arena, [10, 10])
     await gated.parked.wait()
 
     assert not await writer.flush(timeout_s=0.01)
@@ -273,8 +265,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
     tier = Stuck()
     handle = handle_of(tier)
     writer = open_writer(handle, workers=1)
-    with Items(arena, [10, 10]) as items:
-        futures = await writer.submit(items, timeout_s=0)
+    futures = await submit(writer, arena, [10, 10])
     await inside.wait()
 
     await asyncio.wait_for(writer.aclose(timeout_s=0), 5)
@@ -318,8 +309,7 @@ async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
 async def test_who_stops_waiting_for_a_result_does_not_stop_the_write(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated)
-    with Items(arena, [10]) as items:
-        (future,) = await writer.submit(items, timeout_s=0)
+    (future,) = await submit(writer, arena, [10])
     await gated.parked.wait()
     future.cancel()
     gated.open_gate()
@@ -379,8 +369,7 @@ async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_t
     reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
     with Items(arena, [SLAB] * 3, first=10) as others:
         refused = await writer.submit(others, timeout_s=0)
-    with Items(arena, [SLAB, 100]) as items:
-        taken = await writer.submit(items, timeout_s=0)
+    taken = await submit(writer, arena, [SLAB, 100])
     assert isinstance(refused[-1].result(), TierFullError)
     assert writer.statistics().queued_bytes == 3 * SLAB + 100
     reservation.release()
@@ -393,74 +382,56 @@ async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_t
     await writer.aclose(timeout_s=1)
 
 
-async def test_what_no_chunk_has_taken_of_a_reservation_is_given_back_once(arena):
-    writer = open_writer(DictTier(), max_bytes=4 * SLAB, chunk_bytes=SLAB)
-    reservation = await writer.reserve([key_of(number) for number in range(4)], timeout_s=0)
-    with Items(arena, [SLAB]) as items:
-        await writer.submit(items, timeout_s=0)
-    assert writer.statistics().queued_bytes == 4 * SLAB
-
-    reservation.release()
-    reservation.release()
-
-    assert await writer.flush(timeout_s=5)
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
-
-
-async def test_two_reservations_for_one_chunk_are_both_given_back(arena):
-    writer = open_writer(DictTier(), max_bytes=4 * SLAB, chunk_bytes=SLAB)
-    first = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
-    second = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
-    first.release()
-    with Items(arena, [SLAB, SLAB]) as items:
-        await writer.submit(items, timeout_s=0)
-    second.release()
-
-    assert await writer.flush(timeout_s=5)
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
-
-
-async def test_the_end_of_a_reservation_leaves_the_room_of_another_one_of_the_same_chunk(arena):
-    tier = GatedTier(DictTier())
-    writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
-    first = await writer.reserve([key_of(0)], timeout_s=0)
-    second = await writer.reserve([key_of(0)], timeout_s=0)
-    with Items(arena, [SLAB]) as items, Items(arena, [SLAB], first=10) as others:
-        taken = await writer.submit(items, timeout_s=0)
-        first.release()
-        [refused] = await writer.submit(others, timeout_s=0)
-        taken += await writer.submit(items, timeout_s=0)
-    second.release()
-
-    assert isinstance(refused.result(), TierFullError)
-    tier.open_gate()
-    assert await writer.flush(timeout_s=5)
-    assert results_of(taken) == [None, None]
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
-
-
-async def test_room_of_reservations_is_released_with_the_last_one_that_ends(arena):
-    writer = open_writer(DictTier(), max_bytes=2 * SLAB, chunk_bytes=SLAB)
-    first = await writer.reserve([key_of(0)], timeout_s=0)
-    second = await writer.reserve([key_of(0)], timeout_s=0)
-    with Items(arena, [SLAB]) as items:
-        await writer.submit(items, timeout_s=0)
-    second.release()
-    first.release()
-
-    assert await writer.flush(timeout_s=5)
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("reserve"), st.sets(st.integers(0, 2), min_size=1)),
+            st.tuples(st.just("release"), st.integers(0, 3)),
+            st.tuples(st.just("submit"), st.integers(0, 2)),
+        ),
+        max_size=12,
+    )
+)
+async def test_a_reservation_keeps_room_for_its_chunks_until_they_are_submitted_or_it_ends(steps):
+    """Against a model: room by key, never more than the reservations of the key that have not ended."""
+    arena, tier = small_arena(16), GatedTier(DictTier())
+    room, ends, open_ones, used = Counter(), Counter(), [], 0
+    async with opened(tier, max_bytes=6 * 100, chunk_bytes=100) as writer:
+        for verb, what in steps:
+            if verb == "reserve":
+                fits = used + len(what) <= 6
+                with contextlib.nullcontext() if fits else pytest.raises(BudgetExceededError):
+                    open_ones.append((await writer.reserve(list(map(key_of, what)), timeout_s=0), what))
+                    room.update(what)
+                    ends.update(what)
+                    used += len(what)
+            elif verb == "release" and open_ones:
+                reservation, keys = open_ones.pop(what % len(open_ones))
+                ends.subtract(keys)
+                unused = [key for key in keys if room[key] > ends[key]]
+                room.subtract(unused)
+                used -= len(unused)
+                reservation.release()
+                reservation.release()
+            elif verb == "submit":
+                fits = room[what] > 0 or used < 6
+                used += fits and not room[what]
+                room[what] -= room[what] > 0
+                [future] = await submit(writer, arena, [100], first=what)
+                assert future.done() is not fits
+            assert writer.statistics().queued_bytes == 100 * used
+        for reservation, _ in open_ones:
+            reservation.release()
+        tier.open_gate()
+        assert await writer.flush(timeout_s=5)
+        assert writer.statistics().queued_bytes == arena.statistics().leased_slabs == 0
+    arena.close()
 
 
 async def test_no_room_within_the_deadline_reserves_nothing(arena):
     tier = GatedTier(DictTier())
     writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
-    with Items(arena, [SLAB], first=5) as items:
-        await writer.submit(items, timeout_s=0)
+    await submit(writer, arena, [SLAB], first=5)
     for keys in ([key_of(0), key_of(1)], [key_of(number) for number in range(3)]):
         with pytest.raises(BudgetExceededError):
             await writer.reserve(keys, timeout_s=0)
@@ -479,8 +450,7 @@ async def test_no_room_within_the_deadline_reserves_nothing(arena):
 
 async def test_a_queue_has_room_for_one_chunk_however_small_its_bound_is(arena):
     writer = open_writer(DictTier(), max_bytes=10, chunk_bytes=SLAB)
-    with Items(arena, [SLAB]) as items:
-        [future] = await writer.submit(items, timeout_s=0)
+    [future] = await submit(writer, arena, [SLAB])
 
     assert await future is None
     await writer.aclose(timeout_s=1)
@@ -512,8 +482,7 @@ async def written(writer, arena, count, first=0):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("bytes_per_s", "taken"), [(10, 2), (50, 10), (1000, 20), (0.1, 1)])
 @in_virtual_time
-async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(workers, bytes_per_s, taken):
-    arena = new_arena()
+async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(arena, workers, bytes_per_s, taken):
     writer = open_writer(TimedTier(bytes_per_s), max_bytes=2000, max_s=20, call_bytes=100, workers=workers)
     assert await written(writer, arena, 4) == 4  # nothing is known of the rate yet
     assert await writer.flush(timeout_s=10_000)
@@ -524,12 +493,10 @@ async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(workers
     assert await writer.flush(timeout_s=10_000)
     assert now() - start == pytest.approx(taken * 100 / bytes_per_s)
     await writer.aclose(timeout_s=1)
-    arena.close()
 
 
 @in_virtual_time
-async def test_a_tier_that_becomes_fast_again_gets_its_queue_back():
-    arena = new_arena()
+async def test_a_tier_that_becomes_fast_again_gets_its_queue_back(arena):
     tier = TimedTier(1)
     writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
     assert await written(writer, arena, 1) == 1
@@ -546,12 +513,10 @@ async def test_a_tier_that_becomes_fast_again_gets_its_queue_back():
 
     assert await written(writer, arena, 20) == 20
     await writer.aclose(timeout_s=1)
-    arena.close()
 
 
 @in_virtual_time
-async def test_calls_that_refuse_every_chunk_do_not_change_the_bound():
-    arena = new_arena()
+async def test_calls_that_refuse_every_chunk_do_not_change_the_bound(arena):
     tier = TimedTier(50)
     writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
     await written(writer, arena, 4)
@@ -568,4 +533,3 @@ async def test_calls_that_refuse_every_chunk_do_not_change_the_bound():
 
     assert writer.statistics().max_bytes == before == 1000
     await writer.aclose(timeout_s=1)
-    arena.close()
