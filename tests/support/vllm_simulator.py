@@ -36,13 +36,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from lmcache_async.integration.vllm.groups import KVGroup
 
 Positions: TypeAlias = npt.NDArray[np.intp]
 
@@ -75,6 +90,7 @@ class Setup:
         split_heads: The ranks divide the KV heads, and the values of a head are those of no other. Otherwise each rank
             has as many heads, with values of its own.
         kv_events: vLLM collects KV events. The scheduler publishes them.
+        groups: KV groups of the model, each of one layer; by default one group of full attention with two layers.
     """
 
     folder: Path
@@ -90,6 +106,13 @@ class Setup:
     kv_events: bool = False
     multi: bool = False
     split_heads: bool = False
+    groups: tuple[KVGroup, ...] = ()
+
+    @property
+    def layers(self) -> dict[str, KVGroup]:
+        """Group of each layer."""
+        groups = self.groups or (KVGroup(0, self.block_size),) * LAYERS
+        return {f"layer.{layer}": group for layer, group in enumerate(groups)}
 
 
 def vllm_config(setup: Setup) -> VllmConfig:
@@ -116,6 +139,8 @@ def vllm_config(setup: Setup) -> VllmConfig:
         block_size=setup.block_size, enable_prefix_caching=setup.prefix_caching, gpu_memory_utilization=0.9
     )
     cache.num_gpu_blocks = setup.num_blocks
+    if any(group.state for group in setup.groups):
+        cache.mamba_cache_mode = "align"
     return VllmConfig(
         model_config=model,
         cache_config=cache,
@@ -141,41 +166,63 @@ def vllm_config(setup: Setup) -> VllmConfig:
 
 def kv_cache_config(setup: Setup) -> KVCacheConfig:
     heads = HEADS // setup.ranks if setup.split_heads else HEADS
-    spec = FullAttentionSpec(
-        block_size=setup.block_size, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
-    )
-    layers = [f"layer.{layer}" for layer in range(LAYERS)]
+    names: dict[KVGroup, list[str]] = {}
+    for name, group in setup.layers.items():
+        names.setdefault(group, []).append(name)
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        kv_cache_groups=[KVCacheGroupSpec(layers, _spec(group, heads)) for group, layers in names.items()],
+        prefix_cache_retention_interval=0 if setup.groups else None,
     )
+
+
+def _spec(group: KVGroup, heads: int) -> KVCacheSpec:
+    if group.state:
+        return MambaSpec(
+            block_size=group.block_size,
+            shapes=((CONTENT,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+        )
+    shape: dict[str, Any] = {
+        "block_size": group.block_size,
+        "num_kv_heads": heads,
+        "head_size": CONTENT // 2,
+        "dtype": torch.float32,
+    }
+    if group.window:
+        return SlidingWindowSpec(**shape, sliding_window=group.window)
+    if group.local:
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.local)
+    return FullAttentionSpec(**shape)
 
 
 @dataclass(slots=True)
 class Work:
-    """Tokens of one request in one step: positions start to stop, in these blocks."""
+    """Tokens of one request in one step: positions start to stop, in these blocks of each group."""
 
     start: int
     stop: int
-    blocks: Sequence[int]
+    blocks: Sequence[Sequence[int]]
 
 
 class Rank:
     """One worker: its KV cache and its WorkerConnector."""
 
-    def __init__(self, config: Any, cache_config: Any, rank: int, *, split_heads: bool = False) -> None:
+    def __init__(self, setup: Setup, config: Any, cache_config: KVCacheConfig, rank: int) -> None:
         self.rank = rank
-        spec = cache_config.kv_cache_groups[0].kv_cache_spec
-        self.block_size = spec.block_size
+        self._groups = list(setup.layers.values())
+        heads = HEADS // setup.ranks if setup.split_heads else HEADS
         self._heads = np.full((1, 1, 1), rank % 2, np.float32)
-        if split_heads:
-            first = rank * spec.num_kv_heads
-            self._heads = np.arange(first, first + spec.num_kv_heads, dtype=np.float32).reshape(1, -1, 1)
-        shape = (cache_config.num_blocks, spec.num_kv_heads, spec.block_size, CONTENT)
-        self.caches = {f"layer.{layer}": torch.full(shape, -1.0) for layer in range(LAYERS)}
+        if setup.split_heads:
+            self._heads = np.arange(rank * heads, (rank + 1) * heads, dtype=np.float32).reshape(1, -1, 1)
+        self.caches = {}
+        for name, group in setup.layers.items():
+            shape = (1, 1) if group.state else (heads, group.block_size)
+            self.caches[name] = torch.full((cache_config.num_blocks, *shape, CONTENT), -1.0)
         # Their memory as numpy arrays: each step reads and writes a few values, for which torch is slow.
-        self._arrays = [self.caches[f"layer.{layer}"].numpy() for layer in range(LAYERS)]
+        self._arrays = [cache.numpy() for cache in self.caches.values()]
         self.connector: Any = None
         if config.kv_transfer_config is not None:
             mine = copy.copy(config)
@@ -185,26 +232,40 @@ class Rank:
             self.connector.register_kv_caches(self.caches)
 
     def write(self, layer: int, work: Work, values: Sequence[int]) -> None:
-        """Write the values of the positions that `work` computes."""
-        rows, slots, stored = self._places(work.blocks, work.start, values, layer)
+        """Write the values of the positions that `work` computes; of a recurrent state the last one."""
+        start = max(work.start, work.stop - 1) if self._groups[layer].state else work.start
+        rows, slots, stored = self._places(work, start, values[start - work.start :], layer)
         self._arrays[layer][rows, :, slots] = stored
 
     def wrong_positions(self, layer: int, work: Work, values: Sequence[int]) -> list[int]:
-        """Return the positions before `work` at which this layer's cache has a wrong value."""
-        if not values:
+        """Return the positions before `work` that this layer reads and at which its cache has a wrong value."""
+        first = _first_read(self._groups[layer], work.start)
+        if first == work.start:
             return []
-        rows, slots, stored = self._places(work.blocks, 0, values, layer)
+        rows, slots, stored = self._places(work, first, values[first:], layer)
         differs = (self._arrays[layer][rows, :, slots] != stored).any((1, 2))
-        positions: list[int] = differs.nonzero()[0].tolist()
+        positions: list[int] = (differs.nonzero()[0] + first).tolist()
         return positions
 
     def _places(
-        self, blocks: Sequence[int], start: int, values: Sequence[int], layer: int
+        self, work: Work, start: int, values: Sequence[int], layer: int
     ) -> tuple[Positions, Positions, npt.NDArray[np.float32]]:
+        group = self._groups[layer]
         positions = np.arange(start, start + len(values), dtype=np.intp)
-        rows = np.asarray(blocks, np.intp)[positions // self.block_size]
+        rows = np.asarray(work.blocks[group.index], np.intp)[positions // group.block_size]
         stored = np.asarray(values, np.float32).reshape(-1, 1, 1) * np.float32(4) + np.float32(layer * 2)
-        return rows, positions % self.block_size, stored + self._heads
+        if group.state:
+            return rows, np.zeros_like(positions), stored + np.float32(self.rank % 2)
+        return rows, positions % group.block_size, stored + self._heads
+
+
+def _first_read(group: KVGroup, position: int) -> int:
+    """First position that a layer of the group reads to compute the KV at `position`."""
+    if group.state:
+        return max(0, position - 1)
+    if group.window:
+        return max(0, position - group.window + 1)
+    return position - position % group.local if group.local else 0
 
 
 def value_after(value: int, token: int) -> int:
@@ -239,22 +300,25 @@ class SimulatedVLLM:
         self.setup = setup
         self.config = vllm_config(setup)
         cache_config = kv_cache_config(setup)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache_config, self.config)
+        cache_config.hash_block_size = hash_block_size
+        cache_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            cache_config, self.config, block_size, hash_block_size
+        )
         init_none_hash(sha256)
-        self.ranks = [
-            Rank(self.config, cache_config, rank, split_heads=setup.split_heads)
-            for rank in range(setup.ranks)
-        ]
+        self.ranks = [Rank(setup, self.config, cache_config, rank) for rank in range(setup.ranks)]
         scheduler_class = AsyncScheduler if setup.overlapped else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=self.config,
             kv_cache_config=cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=setup.block_size,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
         self._aggregator = KVOutputAggregator(setup.ranks)
-        self._block_hasher = get_request_block_hasher(setup.block_size, sha256)
+        self._block_hasher = get_request_block_hasher(hash_block_size, sha256)
         self._values: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._queue: deque[Step] = deque()
@@ -330,8 +394,8 @@ class SimulatedVLLM:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             stop = request.num_computed_tokens  # this step is already included
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            work[request_id] = Work(stop - count, stop, list(blocks))
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            work[request_id] = Work(stop - count, stop, [list(ids) for ids in blocks])
         return work
 
     def _run(self, step: Step) -> None:
@@ -368,7 +432,7 @@ class SimulatedVLLM:
         ends = [_connector_output(connector, output) for connector in connectors]
         invalid = {block for end in ends for block in end.invalid_block_ids}
         for request_id, (number, wrong) in spoiled.items():
-            if not invalid.intersection(step.work[request_id].blocks):
+            if not any(invalid.intersection(blocks) for blocks in step.work[request_id].blocks):
                 raise AssertionError(f"rank {number}: {request_id} has read wrong KV at {wrong}")
         sampled = [self._sample(name, work, spoilt=name in spoiled) for name, work in step.work.items()]
         results = []
@@ -395,19 +459,26 @@ class SimulatedVLLM:
             while len(values) < min(work.stop, len(tokens)):
                 values.append(value_after(values[-1] if values else 0, tokens[len(values)]))
             self.computed_tokens += work.stop - work.start
-        for layer in range(LAYERS) if step.work else ():
+        for layer, group in enumerate(self.setup.layers.values() if step.work else ()):
             for rank in self.ranks:
                 if rank.connector is not None:
                     rank.connector.wait_for_layer_load(f"layer.{layer}")
+            if group.state:  # a step replaces the state that it reads
+                self._read(layer, step, spoiled)
+            for rank in self.ranks:
                 for request_id, work in step.work.items():
                     values = self._values[request_id][work.start : work.stop]
                     rank.write(layer, work, [-9] * len(values) if request_id in spoiled else values)
-            for rank in self.ranks:
-                for request_id, work in step.work.items():
-                    wrong = rank.wrong_positions(layer, work, self._values[request_id][: work.start])
-                    if wrong:
-                        spoiled.setdefault(request_id, (rank.rank, wrong))
+            if not group.state:  # requests read blocks that others compute in the same step
+                self._read(layer, step, spoiled)
         return spoiled
+
+    def _read(self, layer: int, step: Step, spoiled: dict[str, tuple[int, list[int]]]) -> None:
+        for rank in self.ranks:
+            for request_id, work in step.work.items():
+                wrong = rank.wrong_positions(layer, work, self._values[request_id][: work.start])
+                if wrong:
+                    spoiled.setdefault(request_id, (rank.rank, wrong))
 
     def _sample(self, request_id: str, work: Work, *, spoilt: bool) -> list[int]:
         tokens, values = self._tokens[request_id], self._values[request_id]
@@ -429,6 +500,7 @@ def _connector_output(connector: Any, output: Any) -> KVConnectorOutput:
     transfers = connector.get_transfer_results(output.finished_req_ids)
     result.finished_sending = transfers.finished_sending
     result.finished_recving = transfers.finished_recving
+    result.failed_recving = transfers.failed_recving
     result.invalid_block_ids = connector.get_block_ids_with_load_errors()
     result.kv_connector_stats = connector.get_kv_connector_stats()
     result.kv_connector_worker_meta = connector.build_connector_worker_meta()

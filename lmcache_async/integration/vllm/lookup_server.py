@@ -298,8 +298,8 @@ def pack_counts(counts: Sequence[int]) -> bytes:
 
 
 def _runs(keys: Sequence[ChunkKey], counts: Sequence[int]) -> list[Sequence[ChunkKey]]:
-    """Split keys into runs of these lengths."""
-    if sum(counts) != len(keys) or 0 in counts:
+    """Split keys into runs of these lengths. A run is empty where chunked local attention needs nothing to continue."""
+    if sum(counts) != len(keys):
         raise ValueError(f"{len(keys)} keys cannot be split into runs of {counts!r:.40}")
     ends = list(accumulate(counts))
     return [keys[end - count : end] for count, end in zip(counts, ends, strict=True)]

@@ -244,6 +244,11 @@ class Transfers:
         if not part.keys:
             return part.touched_blocks()
         chunks, rows = self._chunks(job, part)
+        # vLLM may have the first chunks itself. The engine does not count them as loaded.
+        first = next((index for index, ids in enumerate(rows) if (ids != SKIP).any()), len(rows))
+        chunks, rows = chunks[first:], rows[first:]
+        if not chunks:
+            return []
         report = await self._engine.retrieve_chunks(
             RetrieveRequest(
                 request_id=job.request_id,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
 from lmcache_async.integration.vllm.request import Phase
 from lmcache_async.memory.header import read_header
 from lmcache_async.plugins.disk.directory import RecordDirectory
@@ -30,6 +31,22 @@ OPTIONS = {
     "vllm.load_policy": "always",  # these steps compute nothing, and so are sooner than any load
     "vllm.lookup_timeout_s": 20.0,  # the machine may be slow; a test of the deadline sets its own
 }
+
+MODELS = {
+    "full": (KVGroup(0, 16),),
+    "window": (KVGroup(0, 16), KVGroup(1, 16, window=100)),
+    "window in all layers": (KVGroup(0, 16, window=100),),
+    "chunked local": (KVGroup(0, 16), KVGroup(1, 16, local=96)),
+    "two full, two windows": (
+        KVGroup(0, 16, window=20),
+        KVGroup(1, 16),
+        KVGroup(2, 16, window=150),
+        KVGroup(3, 16),
+    ),
+    "blocks of two sizes": (KVGroup(0, 32), KVGroup(1, 16, window=100), KVGroup(2, 16)),
+    "two states": (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN")),
+}
+"""KV groups of models."""
 
 
 @dataclass
@@ -128,20 +145,6 @@ def test_a_full_prompt_hit_computes_one_token(simulators: Simulators):
     assert sim.cached_tokens["warm"] == (0, 512)
     assert sim.computed_tokens - before == 1
     assert sim.outputs["warm"] == expected(tokens, 1)
-
-
-def test_a_hit_continues_vllms_own_hit_in_the_middle_of_a_chunk(simulators: Simulators):
-    sim = simulators()
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
-    sim.add("short", tokens[:100], max_tokens=1, params={"skip_load": True})
-    sim.run()
-    sim.add("warm", tokens)
-    sim.run()
-
-    assert sim.cached_tokens["warm"] == (96, 288 - 96)
-    assert sim.outputs["warm"] == expected(tokens, 4)
 
 
 def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators: Simulators):
@@ -558,25 +561,69 @@ def test_what_each_role_stores_and_loads(
     assert_nothing_is_held(sim)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("length", [300, 288, 289, 192, 193])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
+    simulators: Simulators, model: str, overlapped: bool, length: int
+):
+    groups = MODELS[model]
+    sim = simulators(groups=groups, overlapped=overlapped)
+    tokens = prompt(length)
+    for name in ("cold", "warm"):
+        sim.add(name, tokens)
+        simulators.settle(sim)
+
+    usable = length if model == "full" else length - 1
+    assert sim.cached_tokens["warm"] == (0, usable - usable % block_size_of(groups))
+    assert sim.outputs["cold"] == sim.outputs["warm"] == expected(tokens, 4)
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 0
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("local", [100, 200, 250])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):
+    """Of chunks and windows of which vLLM has the start, only the rest is loaded."""
+    sim = simulators(groups=MODELS[model])
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("short", tokens[:local], max_tokens=1, params={"skip_load": True})
+    sim.run()
+    sim.add("warm", tokens)
+    sim.run()
+
+    own = local - local % block_size_of(MODELS[model])
+    assert sim.cached_tokens["warm"] == (own, 288 - own)
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 0
+    assert_nothing_is_held(sim)
+
+
+@pytest.mark.parametrize("seed", range(3 * len(MODELS)))
 def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed: int):
     chosen = random.Random(seed)
+    groups = list(MODELS.values())[seed % len(MODELS)]
+    shards = 2 if chosen.random() < 0.3 and not any(group.state for group in groups) else None
     sim = simulators(
         {
-            "chunk_size": chosen.choice([16, 32, 64]),
+            "chunk_size": chosen.choice([32, 64]),
             "arena.max_bytes": chosen.choice(["256KiB", "1MiB"]),
+            "store.partial_chunks": chosen.random() < 0.7,
             "vllm.lookup_timeout_s": chosen.choice([1e-4, 0.1, 20.0]),
             "vllm.layerwise_load": chosen.choice(["auto", "never"]),
             "vllm.layerwise_max_tokens": chosen.choice([100, 16384]),
-            "vllm.kv_head_shards": 2 if seed % 3 == 0 else None,
+            "vllm.kv_head_shards": shards,
         },
-        num_blocks=chosen.choice([24, 40, 200]),
+        groups=groups,
+        num_blocks=chosen.choice([24, 40, 200]) * len(groups),
         ranks=chosen.choice([1, 2]),
         overlapped=chosen.random() < 0.5,
         max_num_batched_tokens=chosen.choice([64, 256]),
         max_num_seqs=chosen.choice([2, 8]),
         prefix_caching=chosen.random() < 0.5,
-        split_heads=seed % 3 == 0,
+        split_heads=shards is not None,
     )
     fail_some_loads(sim, chosen)
     roots = [prompt(280, seed=1000 + index) for index in range(2)]
@@ -604,6 +651,7 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed
             assert "length" in sim.finish_reasons[name]
             assert sim.outputs[name] == expected(tokens, lengths[name])
     assert_nothing_is_held(sim)
+    simulators.until(lambda: not any(engine.statistics().pinned_chunks for engine in engines_of(sim)))
 
 
 def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
