@@ -226,3 +226,22 @@ def taken(result: object) -> object:
         return result
     with result:
         return bytes(result.view)
+
+
+async def call(tier, verb: str, arena: Arena) -> object:
+    """Call one method for chunk 1, or for the chunks 0 to 3, and return what it gives; see `taken`."""
+    keys = [key(number) for number in range(4)]
+    with chunk(arena, 1) as buffer:
+        calls = {
+            "contains": lambda: tier.contains(keys[1]),
+            "contains_many": lambda: tier.contains_many(keys),
+            "count_prefix": lambda: tier.count_prefix(keys),
+            "get": lambda: tier.get(keys[1], allocator(arena)),
+            "get_many": lambda: tier.get_many(keys[1:2], allocator(arena)),
+            "put": lambda: tier.put(keys[1], buffer),
+            "put_many": lambda: tier.put_many([(keys[1], buffer)]),
+            "remove": lambda: tier.remove(keys[1]),
+            "reject": lambda: tier.reject(keys[1], "magic"),
+            "clear": tier.clear,
+        }
+        return taken(await calls[verb]())

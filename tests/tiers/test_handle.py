@@ -193,19 +193,6 @@ async def test_what_a_layer_answers_after_the_deadline_is_given_back(arena):
     assert [buffer.released for buffer in answers] == [True]
 
 
-async def test_what_a_layer_raises_becomes_a_tier_error(arena):
-    async def raises(call, next):
-        raise ValueError("odd")
-
-    tier = LayeredTier(DictTier(), _Broken(raises))
-
-    with pytest.raises(TierError, match="tier 't': get_many raised ValueError: odd"):
-        await tier.get_many([KEY], allocator(arena))
-    with arena.lease_nowait(10) as buffer:
-        [error] = await tier.put_many([(KEY, buffer)])
-    assert isinstance(error, TierError)
-
-
 async def test_a_layer_with_too_many_results_is_an_error_and_the_buffers_are_released(arena):
     async def twice(call, next):
         return [*await next(call), *await next(call)]
@@ -325,7 +312,7 @@ async def test_results_of_a_part_are_not_those_of_another(arena, bounded):
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])
 async def test_no_exception_of_a_layer_ends_the_loop_or_the_callers_task(arena, error, bounded):
     async def raises(call, next):
         raise error

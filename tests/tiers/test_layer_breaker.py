@@ -7,11 +7,9 @@ import contextlib
 
 import pytest
 
-from lmcache_async.config import validate_options
 from lmcache_async.errors import (
     BudgetExceededError,
     ChunkCorruptError,
-    ConfigError,
     TierClosedError,
     TierError,
     TierFullError,
@@ -23,7 +21,6 @@ from lmcache_async.tiers.middleware.base import Call, Verb
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer, CircuitState
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
-from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
@@ -307,29 +304,6 @@ async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(aren
 
 
 @in_virtual_time
-async def test_one_tiers_breaker_leaves_the_others_alone(arena):
-    inners = [fill(ToldTier(), 4) for _ in range(2)]
-    tiers = [broken_by(inner, tier=f"t{number}") for number, inner in enumerate(inners)]
-    await fail_reads(tiers[0], inners[0])
-
-    assert states(tiers[0])[1] is OPEN
-    assert states(tiers[1]) == (CLOSED, CLOSED, CLOSED)
-    assert taken(await tiers[1].get(KEYS[0], allocator(arena))) == content(0)
-
-
-@in_virtual_time
-async def test_an_open_breaker_is_not_worn_down_by_retries():
-    inner = ToldTier()
-    breaker = broken_by(inner)
-    await fail_reads(breaker, inner)
-    tier = LayeredTier(inner, RetryLayer(RetryConfig(attempts=5), context()), breaker.layer)
-
-    with pytest.raises(TierSuspendedError):
-        await tier.get(KEYS[0], None)
-    assert breaker.layer_statistics().read.refused == 1
-
-
-@in_virtual_time
 async def test_clear_and_keys_are_never_refused(arena):
     inner = fill(ToldTier(), 4)
     tier = broken_by(inner)
@@ -346,22 +320,6 @@ async def test_statistics_can_be_read_from_outside_of_the_loop():
     statistics = await asyncio.to_thread(tier.layer_statistics)
 
     assert statistics.lookup.calls == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"failure_rate": 0}, "failure_rate is 0: expected a fraction above 0 and at most 1"),
-        ({"min_calls": 30}, "min_calls: it would never open: min_calls is 30, above window_calls of 20"),
-        ({"pause_s": 90}, "pause_s: pause_s is 90.0, above max_pause_s of 60.0"),
-        ({"slow": 1}, "there is no key slow; did you mean slow_s?"),
-    ],
-)
-def test_wrong_options(options, text):
-    with pytest.raises(ConfigError) as caught:
-        validate_options(BreakerConfig, options, "here")
-
-    assert str(caught.value) == f"here: {text}"
 
 
 @in_virtual_time

@@ -7,15 +7,16 @@ import random
 
 import pytest
 
-from lmcache_async.errors import ConfigError, TierUnavailableError
-from lmcache_async.testing.fakes import DictTier, FakeRegistry
-from lmcache_async.testing.rig import Rig
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.faults import FaultsConfig, FaultsLayer
 from tests.tiers.layered import (
     LayeredTier,
     ToldTier,
     allocator,
+    call,
     chunk,
     content,
     context,
@@ -81,19 +82,8 @@ async def test_errors_strike_single_chunks_of_a_batch(arena):
     "verb", ["contains", "contains_many", "count_prefix", "get", "put", "remove", "reject"]
 )
 async def test_every_verb_fails_when_the_dice_say_so(arena, verb):
-    tier = faulty(error=1)
-    with chunk(arena, 1) as buffer:
-        calls = {
-            "contains": lambda: tier.contains(key(1)),
-            "contains_many": lambda: tier.contains_many(KEYS),
-            "count_prefix": lambda: tier.count_prefix(KEYS),
-            "get": lambda: tier.get(key(1), allocator(arena)),
-            "put": lambda: tier.put(key(1), buffer),
-            "remove": lambda: tier.remove(key(1)),
-            "reject": lambda: tier.reject(key(1), "checksum"),
-        }
-        with pytest.raises(TierUnavailableError, match=r"tier 't': \w+ fails on purpose"):
-            await calls[verb]()
+    with pytest.raises(TierUnavailableError, match=r"tier 't': \w+ fails on purpose"):
+        await call(faulty(error=1), verb, arena)
 
 
 async def test_a_verb_of_its_own_overrides_all(arena):
@@ -199,21 +189,12 @@ async def test_a_delay_is_in_the_loops_time_and_befalls_the_call_as_a_whole():
 
 @pytest.mark.parametrize("verb", ["contains", "get", "put_many", "remove"])
 async def test_a_hanging_call_ends_when_it_is_cancelled(arena, verb):
-    tier = faulty(hang=1)
-    with chunk(arena, 1) as buffer:
-        calls = {
-            "contains": lambda: tier.contains(key(1)),
-            "get": lambda: tier.get(key(1), allocator(arena)),
-            "put_many": lambda: tier.put_many([(key(1), buffer)]),
-            "remove": lambda: tier.remove(key(1)),
-        }
-        task = asyncio.ensure_future(calls[verb]())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not task.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    task = asyncio.ensure_future(call(faulty(hang=1), verb, arena))
+    await turns(20)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_seed_has_the_same_faults_again_and_another_seed_has_others(arena):
@@ -234,68 +215,9 @@ async def test_the_dice_can_be_handed_in(arena):
     assert await get_all(tiers[0], arena) == await get_all(tiers[1], arena)
 
 
-async def test_an_engine_takes_them_from_its_config_warns_and_is_never_wrong(caplog):
-    rig = Rig()
-    records = {}
+async def test_a_warning_before_the_tier_opens_names_the_layer_and_its_options(arena, caplog):
+    faulty(seed=4, error=0.1).bind(arena)
 
-    class Kept(DictTier):
-        def __init__(self, config):
-            super().__init__(config)
-            self.records = records
-
-    registry = FakeRegistry(tiers={"dict": Kept})
-    layers = [{"name": "faults", "seed": 4, "error": 0.1, "corrupt": 0.3, "drop": 0.2, "lie": 0.1}]
-    tokens = list(range(500, 580))
-    settings = {"tiers": [{"name": "dict", "layers": layers}]}
-    hits = []
-    async with rig.open(registry=registry, **settings) as engine:
-        for _ in range(30):
-            rig.write(range(80), rig.content(tokens))
-            await engine.store(tokens, range(80))
-            rig.wipe()
-            mask = await engine.retrieve(tokens, range(80))
-            hit = int(mask.sum())
-            hits.append(hit)
-            assert mask.tolist() == [True] * hit + [False] * (80 - hit)
-            assert (rig.read(range(hit)) == rig.content(tokens)[:, :, :hit]).all()
-            assert (rig.read(range(hit, 80)) == -7.0).all()
-        counts = engine.statistics().counts
-
-    assert len(set(hits)) > 1
-    assert any(name.startswith("dict.corrupt.") for name in counts)
-    [warning] = [record for record in caplog.records if "on purpose" in record.message]
+    [warning] = caplog.records
     assert warning.levelname == "WARNING"
-    assert "tier 'dict': the layer 'faults' injects faults on purpose ({'seed': 4" in warning.message
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"eror": 1}, "there is no key eror; did you mean error?"),
-        ({"error": 2}, "error is 2: expected a probability from 0 to 1"),
-        ({"get": {"drop": 1}}, "there is no key get.drop; did you mean put.drop?"),
-        (
-            {"damages": ["flop"]},
-            "damages[0] is 'flop': expected 'flip', 'truncate' or 'other'; did you mean flip?",
-        ),
-        ({"seed": -1}, "seed is -1: expected a whole number of at least 0"),
-    ],
-)
-async def test_wrong_options_stop_the_start(options, text):
-    rig = Rig()
-    layers = [{"name": "faults", **options}]
-    with pytest.raises(ConfigError) as caught:
-        async with rig.open(
-            registry=FakeRegistry(tiers={"dict": DictTier}), tiers=[{"name": "dict", "layers": layers}]
-        ):
-            pass
-
-    assert str(caught.value) == f"kv_connector_extra_config: tiers[0] (dict), layers[0] (faults): {text}"
-
-
-async def test_a_tier_in_the_arena_takes_none():
-    with pytest.raises(
-        ConfigError, match=r"tiers\[0\] \(cpu\), layers\[0\] \(faults\): a tier in host memory"
-    ):
-        async with Rig().open(tiers=[{"name": "cpu", "layers": ["faults"]}]):
-            pass
+    assert "tier 't': the layer 'l' injects faults on purpose ({'seed': 4, 'error': 0.1})" in warning.message

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.config import validate_options
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.testing.records import SLAB_BYTES
 from lmcache_async.tiers.middleware.base import Shared
@@ -246,12 +245,6 @@ async def test_tiers_with_the_same_share_have_one_limit_together():
     assert tiers[0].layer_statistics() == tiers[1].layer_statistics()
 
 
-def test_engines_do_not_share():
-    first, second = (limited(ToldTier(), max_calls=1, share="nic") for _ in range(2))
-
-    assert first.layer._budgets is not second.layer._budgets
-
-
 def test_the_same_share_with_other_options_stops_the_start():
     shared = Shared()
     limited(ToldTier(), max_calls=1, share="nic", where=context(shared=shared, tier="a"))
@@ -262,25 +255,6 @@ def test_the_same_share_with_other_options_stops_the_start():
         "tiers[0] (b), layers[0] (l): share 'nic' has other options than in tiers[0] (a), layers[0] (l):"
         " give both the same, or other names"
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "max_calls: neither max_calls nor max_bytes is given; give one of them"),
-        ({"max_calls": 0}, "max_calls is 0: expected a whole number of at least 1"),
-        ({"max_byte": 1}, "there is no key max_byte; did you mean max_bytes?"),
-        (
-            {"max_calls": 1, "share": "a b"},
-            "share is 'a b': expected a name of letters, digits, '_', '.' and '-'",
-        ),
-    ],
-)
-def test_wrong_options(options, text):
-    with pytest.raises(ConfigError) as caught:
-        validate_options(LimitConfig, options, "here")
-
-    assert text in str(caught.value)
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.none() | st.integers(1, 20))

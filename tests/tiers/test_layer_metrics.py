@@ -10,7 +10,6 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.metrics.metrics import CallMetrics
 from lmcache_async.metrics.series import CALL_BUCKETS_S
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
-from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.middleware.base import LayerConfig
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from tests.tiers.layered import (
@@ -150,23 +149,3 @@ async def test_a_get_from_the_arena_is_a_lease_of_the_same_slab(arena):
         assert got.address == item[1].address
         got.release()
         item[1].release()
-
-
-async def test_every_tier_of_an_engine_has_call_metrics(tmp_path):
-    rig = Rig()
-    tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
-    tokens = list(range(40))
-    async with rig.open(tiers=tiers) as engine:
-        rig.write(range(40), rig.content(tokens))
-        await engine.store(tokens, range(40))
-        assert await engine.flush(timeout_s=10)
-        layers = engine.statistics().layers
-
-    assert set(layers) == {"cpu", "disk"}
-    assert list(layers["cpu"]) == ["metrics"]
-    assert list(layers["disk"]) == ["metrics", "retry", "breaker"]
-    for name in ("cpu", "disk"):
-        verbs = layers[name]["metrics"].verbs
-        assert verbs["put_many"].chunks == 5
-        assert verbs["put_many"].bytes > 5 * 1024
-        assert verbs["contains_many"].found == 0

@@ -26,7 +26,7 @@ from tests.tiers.layered import (
     ToldTier,
     VirtualLoop,
     allocator,
-    chunk,
+    call,
     chunks,
     content,
     context,
@@ -134,17 +134,7 @@ async def test_chunks_that_found_no_memory_of_ours_are_not_asked_for_again(arena
 async def test_every_verb_is_tried_again(arena, verb):
     inner = fill(ToldTier(), 4)
     inner.told.append(away())
-    tier = retrying(inner, base_s=1e-6)
-    with chunk(arena, 1) as buffer:
-        calls = {
-            "contains_many": lambda: tier.contains_many(KEYS),
-            "count_prefix": lambda: tier.count_prefix(KEYS),
-            "get": lambda: tier.get(KEYS[1], allocator(arena)),
-            "put": lambda: tier.put(KEYS[1], buffer),
-            "remove": lambda: tier.remove(KEYS[1]),
-            "reject": lambda: tier.reject(KEYS[1], "checksum"),
-        }
-        result = taken(await calls[verb]())
+    result = await call(retrying(inner, base_s=1e-6), verb, arena)
 
     right = {"contains_many": [True] * 4, "count_prefix": 4, "get": content(1), "put": None}
     assert result == right.get(verb, True)
@@ -259,17 +249,6 @@ async def test_a_call_cancelled_in_a_later_attempt_leaves_no_lease(arena):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-@in_virtual_time
-async def test_a_tier_that_answers_for_too_few_chunks_is_an_error_and_leaves_no_lease(arena):
-    class Short(ToldTier):
-        async def get_many(self, keys, allocate):
-            return (await super().get_many(keys, allocate))[:-1]
-
-    inner = fill(Short(), 3)
-    with pytest.raises(TierError, match="get_many gave 3 answers for 4 chunks"):
-        await retrying(inner).get_many(KEYS, allocator(arena))
 
 
 def test_jitter_is_full_and_repeats_with_its_seed():
