@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Capabilities, Tier, TierConfig
 from lmcache_async.tiers.stack import StackedTier, TierStack, runs
-from lmcache_async.types import ChunkKey
 from tests.support.tiers import handle_of
 
 
@@ -40,10 +40,6 @@ class ListedTier(Tier):
         raise NotImplementedError
 
 
-def keys_of(count):
-    return [ChunkKey(position.to_bytes(16, "big")) for position in range(count)]
-
-
 def stack_of(tiers):
     return TierStack(
         [StackedTier(f"t{index}", handle_of(tier)) for index, tier in enumerate(tiers)], write_timeout_s=0
@@ -53,7 +49,7 @@ def stack_of(tiers):
 @st.composite
 def matrices(draw, *, may_fail=False, all_local=False):
     """Tiers and their keys: any presence of any chunk in any tier."""
-    keys = keys_of(draw(st.integers(0, 10)))
+    keys = [key_of(position) for position in range(draw(st.integers(0, 10)))]
     # Mostly there: with even odds a prefix of any length is rare.
     present = st.sets(st.sampled_from(keys)) if keys else st.just(set())
     absent = st.sets(st.sampled_from(keys), max_size=3) if keys else st.just(set())

@@ -1,17 +1,22 @@
 """The tiers as one: falling back, writing everywhere, promoting; failures are values and leases come back."""
 
 import asyncio
+import logging
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_async.config import load_config
+from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
-from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier, unavailable
+from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
 from lmcache_async.testing.records import key_of, small_arena
+from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
@@ -58,16 +63,16 @@ def holding(numbers, kind=DictTier):
     return tier
 
 
-def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0):
+def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encrypted=False):
     """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
     stacked = []
     for index, tier in enumerate(tiers):
         handle = handle_of(tier, name=f"t{index}")
         writer = None
-        if not handle.capabilities.in_arena:
+        if handle.capabilities.writes and not handle.capabilities.in_arena:
             writer = TierWriter(handle, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
         stacked.append(StackedTier(f"t{index}", handle, writer))
-    return TierStack(stacked, write_timeout_s=write_timeout_s)
+    return TierStack(stacked, write_timeout_s=write_timeout_s, encrypted=encrypted)
 
 
 class Opened:
@@ -203,24 +208,6 @@ async def test_a_record_larger_than_a_slab_is_a_miss_of_that_chunk_alone(arena):
         check_and_release(fetched, [0, 1, 2])
 
 
-@pytest.mark.parametrize("extra", [-1, 1])
-async def test_a_tier_that_answers_for_another_number_of_chunks_is_a_failing_tier(arena, extra):
-    class Odd(DictTier):
-        async def get_many(self, keys, allocate):
-            return await super().get_many([key_of(n) for n in range(len(keys) + extra)], allocate)
-
-        async def contains_many(self, keys):
-            return [True] * (len(keys) + extra)
-
-    async with Opened(arena, holding([0, 1, 2], Odd), holding([0, 1])) as stack:
-        planned, _ = await stack.plan([key_of(0), key_of(1)])
-        assert planned == (1, 1)
-        fetched = await stack.fetch([key_of(0), key_of(1)], [0, 0], allocate_from(arena))
-
-        assert fetched.tiers == (1, 1)
-        check_and_release(fetched, [0, 1])
-
-
 async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
     keys, planned = [key_of(n) for n in range(6)], [0, 0, 1, 0, 1, 1]
     tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 has moved
@@ -312,26 +299,25 @@ async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
         assert stack.metrics.tier_counts()["t0.dropped.TierUnavailableError"] == 2
 
 
-async def test_a_full_queue_drops_the_end_of_a_prompt(arena):
-    async with Opened(arena, TurningTier(), max_bytes=250) as stack:
-        assert await write(stack, arena, range(4)) == ["", "", "TierFullError", "TierFullError"]
-
-
-async def test_a_write_cancelled_at_any_step_gives_every_lease_back(arena):
+@pytest.mark.parametrize("verb", ["write", "promote"])
+async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_back(arena, verb):
     tiers = [TurningTier(), TurningTier()]
-    async with Opened(arena, *tiers, max_bytes=250, write_timeout_s=60) as stack:
+    async with Opened(arena, *tiers, DictTier(), max_bytes=250, write_timeout_s=60) as stack:
 
-        async def one_write():
+        async def one():
             items = filled(arena, range(6))
             try:
-                await stack.write(items, lambda position, cause: None)
+                if verb == "write":
+                    await stack.write(items, lambda position, cause: None)
+                else:
+                    await stack.promote(items, [2] * 6)
             finally:
                 release(buffer for _, buffer in items)
 
-        async for _ in cancelled_at_each_step(one_write):
+        async for _ in cancelled_at_each_step(one):
             assert await stack.flush(timeout_s=5)
             assert arena.statistics().leased_slabs == 0
-        assert all(len(tier.records) == 6 for tier in tiers)
+        assert all(len(tier.records) == 6 for tier in tiers) or verb == "promote"
 
 
 # Promoting, discarding, pinning.
@@ -366,21 +352,6 @@ async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
 
         assert stack.tiers[1].writer.statistics().refused == 2
         gated.open_gate()
-
-
-async def test_a_promotion_cancelled_at_any_step_gives_every_lease_back(arena):
-    async with Opened(arena, TurningTier(), TurningTier(), holding([]), max_bytes=250) as stack:
-
-        async def promote():
-            items = filled(arena, range(4))
-            try:
-                await stack.promote(items, [2] * 4)
-            finally:
-                release(buffer for _, buffer in items)
-
-        async for _ in cancelled_at_each_step(promote):
-            assert await stack.flush(timeout_s=5)
-            assert arena.statistics().leased_slabs == 0
 
 
 async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_it(arena):
@@ -578,3 +549,50 @@ async def test_memory_lacks_only_as_many_leading_chunks_as_it_is_to_have(arena):
         assert await stack.missing(keys) == [0, 1, 2, 3, 4]
         assert await stack.missing(keys, memory_chunks=1) == [0, 2, 4]
         assert await stack.missing(keys, memory_chunks=0) == [2, 4]
+
+
+# Tiers that are only read from.
+
+
+class ReadTier(DictTier):
+    @property
+    def capabilities(self):
+        return Capabilities(writes=False)
+
+    async def put_many(self, items):
+        raise AssertionError("it was given a record")
+
+
+async def test_a_read_only_tier_lacks_nothing_and_is_given_nothing(arena):
+    keys = [key_of(number) for number in range(3)]
+    async with Opened(arena, CPUTier(CPUConfig()), holding([2], ReadTier), encrypted=True) as stack:
+        assert await stack.missing(keys) == [0, 1, 2]  # what only the read-only tier has is stored here too
+        assert await write(stack, arena, range(2)) == ["", ""]
+        assert await stack.missing(keys) == [2]
+        items = filled(arena, range(2))
+        await stack.promote(items, [1, 1])
+        release(buffer for _, buffer in items)
+        assert not stack.leaves_memory  # no record is written outside of it, so none is encrypted
+        assert await stack.plan(keys) == ((0, 0, 1), "")
+        assert stack.metrics.tier_counts() == {"t0.stored": 2, "t0.promoted": 2}
+
+
+async def test_no_record_is_promoted_into_a_faster_read_only_tier(arena):
+    async with Opened(arena, ReadTier(), DictTier()) as stack:
+        items = filled(arena, [0])
+        await stack.promote(items, [1])
+        release(buffer for _, buffer in items)
+
+
+async def test_with_only_a_read_only_tier_nothing_is_to_be_stored(arena):
+    async with Opened(arena, holding([2], ReadTier)) as stack:
+        assert await stack.missing([key_of(number) for number in range(3)]) == []
+
+
+def test_a_read_only_tier_of_an_engine_has_no_queue():
+    config = load_config(env={}, extra={"tiers": [{"name": "theirs", "layers": []}]})
+    logger = LimitedLogger(logging.getLogger("test"))
+    [stacked] = stacked_tiers(FakeRegistry(tiers={"theirs": ReadTier}), config, Rig().namespace, logger)
+
+    assert stacked.writer is None
+    assert not stacked.tier.capabilities.writes

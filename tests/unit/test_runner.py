@@ -233,20 +233,23 @@ async def test_a_bug_in_a_stage_propagates():
     assert budget.statistics().used_bytes == 0
 
 
+def planned(count, resident):
+    request = request_of(count)
+    tiers = (0,) * count
+    return PlannedBatch(
+        request=request, chunks=request.chunks, rows=request.rows, tiers=tiers, resident=resident
+    )
+
+
 @given(count=st.integers(0, 60), resident=st.integers(0, 60), size=st.integers(1, 9), most=st.integers(1, 30))
 def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_are_large(
     count, resident, size, most
 ):
     resident, most = min(resident, count), max(size, most)
-    request = request_of(count)
-    planned = PlannedBatch(
-        request=request, chunks=request.chunks, rows=request.rows, tiers=(0,) * count, resident=resident
-    )
 
-    cuts = planned.cuts(size, most)
+    cuts = planned(count, resident).cuts(size, most)
 
-    starts = [0, *cuts[:-1]]
-    lengths = [stop - start for start, stop in zip(starts, cuts, strict=True)]
+    lengths = [stop - start for start, stop in pairwise([0, *cuts])]
     assert cuts[-1] == count
     assert all(length > 0 for length in lengths) or count == 0
     assert all(length <= most for length in lengths)
@@ -270,12 +273,7 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_ar
     ],
 )
 def test_the_last_batches_of_what_is_read_are_ever_smaller(count, resident, size, lengths):
-    request = request_of(count)
-    planned = PlannedBatch(
-        request=request, chunks=request.chunks, rows=request.rows, tiers=(0,) * count, resident=resident
-    )
-
-    cuts = planned.cuts(size, 64)
+    cuts = planned(count, resident).cuts(size, 64)
 
     assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths
 
