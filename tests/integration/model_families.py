@@ -436,7 +436,9 @@ def make_mla_model(directory: Path) -> Path:
     )
 
 
-def make_sliding_window_model(directory: Path, *, pattern: str = "wwf", repeats: int = 1) -> Path:
+def make_sliding_window_model(
+    directory: Path, *, pattern: str = "wwf", repeats: int = 1, window: int = WINDOW, max_tokens: int = 4096
+) -> Path:
     """Write a Gemma 3 of layers with a sliding window (w) and layers that see everything (f), so many times."""
     types = {"w": "sliding_attention", "f": "full_attention"}
     weights, layers = Weights(seed=4), len(pattern) * repeats
@@ -450,7 +452,8 @@ def make_sliding_window_model(directory: Path, *, pattern: str = "wwf", repeats:
         "gemma3_text",
         query_pre_attn_scalar=HEAD_SIZE,
         num_hidden_layers=layers,
-        sliding_window=WINDOW,
+        sliding_window=window,
+        max_position_embeddings=max_tokens,
         layer_types=[types[each] for each in pattern * repeats],
         rope_local_base_freq=10000.0,
         hidden_activation="gelu_pytorch_tanh",

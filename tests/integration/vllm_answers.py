@@ -40,6 +40,7 @@ class Question:
         images: In the order of their placeholders in the prompt.
         processor: The request's `mm_processor_kwargs`.
         adapter: Directory of a LoRA adapter.
+        reloads: VLLM loads the adapter again, because its files have changed.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +50,7 @@ class Question:
     images: tuple[Image, ...] = ()
     processor: Mapping[str, Any] | None = None
     adapter: str = ""
+    reloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

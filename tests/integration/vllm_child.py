@@ -82,7 +82,12 @@ class Child:
             adapter = None
             if request["adapter"]:
                 number = self._adapters.setdefault(request["adapter"], len(self._adapters) + 1)
-                adapter = LoRARequest(Path(request["adapter"]).name, number, request["adapter"])
+                adapter = LoRARequest(
+                    Path(request["adapter"]).name,
+                    number,
+                    request["adapter"],
+                    load_inplace=request["reloads"],
+                )
             self._begun[request["name"]] = time.monotonic()
             self._engine.add_request(request["name"], prompt, sampling, lora_request=adapter)
 

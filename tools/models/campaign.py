@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_async.memory.header import read_header
 from tests.integration import model_families as models
-from tests.integration.vllm_answers import TOLERANCE, Answer, Question, difference
+from tests.integration.vllm_answers import TOLERANCE, Answer, Question, difference, tokens
 from tests.integration.vllm_driver import CHUNK, Engine, EngineError, Engines, Reference, connector
 from tools.models.families import Family
-from tools.models.questions import STEP, Questions
+from tools.models.questions import LONGEST, STEP, Questions
 from tools.models.replicas import answers_of_replicas
 from tools.torture.outcome import Outcome
 
@@ -22,6 +26,7 @@ BLOCKS = 512
 FEW_BLOCKS = (160, 128, 100, 80, 64, 52, 44, 36)
 """Numbers of blocks to try in turn until vLLM preempts requests."""
 MIN_PREEMPTED = 4
+LONG_PROMPT = 32 * 1024
 TWO_RANKS = {"tensor_parallel_size": 2, "processes": True}
 TWO_STAGES = {"pipeline_parallel_size": 2, "processes": True}
 
@@ -42,18 +47,22 @@ class Campaign:
         self._engines = engines
         self._directory = directory
         self._model = family.make(directory / "model")
-        self._adapters = tuple(
+        self.adapters = tuple(
             str(models.make_adapter(directory / f"adapter-{index}", seed=100 + index))
             for index in range(family.adapters)
         )
 
     def questions(self) -> Questions:
-        return Questions(self.family, self._adapters)
+        return Questions(self.family, self.adapters)
 
     def with_other_adapters(self, question: Question) -> list[Question]:
         """The question with each other adapter, and without one. What it has stored is of no use to them."""
-        adapters = ("", *self._adapters) if self._adapters else ()
+        adapters = ("", *self.adapters) if self.adapters else ()
         return [replace(question, adapter=other) for other in adapters if other != question.adapter]
+
+    def copy_of_adapter(self, name: str, adapter: str) -> Path:
+        """A directory of this name with the files of an adapter."""
+        return Path(shutil.copytree(adapter, self._directory / name, dirs_exist_ok=True))
 
     def model_with_tokenizer(self) -> Path:
         """The model, with a tokenizer for `vllm serve`."""
@@ -326,6 +335,79 @@ def replicas(campaign: Campaign, outcome: Outcome) -> None:
             compare_hits(outcome, what, asked, answers, own)
 
 
+def reloaded_adapter(campaign: Campaign, outcome: Outcome) -> None:
+    """An adapter whose files change, and which vLLM loads again under its name: what it has stored is no hit."""
+    first, other = (
+        Question(tokens("reloaded adapter", LONGEST), adapter=adapter) for adapter in campaign.adapters
+    )
+    with campaign.plain() as reference:
+        right = [reference(first), reference(other)]
+    outcome.expect(difference(*right) > MIN_CHANGE, "both adapters have the same answer")
+    reloaded = replace(first, adapter=str(campaign.copy_of_adapter("reloaded", first.adapter)), reloads=True)
+    with campaign.connected(campaign.disk("reloaded adapter")) as engine:
+        answers = in_turn(engine, [reloaded, reloaded], settle=True)
+        campaign.copy_of_adapter("reloaded", other.adapter)
+        answers += in_turn(engine, [reloaded, reloaded], settle=True)
+    compare(outcome, "reloaded adapter", [reloaded] * 4, answers, [right[0]] * 2 + [right[1]] * 2)
+    hits = [answer.cached_tokens > 0 for answer in answers]
+    outcome.expect(hits == [False, True, False, True], f"of the adapter, reloaded, were hits: {hits}")
+
+
+def long_prompt(campaign: Campaign, outcome: Outcome) -> None:
+    """A prompt of 32k tokens to a model with real proportions: five layers with a window of 1 024 tokens and a full one.
+
+    The layers with a window store and load less than a fifth of what full attention would.
+    """
+    model = models.make_sliding_window_model(
+        campaign.disk("long model"), pattern="wwwwwf", window=1024, max_tokens=2 * LONG_PROMPT
+    )
+    options = {
+        "model": str(model),
+        "max_model_len": LONG_PROMPT + 64,
+        "max_num_batched_tokens": 2048,
+        "num_gpu_blocks_override": 2048,
+    }
+    prompt = tokens("long prompt", LONG_PROMPT + 1)
+    changed = Question((*prompt[:9999], 3 + (prompt[9999] + 100) % 500, *prompt[10_000:]))
+    question = Question(prompt)
+    with campaign.plain(**options) as reference:
+        own, right = reference.own_hit(question), reference(question)
+        change = difference(right, reference(changed))
+    outcome.expect(change > 10 * TOLERANCE, f"a token changes the answer by only {change:.3g}")
+    disk = campaign.disk("long prompt")
+    with campaign.connected(disk, **options) as engine:
+        cold = engine.ask(question)
+        engine.settle()
+        records = [read_header(memoryview(path.read_bytes())) for path in disk.glob("??/*")]
+        payload = sum(record.payload_bytes for record in records)
+        stored = metric(engine, "store_bytes_total", payload)
+        warm = engine.ask(question)
+        engine.settle()
+        loaded = metric(engine, "retrieve_bytes_total", payload)
+    compare(outcome, "cold", [question], [cold], [right])
+    compare(outcome, "warm", [question], [warm], [right])
+    compare_hits(outcome, "warm", [question], [warm], [own])
+    full = LONG_PROMPT * 2 * models.HEADS * models.HEAD_SIZE * 4  # of one layer with full attention
+    for what, nbytes in {"stored": stored, "loaded": loaded}.items():
+        share = (nbytes - full) / (5 * full)
+        outcome.counts[f"bytes {what}, of those of full attention"] = round(share, 3)
+        outcome.expect(
+            0 < share < 1 / 5, f"of the layers with a window, {share:.2f} of the bytes were {what}"
+        )
+
+
+def metric(engine: Engine, name: str, least: float) -> float:
+    """Sum of the samples of a metric of ours in vLLM's /metrics, once it is so large."""
+    for _ in engine.until(f"does not count {least} {name}"):
+        engine.ask(Question(tokens("beside", 20), max_tokens=1))  # what the worker counts comes with a step
+        families = text_string_to_metric_families(engine.call("metrics"))
+        samples = [sample for family in families for sample in family.samples]
+        value = sum(sample.value for sample in samples if sample.name == f"lmcache_async_{name}")
+        if value >= least:
+            return value
+    raise AssertionError
+
+
 MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
     "chunked prefill": chunked_prefill,
     "preemption": preemption,
@@ -333,6 +415,8 @@ MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
     "two ranks": two_ranks,
     "pipeline": pipeline,
     "replicas": replicas,
+    "long prompt": long_prompt,
+    "reloaded adapter": reloaded_adapter,
 }
 EVERY_FAMILY = ("chunked prefill", "preemption", "no prefix caching", "two ranks")
 """Modes of all families; the others are a family's own."""

@@ -66,7 +66,7 @@ FAMILIES = {
             models.make_sliding_window_model, repeats=2
         ),  # so that each pipeline stage has layers of each kind
         window=models.WINDOW,
-        modes=("pipeline", "replicas"),
+        modes=("pipeline", "replicas", "long prompt"),
     ),
     "gpt-oss": Family(
         "gpt-oss",
@@ -108,6 +108,7 @@ FAMILIES = {
         "full attention",
         models.make_llama,
         options={"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+        modes=("reloaded adapter",),
         adapters=2,
     ),
 }
