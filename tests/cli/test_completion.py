@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from typer.testing import CliRunner
 
@@ -38,12 +34,9 @@ def test_names_of_tiers_are_completed(shell):
     assert "valkey" not in answer
 
 
-def test_names_of_benchmarks_are_completed():
+def test_commands_benchmarks_and_all_tiers_are_completed():
     assert set(ask("bash", "bench", "").split()) == {"memory", "disk", "tier"}
     assert "valkey" in ask("bash", "bench", "tier", "val").split()
-
-
-def test_commands_and_all_tiers_are_completed():
     assert {"bench", "config", "doctor", "serve", "tiers"} <= set(ask("bash", "").split())
     assert set(Registry().available(TIERS)) <= set(ask("bash", "tiers", "").split())
 
@@ -56,21 +49,3 @@ def test_each_shell_has_a_script(shell):
     assert result.exit_code == 0, result.output
     assert "_LMCACHE_ASYNC_COMPLETE" in result.stdout
     assert "lmcache-async" in result.stdout
-
-
-def test_the_installed_command_completes_names():
-    env = {
-        "_LMCACHE_ASYNC_COMPLETE": "complete_bash",
-        "COMP_WORDS": "lmcache-async tiers mo",
-        "COMP_CWORD": "2",
-    }
-    ran = subprocess.run(
-        [sys.executable, "-m", "lmcache_async.cli"],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-    assert (ran.returncode, ran.stdout.split()) == (0, ["mooncake"])

@@ -155,44 +155,19 @@ def test_the_command_ends_although_a_check_hangs():
     assert "fail  stuck: it did not end in 0.1 s" in ran.stdout
 
 
-def test_the_shutdown_option_is_named_for_persistent_tiers_only(tmp_path):
-    kept = tmp_path / "kept.yaml"
-    kept.write_text(f"tiers: [cpu, {{name: disk, id: slow, path: {tmp_path}/kv, max_bytes: 1GiB}}]\n")
-    memory = tmp_path / "memory.yaml"
-    memory.write_text("tiers: [cpu]\n")
+def test_a_restart_is_checked_for_persistent_tiers_only(tmp_path):
+    disk = f"{{name: disk, id: slow, path: {tmp_path}/kv, max_bytes: 1GiB}}"
+    found = []
+    for tiers in (f"[cpu, {disk}]", "[cpu]"):
+        (file := tmp_path / "kv.yaml").write_text(f"shutdown_timeout_s: 5\ntiers: {tiers}\n")
+        groups = ((name, work) for name, _, work in doctor.groups(file, None))
+        checks = [check for name, work in groups if name in {"config", "restart"} for check in work()]
+        found.append([check for check in checks if check.name == "restart"])
 
-    checks = {
-        file: [
-            check
-            for name, _, work in doctor.groups(file, None)
-            if name in {"config", "restart"}
-            for check in work()
-            if check.name == "restart"
-        ]
-        for file in (kept, memory)
-    }
-
-    [check] = checks[kept]
-    assert "slow" in check.found
-    assert "--shutdown-timeout 30" in check.todo
-    assert checks[memory] == []
-
-
-def test_closing_faster_than_the_queue_is_a_warning_for_persistent_tiers_only(tmp_path):
-    disk = f"{{name: disk, path: {tmp_path}/kv, max_bytes: 1GiB}}"
-    found = {}
-    for name, tiers in (("disk", f"[cpu, {disk}]"), ("memory", "[cpu]")):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(f"shutdown_timeout_s: 5\ntiers: {tiers}\n")
-        checks = [
-            check
-            for group, _, work in doctor.groups(file, None)
-            if group in {"config", "restart"}
-            for check in work()
-        ]
-        found[name] = [check.found for check in checks if check.outcome is Outcome.WARN]
-
-    [line] = found["disk"]
-    assert "waits 5 s" in line
-    assert "20 s (store.max_pending_write_s)" in line
-    assert found["memory"] == []
+    [[option, queue], without] = found
+    assert "slow" in option.found
+    assert "--shutdown-timeout 30" in option.todo
+    assert queue.outcome is Outcome.WARN
+    assert "waits 5 s" in queue.found
+    assert "20 s (store.max_pending_write_s)" in queue.found
+    assert without == []

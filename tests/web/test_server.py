@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -71,7 +70,8 @@ async def test_each_path_has_its_content_type_and_no_external_resource() -> None
     assert heard["/healthz"].body == b"ok\n"
 
 
-async def test_unknown_paths_are_not_found() -> None:
+async def test_unknown_paths_methods_and_long_requests_are_rejected() -> None:
+    """A body is not read, and an answer to HEAD has none."""
     async with serve() as server:
         for path in (
             "/index.html",
@@ -82,10 +82,8 @@ async def test_unknown_paths_are_not_found() -> None:
             "/%2e%2e/x",
         ):
             assert (await ask(server.url, path)).status == 404, path
-
-
-async def test_head_has_no_body_and_a_body_is_not_read() -> None:
-    async with serve() as server:
+        assert (await ask(server.url, "/" + "x" * 20000)).status == 400
+        assert (await ask(server.url, "/", headers={"X": "y" * 50000})).status == 400
         head = await ask(server.url, "/status.json", method="HEAD")
         post = await ask(server.url, "/", method="POST", headers={"Content-Length": "1000000"})
 
@@ -101,39 +99,26 @@ async def test_requests_for_another_host_name_are_rejected() -> None:
             assert b"kind" not in heard.body
 
 
-async def test_without_the_token_only_healthz_answers(token_file: Path) -> None:
-    async with serve(token_file=token_file) as server:
-        silent = {path: (await ask(server.url, path)) for path in (*PATHS, "/nothing")}
-        wrong = await ask(server.url, "/status.json", headers={"Authorization": "Bearer x" + TOKEN})
-        right = await ask(server.url, "/status.json", headers={"Authorization": "Bearer " + TOKEN})
+async def test_beyond_the_loopback_a_token_is_required_and_any_host_name_accepted(
+    token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(listen="0.0.0.0:0", token_file=token_file) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        silent = {path: (await ask(url, path)) for path in (*PATHS, "/nothing")}
+        wrong = await ask(url, "/status.json", headers={"Authorization": "Bearer x" + TOKEN})
+        headers = {"Host": "node-7.example:7421", "Authorization": f"Bearer {TOKEN}"}
+        right = await ask(url, "/status.json", headers=headers)
 
     assert {path for path, one in silent.items() if one.status != 401} == {"/healthz"}
     assert silent["/"].headers["WWW-Authenticate"].startswith("Basic ")
     assert (wrong.status, right.status) == (401, 200)
-
-
-async def test_with_a_token_any_host_name_is_accepted(token_file: Path) -> None:
-    async with serve(listen="0.0.0.0:0", token_file=token_file) as server:
-        headers = {"Host": "node-7.example:7421", "Authorization": f"Bearer {TOKEN}"}
-        heard = await ask(server.url.replace("0.0.0.0", "127.0.0.1"), "/status.json", headers=headers)
-
-    assert heard.status == 200
+    assert [record for record in caplog.records if "not encrypted" in record.getMessage()]
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7421", "10.0.0.7:7421", "node-7:7421", "[::]:7421"])
 def test_beyond_the_loopback_a_token_file_is_required(listen: str) -> None:
     with pytest.raises(ValueError, match="token_file"):
         config(listen=listen)
-
-
-async def test_serving_other_hosts_without_tls_is_logged(
-    token_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with serve(listen="0.0.0.0:0", token_file=token_file):
-            pass
-
-    assert [record.getMessage() for record in caplog.records if "not encrypted" in record.getMessage()]
 
 
 async def test_a_certificate_enables_https(tmp_path: Path) -> None:
@@ -265,12 +250,6 @@ async def test_an_error_of_the_source_is_logged_and_not_shown(
     assert (heard.status, page.status) == (500, 200)
     assert b"secret" not in heard.body
     assert any("a secret of the source" in record.getMessage() for record in caplog.records)
-
-
-async def test_long_lines_and_headers_are_rejected() -> None:
-    async with serve() as server:
-        assert (await ask(server.url, "/" + "x" * 20000)).status == 400
-        assert (await ask(server.url, "/", headers={"X": "y" * 50000})).status == 400
 
 
 async def until_open(server: StatusServer, number: int) -> None:
