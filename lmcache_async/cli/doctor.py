@@ -87,12 +87,8 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     read: list[EngineConfig] = []
     yield "config", LOCAL_S, partial(_check_config, file, registry, read)
     config = read[0] if read else load_config(env={})
-    yield "cores", LOCAL_S, lambda: [machine.check_cores(config)]
-    yield "memory", LOCAL_S, lambda: [machine.check_memory(config)]
-    yield "pinned memory", LOCAL_S, lambda: [machine.check_pinning(config)]
-    yield "huge pages", LOCAL_S, lambda: [machine.check_huge_pages(config)]
-    yield "shared memory", LOCAL_S, lambda: [machine.check_shared_memory()]
-    yield "open files", LOCAL_S, lambda: [machine.check_open_files()]
+    for name, check in machine.CHECKS.items():
+        yield name, LOCAL_S, partial(_one, check, config)
     yield "restart", LOCAL_S, partial(_check_restart, config, registry)
     for spec in config.tiers:
         try:
@@ -107,6 +103,10 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
                 probe_timeout_s(spec),
                 partial(_named, spec.id, partial(probe_tier, spec, tier)),
             )
+
+
+def _one(check: Callable[[EngineConfig], Check], config: EngineConfig) -> list[Check]:
+    return [check(config)]
 
 
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from lmcache_async.config import EngineConfig, TierSpec, load_config, validate_options
+from lmcache_async.config import EngineConfig, TierSpec, load_config
 from lmcache_async.config.validation import Origin
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import (
@@ -27,7 +27,7 @@ from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.registry import TIERS, Registry
-from lmcache_async.tiers.base import Tier, TierConfig
+from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
 from lmcache_async.tiers.results import ReadResult, memory_was_short, no_memory
@@ -73,11 +73,9 @@ def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
     if spec.tier is None:
         raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
     named = named_tier(spec.tier, spec.config, config)
-    tier_class = Registry().load_class(TIERS, named.name, Tier, where=named.where, third_party=third_party)
-    tier_config = _of_rank(validate_options(tier_class.config_type, named.options, named.origin), spec.rank)
-    if (store := tier_class.offline(tier_config, options)) is not None:
+    tier = make_tier(named, Registry(), third_party=third_party, rank=spec.rank)
+    if (store := tier.offline(tier.config, options)) is not None:
         return store
-    tier = tier_class(tier_config)
     if tier.capabilities.in_arena:
         raise ConfigError(
             f"tier {named.id!r} is memory of the engine's own process: other processes cannot read it"
@@ -152,15 +150,10 @@ def _directory_store(
         except LMCacheAsyncError:  # a tier that is not installed completely
             continue
         config = tier_class.directory_config(path)
-        store = None if config is None else tier_class.offline(_of_rank(config, rank), options)
+        store = None if config is None else tier_class.offline(config.for_process(rank=rank), options)
         if store is not None:
             return store
     raise ConfigError(f"{path}: no installed tier keeps records in directories")
-
-
-def _of_rank(config: TierConfig, rank: int | None) -> TierConfig:
-    """Return the options of a rank's process; those of the only process if no rank is given."""
-    return config if rank is None else config.for_process(rank=rank)
 
 
 class TierStore(OfflineStore):

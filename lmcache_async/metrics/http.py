@@ -28,12 +28,8 @@ MIN_TOKEN_CHARACTERS = 16
 _OPTION = "http.token_file"
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
-_SCRIPTS = ("dom.js", "page.js", "plot.js", "requests.js", "tables.js", "tiles.js", "words.js")
-_PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
-}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+"""Content types of the files of the page, by the end of their name."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -165,7 +161,7 @@ class Responder:
         self._loopback = loopback
         self._interval_s = interval_s
         self._clock = clock
-        self._page = {path: Response(200, _read(name), kind) for path, (name, kind) in _PAGE.items()}
+        self._page = _page()
         self._fresh: dict[str, tuple[float, Response]] = {}
         self._made: dict[str, Callable[[], Response]] = {
             "/metrics": lambda: Response(200, self._source.metrics(), CONTENT_TYPE),
@@ -219,5 +215,12 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _read(name: str) -> bytes:
-    return (files("lmcache_async.metrics") / "page" / name).read_bytes()
+def _page() -> dict[str, Response]:
+    """Return the files of the page by path."""
+    found = {}
+    for file in (files("lmcache_async.metrics") / "page").iterdir():
+        kind = _TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            path = "/" if file.name == "index.html" else f"/{file.name}"
+            found[path] = Response(200, file.read_bytes(), f"{kind}; charset=utf-8")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from lmcache_async.metrics.instrument import Instrument
@@ -27,14 +28,9 @@ class RecentRequests(Instrument):
         self._unnamed = 0
 
     def planned(self, plan: RequestPlan) -> None:
-        self._entry(plan.request_id)["plan"] = {
-            "prompt_tokens": plan.prompt_tokens,
-            "local_tokens": plan.local_tokens,
-            "hit_tokens": plan.hit_tokens,
-            "load_tokens": plan.load_tokens,
-            "decided": plan.decided,
-            "why": plan.why,
-        }
+        entry = self._entry(plan.request_id)
+        entry["plan"] = asdict(plan)
+        del entry["plan"]["request_id"]  # the entry has it, shortened
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
         entry = self._entry(request_id)
@@ -59,11 +55,13 @@ class RecentRequests(Instrument):
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the requests for JSON, the latest one first."""
-        return [
-            entry
-            | {"loaded": entry["loaded"] and {**entry["loaded"], "by_tier": [*map(list, entry["loaded"]["by_tier"].items())]}}
-            for entry in reversed(self._requests.values())
-        ]  # fmt: skip
+        shown = []
+        for entry in reversed(self._requests.values()):
+            loaded = entry["loaded"]
+            if loaded is not None:
+                loaded = loaded | {"by_tier": [list(item) for item in loaded["by_tier"].items()]}
+            shown.append(entry | {"loaded": loaded})
+        return shown
 
     def _entry(self, request_id: str) -> dict[str, Any]:
         """Return the entry of a request. Without an id it is a new one each time."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from lmcache_async.cli.output import human
 from lmcache_async.config import EngineConfig, format_size
 from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
 
@@ -36,10 +37,10 @@ def check_memory(config: EngineConfig, root: Path = ROOT, available: int | None 
     """Compare the arena with the memory limit of the control group and the available memory."""
     name, wanted, limit = "memory", config.arena.max_bytes, memory_limit(root)
     available = psutil.virtual_memory().available if available is None else available
-    found = f"the arena takes {_gib(wanted)} in each worker process"
+    found = f"the arena takes {human(wanted)} in each worker process"
     if limit is not None:
-        found += f"; the control group allows {_gib(limit)}"
-    found += f"; {_gib(available)} are available"
+        found += f"; the control group allows {human(limit)}"
+    found += f"; {human(available)} are available"
     if limit is not None and wanted >= limit:
         return fail(name, found, "lower arena.max_bytes, or raise the memory limit of the container")
     if wanted > min(available, limit or _NO_LIMIT) * 0.8:
@@ -56,8 +57,8 @@ def check_pinning(config: EngineConfig, *, has_cuda: bool | None = None, limit: 
         return ok(name, "no CUDA device: memory is not pinned")
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if soft == _UNLIMITED or soft >= config.arena.max_bytes:
-        return ok(name, f"locked memory is {'unlimited' if soft == _UNLIMITED else _gib(soft)}")
-    found = f"locked memory is limited to {format_size(soft)}, the arena is {_gib(config.arena.max_bytes)}"
+        return ok(name, f"locked memory is {'unlimited' if soft == _UNLIMITED else human(soft)}")
+    found = f"locked memory is limited to {format_size(soft)}, the arena is {human(config.arena.max_bytes)}"
     return warn(name, found, "ulimit -l unlimited (in a container --ulimit memlock=-1)")
 
 
@@ -77,7 +78,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
         usage = psutil.disk_usage(os.fspath(path))
     except OSError as error:
         return warn(name, f"{path}: {error.strerror}", "mount a tmpfs there: vLLM's processes need it")
-    found = f"{path} has {_gib(usage.total)}, {_gib(usage.free)} free"
+    found = f"{path} has {human(usage.total)}, {human(usage.free)} free"
     if usage.total < MIN_SHM_BYTES:
         return warn(name, found, "start the container with --shm-size=2g or more: vLLM passes tensors there")
     return ok(name, found)
@@ -144,5 +145,12 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"
+CHECKS: dict[str, Callable[[EngineConfig], Check]] = {
+    "cores": check_cores,
+    "memory": check_memory,
+    "pinned memory": check_pinning,
+    "huge pages": check_huge_pages,
+    "shared memory": lambda _: check_shared_memory(),
+    "open files": lambda _: check_open_files(),
+}
+"""The checks by name, in the order of their output."""
