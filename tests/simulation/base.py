@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from lmcache_async.registry import TIERS, Registry
 from tests.simulation.faults import Faults
@@ -90,7 +90,10 @@ class Simulation:
         frozen: Last operations and last steps of the loop before a violation.
     """
 
-    def __init__(self) -> None:
+    serving: ClassVar[bool] = False
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self.trace = Trace()
         self.step = 0
         self.now = 0.0
@@ -99,11 +102,13 @@ class Simulation:
         self._recent: deque[str] = deque(maxlen=20)
 
     def run(self, progress: Callable[[int], object]) -> None:
-        """Run to the end.
+        """Run to the end. Raises Violation."""
+        while self.step < self._steps:
+            self.live()
+            progress(self.step)
 
-        Raises:
-            Violation: An invariant is violated.
-        """
+    def live(self) -> None:
+        """Run one process from its start to its crash or end."""
         raise NotImplementedError
 
     def note(self, verb: str) -> None:
@@ -119,18 +124,19 @@ class Simulation:
             self.frozen = (tuple(self._recent), steps)
 
 
-def run_to_report(
-    make: Callable[[Path], Simulation],
-    *,
+def run_simulation(
+    make: Callable[[int, int, Faults, Registry, Path], Simulation],
     seed: int,
+    *,
     steps: int,
-    faults: Faults,
-    progress: Callable[[int], object],
-    serving: bool = False,
+    faults: Faults = Faults.SOME,
+    installed: Registry | None = None,
+    progress: Callable[[int], object] = lambda step: None,
 ) -> SimulationReport:
     """Run the simulation that `make` returns for an empty folder. Any exception is reported as a violation.
 
-    Must not be called while an event loop runs in this thread.
+    Must not be called while an event loop runs in this thread. The same arguments give the same report,
+    except for the real duration.
     """
     start = time.perf_counter()
     violation = ""
@@ -139,7 +145,7 @@ def run_to_report(
         threads_as_steps(),
         _no_surprises(),
     ):
-        world = make(Path(folder))
+        world = make(seed, steps, faults, installed or Registry(), Path(folder))
         try:
             world.run(progress)
         except Violation as error:
@@ -160,7 +166,7 @@ def run_to_report(
         real_s=time.perf_counter() - start,
         counts=dict(sorted(world.counts.items())),
         violation=violation,
-        serving=serving,
+        serving=world.serving,
         last_steps=last_steps,
         last_decisions=last_decisions,
     )

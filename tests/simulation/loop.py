@@ -404,13 +404,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     # Running.
 
     def run_until_complete(self, future: Any) -> Any:
-        """Run until `future` is done.
-
-        Raises:
-            Deadlock: `future` cannot complete.
-            ProcessCrashed: `crash_at` was reached. `abandon` cleans up.
-            Violation: The run took longer than `max_real_s` or than `deadline`.
-        """
+        """Run until `future` is done."""
         main = asyncio.ensure_future(future, loop=self)
         main.add_done_callback(self._main_done)
         self.run_forever()

@@ -53,16 +53,7 @@ class Scenario:
 
 
 def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
-    """Draw a configuration.
-
-    Args:
-        rng: Random number generator.
-        faults: Level of faults.
-        folder: Directory of the real disk tier.
-
-    Raises:
-        MissingDependencyError: It uses encryption, and the package for it is not installed.
-    """
+    """Draw a configuration."""
     rig = Rig(layers=1, blocks=CLIENTS * MAX_TOKENS // 4, chunk_size=CHUNK, head_dim=2)
     prompts = make_prompts(
         rng,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+import functools
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.worker import WorkerConnector
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.registry import Registry
-from tests.simulation.base import SimulatedRegistry, Simulation, SimulationReport, run_to_report
+from tests.simulation.base import SimulatedRegistry, Simulation, run_simulation
 from tests.simulation.faults import ODDS, Faults, Weather
 from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
 from tests.simulation.network import Network
@@ -124,10 +125,11 @@ PIN_TTL_S = 30.0
 class Serving(Simulation):
     """A sequence of processes over the same backend, each serving requests."""
 
+    serving = True
+
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
-        super().__init__()
+        super().__init__(steps)
         self.rng = Random(f"serving {seed} {faults}")
-        self._steps = steps
         odds = ODDS[faults].scaled(2 * self.rng.random())
         self._weather = Weather(self.rng, odds, call_timeout_s=0.5)
         self._encrypted = self.rng.random() < 0.3
@@ -158,22 +160,20 @@ class Serving(Simulation):
             for _ in range(6)
         ]
 
-    def run(self, progress: Callable[[int], object]) -> None:
-        while self.step < self._steps:
-            loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._weather.thread_delay)
-            loop.deadline = self.now + 1000.0
-            if self.rng.random() < 0.4:
-                loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
-            try:
-                loop.run_until_complete(self._live(loop))
-            except ProcessCrashed:
-                self.counts["crash"] += 1
-                self._backend.crash()
-            finally:
-                self.now = loop.time()
-                abandon(loop)
-                self._weather.forget()
-            progress(self.step)
+    def live(self) -> None:
+        loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._weather.thread_delay)
+        loop.deadline = self.now + 1000.0
+        if self.rng.random() < 0.4:
+            loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
+        try:
+            loop.run_until_complete(self._live(loop))
+        except ProcessCrashed:
+            self.counts["crash"] += 1
+            self._backend.crash()
+        finally:
+            self.now = loop.time()
+            abandon(loop)
+            self._weather.forget()
 
     def _options(self, folder: Path) -> dict[str, Any]:
         return {
@@ -294,29 +294,4 @@ def _expected(tokens: list[int], count: int) -> list[int]:
     return found
 
 
-def simulate_serving(
-    seed: int,
-    *,
-    steps: int,
-    faults: Faults = Faults.SOME,
-    installed: Registry | None = None,
-    progress: Callable[[int], object] = lambda step: None,
-) -> SimulationReport:
-    """Run one simulation of a serving engine. The report includes a violation, if any.
-
-    Args:
-        seed: Seed of all random choices.
-        steps: Number of steps of vLLM's scheduler under faults.
-        faults: Level of faults.
-        installed: Registry of the installed plug-ins, if they were read already.
-        progress: Called from time to time with the number of steps run.
-    """
-    plugins = installed or Registry()
-    return run_to_report(
-        lambda folder: Serving(seed, steps, faults, plugins, folder),
-        seed=seed,
-        steps=steps,
-        faults=faults,
-        progress=progress,
-        serving=True,
-    )
+simulate_serving = functools.partial(run_simulation, Serving)

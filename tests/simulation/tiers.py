@@ -231,9 +231,6 @@ class Disk:
 
     A real crash closes files and releases locks. In the simulation the process continues, so this class does
     it.
-
-    Args:
-        tier_class: Class of the disk tier, from its entry point.
     """
 
     def __init__(self, tier_class: type[Tier]) -> None:

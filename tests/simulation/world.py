@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,7 +22,7 @@ from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.types import StoreReport
-from tests.simulation.base import SimulatedRegistry, Simulation, SimulationReport, run_to_report
+from tests.simulation.base import SimulatedRegistry, Simulation, run_simulation
 from tests.simulation.faults import STALL_SECONDS, Faults
 from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
 from tests.simulation.model import Model, Promise, Prompt, Region, make_regions
@@ -99,11 +100,7 @@ async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -
 
 
 def check_always(engine: CacheEngine) -> None:
-    """Check the limits that hold at every moment.
-
-    Raises:
-        Violation: A limit is exceeded.
-    """
+    """Check the limits that hold at every moment."""
     statistics = engine.statistics()
     # While a tier is slow, `writer.max_bytes` falls below what was queued before; the configured bound always holds.
     most = max(engine.config.max_pending_write_bytes, statistics.arena.slab_bytes)
@@ -418,13 +415,12 @@ class World(Simulation):
     """
 
     def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
-        super().__init__()
+        super().__init__(steps)
         self.rng = Random(f"{seed} {faults}")
         self.scenario = draw_scenario(self.rng, faults, folder)
         self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
         self.closing = False
         self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
-        self._steps = steps
         self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
         self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
@@ -436,11 +432,6 @@ class World(Simulation):
             self._disk = Disk(cast("type[Tier]", installed.load(TIERS, "disk")))
             tiers[f"simulated_{FILES}"] = self._disk.tier_class
         self._registry = SimulatedRegistry(installed, tiers)
-
-    def run(self, progress: Callable[[int], object]) -> None:
-        while self.step < self._steps:
-            self._live()
-            progress(self.step)
 
     def begin_step(self, verb: str) -> None:
         self.step += 1
@@ -456,8 +447,7 @@ class World(Simulation):
     def draw_prompt(self) -> Prompt:
         return self.rng.choice(self.rng.choice(self.scenario.prompts))
 
-    def _live(self) -> None:
-        """Run one process from its start to its crash or end."""
+    def live(self) -> None:
         weather = self.scenario.weather
         loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
         loop.deadline = self.now + PATIENCE_S
@@ -535,31 +525,4 @@ async def _all(tasks: list[asyncio.Task[None]]) -> None:
             task.result()
 
 
-def simulate(
-    seed: int,
-    *,
-    steps: int,
-    faults: Faults = Faults.SOME,
-    installed: Registry | None = None,
-    progress: Callable[[int], object] = lambda step: None,
-) -> SimulationReport:
-    """Run one simulation. The report includes a violation, if any.
-
-    Must not be called while an event loop runs in this thread. The same arguments give the same report,
-    except for the real duration.
-
-    Args:
-        seed: Seed of all random choices.
-        steps: Number of operations.
-        faults: Level of faults.
-        installed: Registry of the installed plug-ins, if they were read already.
-        progress: Called from time to time with the number of operations run.
-    """
-    plugins = installed or Registry()
-    return run_to_report(
-        lambda folder: World(seed, steps, faults, plugins, folder),
-        seed=seed,
-        steps=steps,
-        faults=faults,
-        progress=progress,
-    )
+simulate = functools.partial(run_simulation, World)
