@@ -10,8 +10,7 @@ class CostLine:
     speed. If the fitted line falls or has a negative latency, the latency is taken as zero, because a few
     similar observations do not determine it.
 
-    Args:
-        memory: Factor from 0 to 1 by which the weight of an observation decays with each later one.
+    The weight of an observation decays by the factor `memory` with each later one.
     """
 
     def __init__(self, *, memory: float = 0.7) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,7 @@ class FirstPresent:
 
 
 class Pins:
-    """Leases by lookup id, bounded in number and time. Used on the loop's thread.
-
-    Args:
-        max_buffers: Maximum number of pinned buffers.
-        ttl_s: Seconds after which a pin is released if it was not released before.
-    """
+    """Leases by lookup id, at most `max_buffers` for at most `ttl_s` seconds. Used on the loop's thread."""
 
     def __init__(self, *, max_buffers: int, ttl_s: float) -> None:
         self.max_buffers = max_buffers
@@ -84,18 +80,15 @@ class Pins:
         kept = list(buffers[:room])
         for buffer in buffers[room:]:
             buffer.release()
-        if not kept:
-            return 0
-        added = len(kept)
-        self.count += added
-        if lookup_id in self._held:
-            former, timer = self._held[lookup_id]
-            timer.cancel()
-            former.extend(kept)
-            kept = former
-        timer = asyncio.get_running_loop().call_later(self._ttl_s, self.release, lookup_id)
-        self._held[lookup_id] = (kept, timer)
-        return added
+        if kept:
+            former: list[Buffer] = []
+            if lookup_id in self._held:
+                former, timer = self._held[lookup_id]
+                timer.cancel()
+            timer = asyncio.get_running_loop().call_later(self._ttl_s, self.release, lookup_id)
+            self._held[lookup_id] = (former + kept, timer)
+            self.count += len(kept)
+        return len(kept)
 
     def release(self, lookup_id: str) -> None:
         held = self._held.pop(lookup_id, None)
@@ -131,21 +124,18 @@ class LoadCosts:
 
     def note(self, report: RetrieveReport) -> None:
         """Record a finished load. Its time is attributed to the slow tier if only one took part."""
-        slow = [name for name in report.by_tier if name in self._slow]
-        if len(slow) == 1:
-            self._note(self._slow[slow[0]], report.by_tier[slow[0]] / self._chunk_size, report.seconds)
+        match [name for name in report.by_tier if name in self._slow]:
+            case [name]:
+                self._note(self._slow[name], report.by_tier[name] / self._chunk_size, report.seconds)
 
     def _note(self, tier: int, chunks: float, seconds: float) -> None:
         self._lines[tier].note(chunks, seconds)
         self._noted[tier] = asyncio.get_running_loop().time()
 
     def ends(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """Return the `costs` of a `LookupResult`.
+        """Return the `costs` of a `LookupResult` for the index of the tier of each chunk of a hit.
 
         A tier that was never measured has cost 0, so that it is used and measured.
-
-        Args:
-            tiers: Index of the tier of each chunk of a hit.
         """
         found: list[tuple[int, float]] = []
         chunks, seconds = 0, 0.0
@@ -160,16 +150,13 @@ class LoadCosts:
         """Read one chunk and discard it. Does nothing if no memory is free."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        try:
-            (buffer,) = await self._stack.tiers[tier].tier.get([key], self._allocate)
-        except (TierError, BudgetExceededError):
-            return  # a later lookup tries again
-        if isinstance(buffer, Buffer):
-            buffer.release()
-            self._note(tier, 1, loop.time() - start)
-
-    async def _allocate(self, nbytes: int) -> Buffer:
-        return await self._arena.lease(nbytes, timeout_s=0.0)
+        with contextlib.suppress(TierError, BudgetExceededError):  # a later lookup tries again
+            (buffer,) = await self._stack.tiers[tier].tier.get(
+                [key], partial(self._arena.lease, timeout_s=0.0)
+            )
+            if isinstance(buffer, Buffer):
+                buffer.release()
+                self._note(tier, 1, loop.time() - start)
 
     def stale(self, tiers: Sequence[int]) -> int | None:
         """Return the position of a chunk in a slow tier that should be measured again."""
@@ -184,12 +171,7 @@ class LoadCosts:
 class Lookups:
     """Look up keys in the tiers, and pin chunks in host memory for lookups with an id.
 
-    Args:
-        stack: The tiers.
-        pins: The pins of all lookups.
-        costs: Measured load times.
-        timeout_s: Deadline of a lookup; chunks without an answer by then are misses.
-        spawn: Starts background work.
+    Chunks without an answer within `timeout_s` are misses. `spawn` starts background work.
     """
 
     def __init__(

@@ -43,14 +43,7 @@ async def status_page(
 
 
 class EngineSource:
-    """Data of an engine for the status page, `lmcache-async top` and Prometheus.
-
-    Args:
-        config: Configuration of the engine.
-        namespace: Namespace of the engine.
-        metrics: Metrics of the engine.
-        statistics: Takes a snapshot of the engine.
-    """
+    """Data of an engine for the status page, `lmcache-async top` and Prometheus."""
 
     def __init__(
         self,
@@ -85,33 +78,18 @@ class EngineSource:
             parts = {"local": _LOCAL, **parts}
         found = shares(samples, list(parts), "prompt", window=_WINDOW)
         queues = [name for name in samples[-1].values if name.startswith("queue.")]
+        sources = [Series(label, found[name]) for name, label in parts.items()]
+        moved = [Series(name, rates(samples, name)) for name in ("loaded", "stored")]
+        pending = [Series(name.removeprefix("queue."), gauge_values(samples, name)) for name in queues]
+        leased = [Series("in use", gauge_values(samples, "leased"))]
+        note = f"over {_WINDOW} s; the rest was computed"
         charts = [
-            Chart(
-                "Where prompt tokens came from",
-                "share",
-                [Series(label, found[name]) for name, label in parts.items()],
-                stacked=True,
-                note=f"over {_WINDOW} s; the rest was computed",
-            ),
-            Chart(
-                "Bytes moved",
-                "bytes/s",
-                [Series("loaded", rates(samples, "loaded")), Series("stored", rates(samples, "stored"))],
-                note="between tiers and device",
-            ),
+            Chart("Where prompt tokens came from", "share", sources, stacked=True, note=note),
+            Chart("Bytes moved", "bytes/s", moved, note="between tiers and device"),
+            Chart("Pending writes", "bytes", pending, note="queues of the slower tiers"),
+            Chart("Host memory", "bytes", leased, note="slabs of the arena that are not free"),
         ]
-        if queues:
-            charts.append(
-                Chart(
-                    "Pending writes",
-                    "bytes",
-                    [Series(name.removeprefix("queue."), gauge_values(samples, name)) for name in queues],
-                    note="queues of the slower tiers",
-                )
-            )
-        leased = Series("in use", gauge_values(samples, "leased"))
-        charts.append(Chart("Host memory", "bytes", [leased], note="slabs of the arena that are not free"))
-        return charts
+        return [chart for chart in charts if chart.series]
 
     def status(self) -> dict[str, Any]:
         statistics, namespace, metrics = self._statistics(), self._namespace, self._metrics
