@@ -243,10 +243,8 @@ def translate(
 ) -> tuple[list[Setting], list[str]]:
     """Convert LMCache's settings to ours, and return a note for each setting without effect.
 
-    Args:
-        found: LMCache's settings; of two with the same key, the one with the higher precedence counts.
-        tier_names: Gives the names of the installed tiers; called only for a `remote_url`.
-        problems: Receives a message for each unknown setting and each wrong value.
+    Of two settings with the same key, the one with the higher precedence counts. `tier_names` gives the names of the
+    installed tiers; it is called only for a `remote_url`. Unknown settings and wrong values are added to `problems`.
     """
     chosen = {item.key: item for item in sorted(found, key=lambda item: item.rank)}
     settings: list[Setting] = []

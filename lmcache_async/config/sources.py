@@ -77,38 +77,33 @@ class Setting:
 def mapping_settings(
     content: Mapping[Any, Any], place_of: Callable[[KeyPath], str], rank: Rank, problems: list[str]
 ) -> Iterator[Setting]:
-    """Yield the settings of a nested mapping, in which dotted keys are keys of sections.
+    """Yield the settings of a nested mapping, in which dotted keys are keys of sections; also those of unknown keys.
 
-    Args:
-        content: The mapping. Unknown keys are settings too.
-        place_of: Returns the place of a key.
-        rank: Precedence of the source.
-        problems: Receives a message for each key that is set twice or cannot be used.
+    Keys that are set twice or cannot be used are added to `problems`.
     """
     seen: set[KeyPath] = set()
     for raw_key, value in content.items():
+        written: KeyPath = (str(raw_key),)
         head, _, rest = str(raw_key).partition(".")
-        path: KeyPath = (head, rest) if rest else (head,)
-        if head not in EngineConfig.model_fields:
-            pairs: list[tuple[KeyPath, Any]] = [((str(raw_key),), value)]
-        elif head in SECTIONS and not rest:
+        values: dict[KeyPath, Any] = {written: value}
+        if head in SECTIONS and rest:
+            values = {(head, rest): value}
+        elif head in SECTIONS:
             try:
                 inner = {} if value is None else parse_mapping(value)  # None: an empty section of a file
             except ValueError as error:
-                problems.append(f"{place_of(path)}: {head} is {show(value, head)}: {error}")
+                problems.append(f"{place_of(written)}: {head} is {show(value, head)}: {error}")
                 continue
-            pairs = [((head, key), one) for key, one in inner.items()]
-        elif head not in SECTIONS and rest:
-            problems.append(f"{place_of(path)}: {head} is not a section, so it has no key {rest}")
+            values = {(head, key): one for key, one in inner.items()}
+        elif head in EngineConfig.model_fields and rest:
+            problems.append(f"{place_of((head, rest))}: {head} is not a section, so it has no key {rest}")
             continue
-        else:
-            pairs = [(path, value)]
-        for key, one in pairs:
-            place = place_of((str(raw_key),) if rest else key)
-            if key in seen:
-                problems.append(f"{place}: {spell_path(key)} is given twice")
-            seen.add(key)
-            yield Setting(key, one, place, rank)
+        for path, one in values.items():
+            place = place_of(written if rest else path)
+            if path in seen:
+                problems.append(f"{place}: {spell_path(path)} is given twice")
+            seen.add(path)
+            yield Setting(path, one, place, rank)
 
 
 def variable_settings(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
@@ -150,11 +145,7 @@ def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator
 
 
 def merge(settings: Iterable[Setting], file: Origin) -> tuple[dict[str, Any], Origin]:
-    """Merge settings by precedence; of equal precedence the later one wins.
-
-    Returns:
-        The nested content, and the place of each key, with the lines of `file` for what is in it.
-    """
+    """Merge settings by precedence; of equal precedence the later one wins. Keys inside values are placed in `file`."""
     content: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
     for setting in sorted(settings, key=lambda setting: setting.rank):
@@ -174,19 +165,16 @@ def is_service_link(name: str, value: str) -> bool:
 def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict[str, Any], Origin]:
     """Read a YAML file; return its content and its origin with the line of each key.
 
-    Args:
-        path: The file.
-        problems: Receives a message for each key that is set twice; the last one counts.
-        named_by: The option or variable that names the file, for messages.
+    Keys that are set twice are added to `problems`; the last value counts. `named_by` is the option or variable that
+    names the file, for messages.
 
     Raises:
         ConfigError: The file cannot be read, or is not a YAML mapping.
     """
-    by = f"{named_by}: " if named_by else ""
     try:
-        text = read_bounded(path, MAX_YAML_BYTES)[0].decode("utf-8")
-        content, lines = read_yaml(text)
+        content, lines = read_yaml(read_bounded(path, MAX_YAML_BYTES)[0].decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
+        by = f"{named_by}: " if named_by else ""
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{by}the config file {path} cannot be read: {why}") from None
     except YAMLTextError as error:

@@ -144,13 +144,9 @@ def is_secret(key: str) -> bool:
 
 
 def without_secrets(value: object, name: str = "") -> object:
-    """Return the value with secrets replaced by `***`.
+    """Return the value with secrets replaced by `***`, as told by its name and the names of keys in it.
 
     None, booleans and empty values are kept.
-
-    Args:
-        value: The value; in mappings and models, the names of keys tell which values are secret.
-        name: Name of the value itself.
     """
     if is_secret(name) and not (value is None or isinstance(value, bool) or value in ("", [], (), {})):
         return "***"
@@ -196,19 +192,11 @@ def report(contradictions: Iterable[PydanticCustomError], info: ValidationInfo) 
 
 
 def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list[ErrorDetails]]:
-    """Validate the content and find every mistake.
+    """Return the model made of the valid values of the content, if it can be, and every mistake.
 
     pydantic runs validators of several values only if each value is valid. Therefore invalid values are removed
     and the rest is validated again, until no mistake is left. A later mistake is ignored if it may result from a
     removal.
-
-    Args:
-        model: The model.
-        content: The content; not modified.
-
-    Returns:
-        The model made of the valid values, and the mistakes in the order in which they were found. The model is
-        None if it cannot be made without the invalid or missing values.
     """
     content = _copied(content)
     errors: list[ErrorDetails] = []
@@ -242,11 +230,7 @@ def explain(
 ) -> list[str]:
     """Return a message for each of pydantic's errors.
 
-    Args:
-        errors: The errors.
-        keys: All known keys, in dotted form.
-        origin: Place of each key.
-        advice: Advice for unknown keys, by their first part; by default the nearest known key.
+    An unknown key has the `advice` for its first part, or the nearest of `keys`, which are in dotted form.
     """
     return [_explain_one(one, keys, origin, advice or {}) for one in errors]
 
