@@ -225,3 +225,11 @@ def test_every_field_of_a_tier_is_documented(name):
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig().chunk_size = 1
+
+
+def test_the_largest_values_are_accepted():
+    largest = {"chunk_size": 1 << 24, "shutdown_timeout_s": 1e9, "vllm.prefill_tokens_per_s": "none"}
+    found = load_config(env={}, extra=largest)
+
+    assert (found.chunk_size, found.shutdown_timeout_s) == (1 << 24, 1e9)
+    assert found.vllm.prefill_tokens_per_s is None

@@ -4,83 +4,74 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from lmcache_async.cli.options import KINDS, options_type
-from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
+from lmcache_async.config import EngineConfig, LayerSpec, validate_options
 from lmcache_async.config.validation import EXPECTED
 from lmcache_async.daemon.config import DaemonConfig, TenantOptions
 from lmcache_async.errors import ConfigError
-from lmcache_async.registry import LAYERS, TIERS, Registry
+from lmcache_async.registry import LAYERS, TIERS
+from tests.support.tiers import installed
 
 WRONG: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        10**30,
-        1.5,
-        -0.5,
-        math.nan,
-        math.inf,
-        "",
-        "x",
-        "a b",
-        "{}",
-        "-1",
-        "9" * 5000,
-        "\0",
-    ),
-    *(
-        [],
-        [[]],
-        [None],
-        [1.5],
-        [{}],
-        {},
-        {"x": 1},
-        {1: 2},
-        {"a": {"b": []}},
-        b"x",
-        b"\xff",
-        "\ud800",
-        "x" * 5000,
-    ),
-    *(
-        dt.date(2026, 1, 1),
-        dt.datetime(2026, 1, 1, tzinfo=dt.UTC),
-        {1, 2},
-        Path("x"),
-        (1, 2),
-    ),
+    *(None, True, False, 0, 1, -1, 10**30, 1.5, -0.5, math.nan, math.inf),
+    *("", "x", "a b", "{}", "-1", "9" * 5000, "\0", "\ud800", "x" * 5000, b"x", b"\xff"),
+    *([], [[]], [None], [1.5], [{}], {}, {"x": 1}, {1: 2}, {"a": {"b": []}}, {1, 2}, (1, 2)),
+    *(dt.date(2026, 1, 1), dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Path("x")),
 ]
 """What YAML, JSON and vLLM's options can hold."""
+NO_NUMBERS = [True, False, math.nan, math.inf, "nan", "1e400", 10**30, 10**400, 1e300, "9" * 5000, -1, "-1"]
+"""Values that no configurable number accepts."""
 OURS = frozenset({"value_error", "literal_error", "missing", "extra_forbidden", "invalid_key", "disagree"})
 """Kinds of errors that have words of their own, beside those in EXPECTED."""
 
 
-def models() -> Iterator[type[BaseModel]]:
-    yield from (EngineConfig, TierSpec, LayerSpec, DaemonConfig, TenantOptions)
-    for info in EngineConfig.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield info.annotation
-    registry = Registry()
-    for kind, group in (("tier", TIERS), ("layer", LAYERS)):
-        for name in registry.available(group):
-            model = options_type(kind, registry.load(KINDS[kind], name))
-            assert model is not None
-            yield model
+def kinds_of(annotation: Any) -> set[Any]:
+    parts = get_args(annotation)
+    return set().union(*map(kinds_of, parts)) if parts else {annotation}
 
 
-FIELDS = [(model, name) for model in dict.fromkeys(models()) for name in model.model_fields]
+def models() -> list[type[BaseModel]]:
+    """All models of the engine, the daemon, the tiers and the layers, with those inside."""
+    found: dict[type[BaseModel], None] = {}
+    registry = installed()
+    todo: list[Any] = [EngineConfig, DaemonConfig]
+    todo += [registry.load(TIERS, name).config_type for name in registry.available(TIERS)]
+    todo += [registry.load(LAYERS, name).options_type for name in registry.available(LAYERS)]
+    while todo:
+        model = todo.pop()
+        if isinstance(model, type) and issubclass(model, BaseModel) and model not in found:
+            found[model] = None
+            todo += [kind for info in model.model_fields.values() for kind in kinds_of(info.annotation)]
+    return list(found)
+
+
+FIELDS = [(model, name) for model in models() for name in model.model_fields]
+NUMBERS = {
+    f"{model.__name__}.{name}": model.model_fields[name]
+    for model, name in FIELDS
+    if kinds_of(model.model_fields[name].annotation) & {int, float}
+}
+
+
+@pytest.mark.parametrize("info", NUMBERS.values(), ids=NUMBERS)
+def test_no_number_accepts_booleans_infinity_negative_or_huge_values(info):
+    metadata = tuple(info.metadata)
+    adapter = TypeAdapter(Annotated[info.annotation, *metadata] if metadata else info.annotation)
+    for value in NO_NUMBERS:
+        with pytest.raises(ValidationError):
+            adapter.validate_python(value)
+
+
+def test_the_walk_finds_the_numbers():
+    assert {"EngineConfig.chunk_size", "VLLMConfig.prefill_tokens_per_s", "RetryConfig.seed"} <= set(NUMBERS)
+    assert {"TierSpec.timeout_s", "HostConfig.daemon_uid", "MooncakeConfig.segment_bytes"} <= set(NUMBERS)
+    assert {LayerSpec, TenantOptions} <= {model for model, _ in FIELDS}
+    assert len(NUMBERS) > 60
 
 
 @pytest.mark.parametrize(
