@@ -120,14 +120,14 @@ RECORDS = (
         "stages/verify.py",
         "return self._verify_arena or not ",
         "return self._verify_arena and not ",
-        ("tests/unit/test_engine.py::test_a_flipped_byte_on_disk_ends_the_prefix_and_the_record_is_gone",),
+        ("tests/unit/test_engine_integrity.py",),
     ),
     Mutation(
         "the request's namespace is not in its keys",
         "lmcache_async/engine/engine.py",
         "return namespace.root(own.root(), own.algorithm, own.hash_key)",
         "return own.root()",
-        ("tests/unit/test_engine.py::test_namespaces_never_share_a_chunk",),
+        ("tests/security/test_namespaces.py::test_requests_of_two_namespaces_share_nothing",),
     ),
     Mutation(
         "a payload size from outside is not bounded",

@@ -11,7 +11,6 @@ HANDLE = "lmcache_async/tiers/handle.py"
 WRITER = "lmcache_async/tiers/writer.py"
 STACK = "lmcache_async/tiers/stack.py"
 RUNNER = "lmcache_async/pipeline/runner.py"
-TEST_ENGINE = ("tests/unit/test_engine.py",)
 TEST_CANCEL = ("tests/cancellation/test_engine_cancellation.py",)
 TEST_HANDLE = ("tests/tiers/test_handle.py",)
 TEST_STACK = ("tests/tiers/test_stack.py",)
@@ -169,7 +168,7 @@ WAITS = (
         "lmcache_async/engine/builder.py",
         "ends=lambda report: bool(report.cause),",
         "ends=lambda report: False,",
-        TEST_ENGINE,
+        ("tests/unit/test_engine_integrity.py",),
     ),
     Mutation(
         "a plan goes on behind a hole",
