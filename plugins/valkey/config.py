@@ -6,6 +6,7 @@ import os
 import re
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
@@ -229,18 +230,15 @@ class Credentials:
         self._password = password
 
     @classmethod
-    def read(cls, config: ValkeyConfig, *, sentinel: bool = False) -> Self:
-        """Read the password of the server, or of the Sentinels, from its file or variable.
+    def read(cls, config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> Self:
+        """Read the password from the file or variable in the options with this prefix.
 
         Raises:
             ConfigError: The file or the variable does not exist or is empty, or the file is open to others.
         """
-        if sentinel:
-            prefix, username = "sentinel_", config.sentinel_username
-            file, variable = config.sentinel_password_file, config.sentinel_password_variable
-        else:
-            prefix, username = "", config.username or config.address.username
-            file, variable = config.password_file, config.password_variable
+        username: str = getattr(config, f"{prefix}username") or ("" if prefix else config.address.username)
+        file: Path | None = getattr(config, f"{prefix}password_file")
+        variable: str = getattr(config, f"{prefix}password_variable")
         password: str | None = None
         if file is not None:
             password = read_secret_file(file, f"{prefix}password_file").decode("utf-8", "replace")

@@ -1,36 +1,26 @@
-"""Connections to a server: connecting, commands and replies, records without a copy, and errors."""
+"""A connection to a server: commands and replies, records without a copy, and the errors of both."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.valkey.protocol import (
-    ErrorReply,
-    ProtocolError,
-    Reader,
-    Record,
-    Replies,
-    Reply,
-    encode,
-)
-
-if TYPE_CHECKING:
-    from lmcache_async.config.values import Endpoint
-    from lmcache_async.plugins.valkey.config import Credentials
+from lmcache_async.plugins.valkey.protocol import ErrorReply, ProtocolError, Reader, Replies, Reply
 
 SLICE_BYTES = 1 << 20
 """Bytes per transport write. asyncio's transport copies the part that the socket does not accept at once."""
 TLS_SLICE_BYTES = 256 << 10
 CLOSE_S = 1.0
 """Longest wait for `connection_lost` after an abort, in seconds."""
+
+
+class RefusedCredentialsError(TierError):
+    """The server rejects the user or the password."""
 
 
 @contextlib.asynccontextmanager
@@ -51,18 +41,21 @@ class Connection(asyncio.BufferedProtocol):
 
     Args:
         where: Name of the server in messages.
+        transfer_timeout_s: Longest time to transfer one record, in seconds.
         copies: Whether sent bytes are copied first. TLS transports keep references to them.
     """
 
-    def __init__(self, where: str, *, copies: bool = False) -> None:
+    def __init__(self, where: str, transfer_timeout_s: float, *, copies: bool) -> None:
         self.where = where
+        self._transfer_timeout_s = transfer_timeout_s
         self._slice_bytes = TLS_SLICE_BYTES if copies else SLICE_BYTES
         self._copies = copies
         self._reader = Reader()
         self._transport: asyncio.Transport | None = None
         self._error: TierError | None = None
-        self._writable: asyncio.Future[None] | None = None
-        self._gone = asyncio.get_running_loop().create_future()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._gone = asyncio.Event()
 
     @property
     def usable(self) -> bool:
@@ -71,84 +64,67 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def idle(self) -> bool:
         """Whether no command is under way, so that any caller can send the next one."""
-        return self.usable and self._reader.idle and self._writable is None
+        return self.usable and self._reader.idle and self._writable.is_set()
 
     @property
     def closed(self) -> bool:
         """Whether it was aborted and its socket is closed."""
-        return self._error is not None and (self._transport is None or self._gone.done())
+        return self._error is not None and (self._transport is None or self._gone.is_set())
 
-    async def call(self, message: bytes, count: int) -> list[Reply]:
-        """Send commands and wait for their `count` short replies.
+    def call(self, message: bytes, count: int) -> asyncio.Future[list[Reply]]:
+        """Send commands and return a future of their `count` short replies.
 
-        If the call is cancelled, the replies are still received and dropped; the connection stays in step.
+        If the future is cancelled, the replies are still received and dropped; the connection stays in step.
         """
         replies = Replies(count)
         self._send(message, replies)
-        return await replies.done
+        return replies.done
 
     async def fetch(
-        self,
-        message: bytes,
-        allocate: Callable[[int], Awaitable[Buffer]],
-        *,
-        before: int,
-        timeout_s: float,
+        self, message: bytes, allocate: Callable[[int], Awaitable[Buffer]]
     ) -> Buffer | ErrorReply | None:
         """Send a command whose reply is one record, and receive the record into a buffer from `allocate`.
 
-        Args:
-            message: The command, after `before` other commands.
-            allocate: Called once the length is known; its time does not count.
-            before: Number of other commands, whose replies are ignored.
-            timeout_s: Longest time until the record is received, in seconds.
+        `allocate` is called once the length is known; its time does not count.
 
         Returns:
             The buffer, leased to the caller; None for a miss; or the server's error reply.
         """
-        record = Record()
-        self._send(message, *([Replies(before)] if before else []), record)
-        async with deadline(timeout_s, self.where, "answer", "transfer_timeout_s"):
-            length = await record.length
+        header = Replies(record=True)
+        self._send(message, header)
+        async with self._deadline("answer"):
+            [length] = await header.done
         if not isinstance(length, int):
-            return length
+            return cast("ErrorReply | None", length)
         buffer = await allocate(length)
         try:
-            what = f"complete record of {length} bytes"
-            async with deadline(timeout_s, self.where, what, "transfer_timeout_s"):
-                self._receive_into(buffer.view)
-                await record.done
+            async with self._deadline(f"complete record of {length} bytes"):
+                await self._receive_into(buffer.view)
         except BaseException:
             self.abort()  # before the lease ends, so that nothing more is received into it
             buffer.release()
             raise
         return buffer
 
-    async def store(
-        self, head: bytes, content: memoryview, tail: bytes, *, before: int, timeout_s: float
-    ) -> Reply:
+    async def store(self, head: bytes, content: memoryview, tail: bytes) -> Reply:
         """Send a command with a long argument and return the reply.
 
         The memory must not change during the call. After the call, also after a cancellation, the memory is
         not read any more.
         """
-        replies = Replies(before + 1)
+        replies = Replies()
         self._send(head, replies)
         try:
-            what = f"reply to the write of {len(content)} bytes"
-            async with deadline(timeout_s, self.where, what, "transfer_timeout_s"):
+            async with self._deadline(f"reply to the write of {len(content)} bytes"):
                 for start in range(0, len(content), self._slice_bytes):
-                    while self._writable is not None:
-                        await self._writable
-                    if replies.done.done():
-                        break  # the server refused the command before it was complete
+                    await self._writable.wait()
+                    if replies.done.done():  # the server refused the command before it was complete
+                        self.abort()
+                        break
                     self._send_slice(content, start)
                 else:
                     self._send(tail)
-                    return (await replies.done)[-1]
-                reply = (await replies.done)[-1]
-                self.abort()
-                return reply
+                return (await replies.done)[0]
         except BaseException:
             self.abort()
             raise
@@ -156,20 +132,23 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self, error: TierError | None = None) -> None:
         """Close at once. Waiters get the first error of the connection."""
         if self._error is None:
-            self._error = self._problem() if error is None else type(error)(str(error))
+            error = error or TierUnavailableError(f"{self.where}: the connection was aborted")
+            self._error = type(error)(str(error))  # without a traceback, which keeps memory alive
         if self._transport is not None:
             self._transport.abort()
-        self._release_waiters()
+        self._reader.fail(self._problem)
+        self._writable.set()
 
     def discard(self) -> None:
         """Close a connection that was never established. uvloop does not call `connection_lost` for these."""
         self.abort()
-        self._note_gone()
+        self._gone.set()
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed. Call `abort` first."""
         if not self.closed:
-            await asyncio.wait([self._gone], timeout=CLOSE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), CLOSE_S)
 
     # asyncio.BufferedProtocol
 
@@ -190,181 +169,61 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._reader.received(nbytes)
         except ProtocolError as error:
-            self._lose(str(error), error)
+            self._lose(str(error))
             return
         if self._reader.paused and self._transport is not None:
             self._transport.pause_reading()
 
     def pause_writing(self) -> None:
-        self._writable = asyncio.get_running_loop().create_future()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
+        self._writable.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:
             error.__traceback__ = None  # its frames refer to the memory that was read or written
-        self._lose(f"the connection was lost{f': {error}' if error else ''}", error)
-        self._release_waiters()
-        self._note_gone()
+        self._lose(f"the connection was lost{f': {error}' if error else ''}")
+        self._gone.set()
 
-    def _send(self, message: bytes, *expected: Replies | Record) -> None:
-        self._check_usable()
-        assert self._transport is not None  # connected
-        for one in expected:
-            self._reader.expect(one)
-        self._transport.write(message)
+    def _send(self, message: bytes, replies: Replies | None = None) -> None:
+        transport = self._usable_transport()
+        if replies is not None:
+            self._reader.expect(replies)
+        transport.write(message)
 
     def _send_slice(self, content: memoryview, start: int) -> None:
         """Send one slice. It is local to this frame, because tracebacks would keep its slab alive."""
-        self._check_usable()
-        assert self._transport is not None  # connected
+        transport = self._usable_transport()
         piece = content[start : start + self._slice_bytes]
-        self._transport.write(bytes(piece) if self._copies else piece)
+        transport.write(bytes(piece) if self._copies else piece)
 
-    def _receive_into(self, memory: memoryview) -> None:
-        self._check_usable()
-        assert self._transport is not None  # connected
+    def _receive_into(self, memory: memoryview) -> asyncio.Future[None]:
+        transport = self._usable_transport()
         try:
-            self._reader.take_record(memory)
+            done = self._reader.take_record(memory)
         except ProtocolError as error:
-            self._lose(str(error), error)
-            raise TierUnavailableError(f"{self.where}: {error}") from error
-        self._transport.resume_reading()
+            self._lose(str(error))
+            raise self._problem() from error
+        transport.resume_reading()
+        return done
 
-    def _note_gone(self) -> None:
-        if not self._gone.done():
-            self._gone.set_result(None)
-
-    def _check_usable(self) -> None:
+    def _usable_transport(self) -> asyncio.Transport:
         if self._error is not None:
             raise self._problem()
+        assert self._transport is not None  # connected
+        return self._transport
+
+    def _lose(self, why: str) -> None:
+        self.abort(TierUnavailableError(f"{self.where}: {why}"))
 
     def _problem(self) -> TierError:
-        """Return a new error with the reason why the connection is unusable."""
-        known = self._error or TierUnavailableError(f"{self.where}: the connection was aborted")
-        error = type(known)(str(known))
-        error.__cause__ = known.__cause__
-        return error
+        """Return a new error: one for all waiters would collect the tracebacks of all of them."""
+        assert self._error is not None
+        return type(self._error)(str(self._error))
 
-    def _lose(self, why: str, cause: Exception | None) -> None:
-        if self._error is None:
-            self._error = TierUnavailableError(f"{self.where}: {why}")
-            self._error.__cause__ = cause
-            self.abort()
-
-    def _release_waiters(self) -> None:
-        self._reader.fail(self._problem)
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
-
-
-_NAME = b"lmcache-async"
-_KEEPALIVE_S = 30
-"""TCP keep-alive: idle seconds before the first probe."""
-
-
-class RefusedCredentialsError(TierError):
-    """The server rejects the user or the password."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dialer:
-    """Settings of new connections.
-
-    Attributes:
-        credentials: User and password.
-        tls: None for connections without encryption.
-        timeout_s: Longest time to connect, in seconds.
-        database: Number of the database.
-        master_only: Whether a server that is not a master is refused.
-        kind: Name of the server in messages.
-    """
-
-    credentials: Credentials
-    tls: ssl.SSLContext | None
-    timeout_s: float
-    database: int = 0
-    master_only: bool = False
-    kind: str = "valkey"
-
-    async def dial(self, endpoint: Endpoint, known: set[Connection]) -> Connection:
-        """Connect and authenticate. No connection is left open if the call is cancelled.
-
-        Args:
-            endpoint: The server.
-            known: The connection is added to this set at once, so that the owner can close it.
-
-        Raises:
-            TierUnavailableError: The server cannot be reached, or is not ready.
-            RefusedCredentialsError: The server rejects the user or the password.
-            TierError: The certificate is invalid, or the server refuses the connection.
-        """
-        where = f"{self.kind} at {endpoint}"
-        connection = Connection(where, copies=self.tls is not None)
-        known.difference_update([one for one in known if one.closed])
-        known.add(connection)
-        try:
-            async with deadline(self.timeout_s, where, "connection", "connect_timeout_s"):
-                try:
-                    await self._connect(connection, endpoint)
-                except BaseException:
-                    connection.discard()
-                    raise
-                await self._greet(connection)
-        except BaseException as error:
-            connection.abort()
-            if isinstance(error, OSError | UnicodeError):
-                raise connect_error(where, error) from error
-            raise
-        return connection
-
-    async def _connect(self, connection: Connection, endpoint: Endpoint) -> None:
-        loop = asyncio.get_running_loop()
-        host = endpoint.host if self.tls is not None and not endpoint.path else None
-        if endpoint.path:
-            await loop.create_unix_connection(lambda: connection, endpoint.path)
-            return
-        transport, _ = await loop.create_connection(
-            lambda: connection, endpoint.host, endpoint.port, ssl=self.tls, server_hostname=host
-        )
-        if (tcp := transport.get_extra_info("socket")) is not None:
-            with contextlib.suppress(OSError):  # an old kernel; the deadlines apply anyway
-                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-
-    async def _greet(self, connection: Connection) -> None:
-        """Authenticate, set the name, select the database and check the role in one message.
-
-        Users with few permissions may be refused the name and the role; these refusals are ignored.
-        """
-        commands = {"auth": self.credentials.command, "name": (b"CLIENT", b"SETNAME", _NAME)}
-        if self.database:
-            commands["database"] = (b"SELECT", b"%d" % self.database)
-        if self.master_only:
-            commands["role"] = (b"ROLE",)
-        asked = {name: command for name, command in commands.items() if command}
-        replies = await connection.call(b"".join(encode(*command) for command in asked.values()), len(asked))
-        for name, reply in zip(asked, replies, strict=True):
-            self._check(connection.where, name, reply)
-
-    def _check(self, where: str, name: str, reply: Reply) -> None:
-        if isinstance(reply, ErrorReply):
-            if name == "auth" or reply.code in _CREDENTIAL_CODES:
-                # For AUTH only the code: a server that does not know the command repeats its arguments.
-                known = ErrorReply(reply.code, reply.code if name == "auth" else reply.text)
-                if reply.code in {"LOADING", "BUSY"} or "max number of clients" in reply.text:
-                    raise TierUnavailableError(f"{where} is not ready: {reply.code}")
-                raise RefusedCredentialsError(str(refusal(where, known)))
-            if reply.code not in {"NOPERM", "ERR"} or name == "database" or "max number" in reply.text:
-                raise refusal(where, reply)
-        elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
-            raise TierUnavailableError(
-                f"{where} is not a master any more; the master is requested from Sentinel again"
-            )
+    def _deadline(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return deadline(self._transfer_timeout_s, self.where, what, "transfer_timeout_s")
 
 
 _LATER = frozenset(
@@ -384,7 +243,6 @@ _CURES = {
     "MISCONF": "; it rejects writes because it cannot save to its disk: see its log",
     "READONLY": "; it is a replica: use the URL of the master, or set mode to sentinel",
 }
-_CREDENTIAL_CODES = frozenset({"NOAUTH", "WRONGPASS"})
 
 
 def refusal(where: str, reply: ErrorReply) -> TierError:

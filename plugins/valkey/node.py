@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.plugins.valkey.connection import Connection, deadline
+from lmcache_async.config.values import Endpoint
+from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig
+from lmcache_async.plugins.valkey.connection import (
+    Connection,
+    RefusedCredentialsError,
+    connect_error,
+    deadline,
+    refusal,
+)
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 
-if TYPE_CHECKING:
-    from lmcache_async.config.values import Endpoint
-    from lmcache_async.plugins.valkey.connection import Dialer
-    from lmcache_async.plugins.valkey.protocol import Reply
+_NAME = b"lmcache-async"
+_KEEPALIVE_S = 30
+"""TCP keep-alive: idle seconds before the first probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Settings of connections to servers of one kind.
+
+    Attributes:
+        config: Options of the tier.
+        credentials: User and password.
+        tls: None for connections without encryption.
+        kind: `valkey` or `sentinel`.
+    """
+
+    config: ValkeyConfig
+    credentials: Credentials
+    tls: ssl.SSLContext | None
+    kind: str = "valkey"
 
 
 class Node:
@@ -21,43 +48,29 @@ class Node:
 
     Args:
         endpoint: The server.
-        dialer: Opens connections.
-        connections: Most records transferred at the same time.
-        lookup_timeout_s: Longest time of a `call`, in seconds.
-        transfer_timeout_s: Longest wait for a connection, in seconds.
-        pause_s: Seconds after a failure during which no connection is attempted.
+        access: Settings of connections.
         on_failure: Called if the server could not be reached or did not answer.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        dialer: Dialer,
-        *,
-        connections: int,
-        lookup_timeout_s: float,
-        transfer_timeout_s: float,
-        pause_s: float = 0.0,
-        on_failure: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, access: Access, on_failure: Callable[[], None]) -> None:
+        config = access.config
         self.endpoint = endpoint
-        self.where = f"{dialer.kind} at {endpoint}"
-        self._dialer = dialer
-        self._lookup_timeout_s = lookup_timeout_s
-        self._transfer_timeout_s = transfer_timeout_s
-        self._pause_s = pause_s
+        self.where = f"{access.kind} at {endpoint}"
+        self._access = access
+        self._config = config
         self._on_failure = on_failure
+        self._pause_s = config.node_pause_s if config.effective_mode == "cluster" else 0.0
         self._shared: Connection | None = None
-        self._dialing = asyncio.Lock()
-        self._slots = asyncio.Semaphore(connections)
+        self._connecting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(config.connections)
         self._free: list[Connection] = []
         self._all: set[Connection] = set()
-        self._ended: TierError | None = None  # why there are no new connections
+        self._ended: TierError | None = None  # why there are no connections any more
         self._failure: tuple[float, str] | None = None  # when, and what
 
     @property
     def suspended(self) -> bool:
-        """Whether it failed less than `pause_s` seconds ago."""
+        """Whether it failed less than `node_pause_s` seconds ago."""
         return self._failure is not None and self._now() < self._failure[0] + self._pause_s
 
     @property
@@ -73,66 +86,46 @@ class Node:
         """
         line: Connection | None = None
         try:
-            async with deadline(self._lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):
-                line = await self._shared_connection()
+            async with deadline(self._config.lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):
+                async with self._connecting:
+                    if self._shared is None or not self._shared.usable:
+                        self._shared = await self._connect()
+                    line = self._shared
                 return await line.call(message, count)
         except TierUnavailableError as error:
             if line is not None:
                 line.abort(error)
             self._note(error)
             raise
-        finally:
-            if line is not None and self._ended is not None and line.idle:
-                line.abort()
-
-    @property
-    def unused(self) -> bool:
-        """Whether it has no open connection."""
-        return all(connection.closed for connection in self._all)
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """Reserve a connection for one record. It is closed afterwards if it is out of step."""
-        async with deadline(self._transfer_timeout_s, self.where, "free connection", "transfer_timeout_s"):
-            await self._slots.acquire()
-        connection: Connection | None = None
-        try:
-            connection = self._take_free() or await self._dial()
-            yield connection
-        except TierUnavailableError as error:
-            self._note(error)
-            raise
-        finally:
-            self._slots.release()
-            if connection is not None:
-                self._give_back(connection)
+        async with self._slots:
+            connection: Connection | None = None
+            try:
+                connection = self._take_free() or await self._connect()
+                yield connection
+            except TierUnavailableError as error:
+                self._note(error)
+                raise
+            finally:
+                if connection is not None and connection.idle:
+                    self._free.append(connection)
+                elif connection is not None:
+                    connection.abort()
 
-    def close(self) -> None:
-        """Close all connections. Calls under way fail with TierClosedError."""
-        self._end(TierClosedError(f"{self.where}: the tier was closed"))
-        for connection in tuple(self._all):
-            connection.abort(TierClosedError(f"{self.where}: the tier was closed"))
-
-    def retire(self) -> None:
-        """Open no new connections, and close those in use after their use."""
-        self._end(TierUnavailableError(f"{self.where}: it is not a master any more"))
-
-    def _end(self, why: TierError) -> None:
+    def close(self, why: TierError) -> None:
+        """Close all connections. Calls under way and later ones fail with the error."""
         self._ended = why
-        for connection in [*self._free, *([self._shared] if self._shared and self._shared.idle else [])]:
-            connection.abort()
         self._free.clear()
+        for connection in self._all:
+            connection.abort(why)
 
     async def wait_closed(self) -> None:
         """Wait until the sockets are closed, after `close`."""
         for connection in tuple(self._all):
             await connection.wait_closed()
-
-    async def _shared_connection(self) -> Connection:
-        async with self._dialing:
-            if self._shared is None or not self._shared.usable:
-                self._shared = await self._dial()
-            return self._shared
 
     def _take_free(self) -> Connection | None:
         while self._free:
@@ -142,30 +135,89 @@ class Node:
             connection.abort()
         return None
 
-    def _give_back(self, connection: Connection) -> None:
-        if connection.idle and self._ended is None:
-            self._free.append(connection)
-        else:
-            connection.abort()
+    async def _connect(self) -> Connection:
+        """Connect and authenticate. No connection is left open if the call is cancelled.
 
-    async def _dial(self) -> Connection:
+        Raises:
+            TierUnavailableError: The server cannot be reached, is not ready, or failed a moment ago.
+            RefusedCredentialsError: The server rejects the user or the password.
+            TierError: The certificate is invalid, or the server refuses the connection.
+        """
         if self.suspended and self._failure is not None:
             raise TierUnavailableError(
                 f"{self._failure[1]}; it is contacted again after node_pause_s of {self._pause_s} s"
             )
-        self._check_open()
-        connection = await self._dialer.dial(self.endpoint, self._all)
-        self._failure = None
-        try:
-            self._check_open()
-        except TierError:
-            connection.abort()
-            raise
-        return connection
-
-    def _check_open(self) -> None:
         if self._ended is not None:
             raise type(self._ended)(str(self._ended))
+        config = self._config
+        connection = Connection(self.where, config.transfer_timeout_s, copies=self._access.tls is not None)
+        self._all = {one for one in self._all if not one.closed}
+        self._all.add(connection)  # before it is open, so that `close` aborts it
+        try:
+            async with deadline(config.connect_timeout_s, self.where, "connection", "connect_timeout_s"):
+                try:
+                    await self._open(connection)
+                except BaseException:
+                    connection.discard()
+                    raise
+                await self._greet(connection)
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, OSError | UnicodeError):
+                raise connect_error(self.where, error) from error
+            raise
+        self._failure = None
+        return connection
+
+    async def _open(self, connection: Connection) -> None:
+        loop, endpoint, tls = asyncio.get_running_loop(), self.endpoint, self._access.tls
+        if endpoint.path:
+            await loop.create_unix_connection(lambda: connection, endpoint.path)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: connection,
+            endpoint.host,
+            endpoint.port,
+            ssl=tls,
+            server_hostname=None if tls is None else endpoint.host,
+        )
+        if (tcp := transport.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):  # an old kernel; the deadlines apply anyway
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+
+    async def _greet(self, connection: Connection) -> None:
+        """Authenticate, set the name, select the database and check the role in one message.
+
+        Users with few permissions may be refused the name and the role; these refusals are ignored.
+        """
+        config, to_server = self._config, self._access.kind == "valkey"
+        commands = {"auth": self._access.credentials.command, "name": (b"CLIENT", b"SETNAME", _NAME)}
+        if to_server and config.address.database:
+            commands["database"] = (b"SELECT", b"%d" % config.address.database)
+        if to_server and config.effective_mode == "sentinel":
+            commands["role"] = (b"ROLE",)
+        asked = {name: command for name, command in commands.items() if command}
+        replies = await connection.call(b"".join(encode(*command) for command in asked.values()), len(asked))
+        for name, reply in zip(asked, replies, strict=True):
+            if isinstance(reply, ErrorReply):
+                self._check_refusal(name, reply)
+            elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
+                raise TierUnavailableError(
+                    f"{self.where} is not a master any more; the master is requested from Sentinel again"
+                )
+
+    def _check_refusal(self, name: str, reply: ErrorReply) -> None:
+        """Raise the error of a refused command of the greeting, if it matters."""
+        is_full = "max number of clients" in reply.text
+        if name == "auth" or reply.code in {"NOAUTH", "WRONGPASS"}:
+            if reply.code in {"LOADING", "BUSY"} or is_full:
+                raise TierUnavailableError(f"{self.where} is not ready: {reply.code}")
+            # For AUTH only the code: a server that does not know the command repeats its arguments.
+            known = ErrorReply(reply.code, reply.code) if name == "auth" else reply
+            raise RefusedCredentialsError(str(refusal(self.where, known)))
+        if reply.code not in {"NOPERM", "ERR"} or name == "database" or is_full:
+            raise refusal(self.where, reply)
 
     def _note(self, error: TierError) -> None:
         if not self.suspended:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 MAX_LINE = 64 << 10
 MAX_BULK = 16 << 20
+MAX_RECORD = 1 << 40
 MAX_ELEMENTS = 1 << 20
 MAX_DEPTH = 8
 
@@ -36,83 +37,69 @@ Reply: TypeAlias = "int | bytes | ErrorReply | list[Reply] | None"
 
 def encode(*arguments: bytes) -> bytes:
     """Encode a command."""
-    parts = [b"*%d\r\n" % len(arguments)]
-    parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
-    return b"".join(parts)
+    return b"*%d\r\n%b" % (len(arguments), _strings(arguments))
 
 
 def encode_each(command: bytes, arguments: Iterable[bytes]) -> bytes:
     """Encode the command once for each argument, as one message."""
-    head = b"*2\r\n$%d\r\n%b\r\n" % (len(command), command)
+    head = b"*2\r\n" + _strings([command])
     return b"".join([b"%b$%d\r\n%b\r\n" % (head, len(argument), argument) for argument in arguments])
 
 
-def encode_head(*arguments: bytes, nbytes: int, after: int) -> bytes:
-    """Encode the start of a command, up to the header of a long argument.
+def encode_around(before: Iterable[bytes], nbytes: int, after: Iterable[bytes]) -> tuple[bytes, bytes]:
+    """Encode a command without one long argument: what is sent before and after its `nbytes` bytes."""
+    before, after = tuple(before), tuple(after)
+    head = b"*%d\r\n%b$%d\r\n" % (len(before) + 1 + len(after), _strings(before), nbytes)
+    return head, b"\r\n" + _strings(after)
+
+
+def _strings(arguments: Iterable[bytes]) -> bytes:
+    return b"".join([b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments])
+
+
+def parse_reply(
+    data: bytearray, start: int, stop: int, *, record: bool = False, depth: int = 0
+) -> tuple[Reply, int] | None:
+    """Parse the reply at `start`.
 
     Args:
-        arguments: Arguments before the long one.
-        nbytes: Length of the long argument.
-        after: Number of arguments after it.
-    """
-    parts = [b"*%d\r\n" % (len(arguments) + 1 + after)]
-    parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
-    parts.append(b"$%d\r\n" % nbytes)
-    return b"".join(parts)
+        data: Received bytes.
+        start: Start of the reply.
+        stop: End of the received bytes.
+        record: Parse only the header of a string, whose length is the result.
+        depth: Number of lists around the reply.
 
-
-def encode_tail(*arguments: bytes) -> bytes:
-    """Encode the end of a command, after its long argument."""
-    return b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
-
-
-def parse_reply(data: bytearray, start: int, stop: int, depth: int = 0) -> tuple[Reply, int] | None:
-    """Parse the reply at `start`; return it with its end, or None if it is incomplete.
+    Returns:
+        The reply and its end; None if it is incomplete.
 
     Raises:
         ProtocolError: The bytes are not a reply, or the reply is too large.
     """
-    line = find_line(data, start, stop)
+    line = _find_line(data, start, stop)
     if line is None:
         return None
     text, after = line
-    kind, rest = data[start : start + 1], text[1:]
+    kind, rest = text[:1], text[1:]
+    if kind == b"-":
+        words = rest.decode("utf-8", "replace")
+        return ErrorReply(words.partition(" ")[0], words), after
+    if kind == b"$":
+        length = _number(rest)
+        if length == -1:
+            return None, after
+        return (_checked(length, MAX_RECORD), after) if record else _parse_bulk(data, length, after, stop)
+    if record:
+        raise ProtocolError(f"received {text[:20]!r}, expected a record")
     if kind == b":":
         return _number(rest), after
     if kind == b"+":
         return rest, after
-    if kind == b"-":
-        return parse_error(rest), after
-    if kind == b"$":
-        return _parse_bulk(data, _number(rest), after, stop)
     if kind == b"*":
         return _parse_array(data, _number(rest), after, stop, depth)
-    raise ProtocolError(f"a reply has the invalid type {bytes(kind)!r}")
+    raise ProtocolError(f"a reply has the invalid type {kind!r}")
 
 
-def parse_record_header(data: bytearray, start: int, stop: int) -> tuple[int | ErrorReply | None, int] | None:
-    """Parse the header of a bulk string.
-
-    Returns:
-        The length, None for a miss, or the error reply, with the end of the line; None if the line is
-        incomplete.
-
-    Raises:
-        ProtocolError: The line is none of these.
-    """
-    line = find_line(data, start, stop)
-    if line is None:
-        return None
-    text, after = line
-    if text[:1] == b"-":
-        return parse_error(text[1:]), after
-    if text[:1] != b"$":
-        raise ProtocolError(f"received {text[:20]!r}, expected a record")
-    length = _number(text[1:])
-    return None if length == -1 else _checked(length, 1 << 40), after
-
-
-def find_line(data: bytearray, start: int, stop: int) -> tuple[bytes, int] | None:
+def _find_line(data: bytearray, start: int, stop: int) -> tuple[bytes, int] | None:
     """Return the line at `start` without its end, and the start of the next one; None if it is incomplete."""
     end = data.find(b"\r\n", start, stop)
     if end < 0:
@@ -124,14 +111,7 @@ def find_line(data: bytearray, start: int, stop: int) -> tuple[bytes, int] | Non
     return bytes(data[start:end]), end + 2
 
 
-def parse_error(text: bytes) -> ErrorReply:
-    words = text.decode("utf-8", "replace")
-    return ErrorReply(words.partition(" ")[0], words)
-
-
 def _parse_bulk(data: bytearray, length: int, start: int, stop: int) -> tuple[Reply, int] | None:
-    if length == -1:
-        return None, start
     end = start + _checked(length, MAX_BULK)
     if stop < end + 2:
         return None
@@ -147,7 +127,7 @@ def _parse_array(data: bytearray, count: int, at: int, stop: int, depth: int) ->
         raise ProtocolError(f"lists are nested deeper than {MAX_DEPTH}")
     found: list[Reply] = []
     for _ in range(_checked(count, MAX_ELEMENTS)):
-        one = parse_reply(data, at, stop, depth + 1)
+        one = parse_reply(data, at, stop, depth=depth + 1)
         if one is None:
             return None
         reply, at = one
@@ -172,70 +152,45 @@ SMALL_BYTES = 16 << 10
 """Size of the buffer for headers and short replies. At most this much of a record is copied."""
 _MAX_SMALL_BYTES = 2 * MAX_BULK
 
-Length: TypeAlias = "int | ErrorReply | None"
-"""Length of a record, None for a miss, or the error reply."""
-
-MakeError: TypeAlias = Callable[[], Exception]
-"""Creates an error for each waiter. A shared error would collect the tracebacks of all waiters."""
-
 
 class Replies:
-    """Waiter for the next `count` short replies."""
+    """Waiter for the next `count` short replies, or for the length of a record."""
 
-    __slots__ = ("count", "done", "got")
+    __slots__ = ("count", "done", "got", "record")
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int = 1, *, record: bool = False) -> None:
         self.count = count
+        self.record = record
         self.got: list[Reply] = []
         self.done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-
-    def fail(self, make_error: MakeError) -> None:
-        _fail(self.done, make_error)
-
-
-class Record:
-    """Waiter for a record: first its length, then its bytes, in memory that the waiter provides."""
-
-    __slots__ = ("done", "length")
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.length: asyncio.Future[Length] = loop.create_future()
-        self.done: asyncio.Future[None] = loop.create_future()
-
-    def fail(self, make_error: MakeError) -> None:
-        _fail(self.length, make_error)
-        _fail(self.done, make_error)
 
 
 class Reader:
     """Receive buffers and the queue of waiters.
 
-    A record is received directly into the memory provided for it. While `paused`, nothing may be read.
+    A record is received directly into the memory that `take_record` provides for it.
+
+    Attributes:
+        paused: The next bytes belong to a record without memory. Nothing may be received.
     """
 
     def __init__(self) -> None:
-        self._expected: deque[Replies | Record] = deque()
+        self.paused = False
+        self._expected: deque[Replies] = deque()
         self._small = bytearray(SMALL_BYTES)
         self._start = 0  # of the bytes in `_small` that are not parsed yet
         self._stop = 0
+        self._record: asyncio.Future[None] | None = None  # done when the record and its CRLF are received
         self._body: memoryview | None = None  # memory for the rest of the record
         self._filled = 0
-        self._ends = False  # the record is complete, the CRLF after it is not
 
     @property
     def idle(self) -> bool:
         """Whether no reply is expected and no byte is left over."""
-        return not self._expected and self._start == self._stop
+        return not self._expected and not self.paused and self._record is None and self._start == self._stop
 
-    @property
-    def paused(self) -> bool:
-        """Whether the next bytes belong to a record whose memory was not provided yet."""
-        head = self._expected[0] if self._expected else None
-        return isinstance(head, Record) and head.length.done() and self._body is None and not self._ends
-
-    def expect(self, what: Replies | Record) -> None:
-        self._expected.append(what)
+    def expect(self, replies: Replies) -> None:
+        self._expected.append(replies)
 
     def get_buffer(self) -> memoryview:
         """Return the buffer for the next bytes."""
@@ -250,53 +205,61 @@ class Reader:
             ProtocolError: The bytes do not answer the commands.
         """
         if self._body is not None:
-            self._filled += nbytes
-            self._check_filled()
+            self._fill(nbytes)
             return
         self._stop += nbytes
         self._take()
 
-    def take_record(self, memory: memoryview) -> None:
-        """Provide the memory for the record; ends `paused`.
+    def take_record(self, memory: memoryview) -> asyncio.Future[None]:
+        """Provide the memory for the record; ends `paused`. Return a future of its end.
 
         Raises:
             ProtocolError: As for `received`.
         """
-        self._body = memory
-        self._filled = min(len(memory), self._stop - self._start)
-        memory[: self._filled] = memoryview(self._small)[self._start : self._start + self._filled]
-        self._start += self._filled
-        self._check_filled()
+        self.paused = False
+        done = self._record = asyncio.get_running_loop().create_future()
+        self._body, self._filled = memory, 0
+        nbytes = min(len(memory), self._stop - self._start)
+        memory[:nbytes] = memoryview(self._small)[self._start : self._start + nbytes]
+        self._start += nbytes
+        self._fill(nbytes)
         self._take()
+        return done
 
-    def fail(self, make_error: MakeError) -> None:
-        """Fail all waiters. No memory of theirs is written any more."""
-        self._body = None
-        expected, self._expected = self._expected, deque()
-        for one in expected:
-            one.fail(make_error)
+    def fail(self, make_error: Callable[[], Exception]) -> None:
+        """Fail all waiters, each with an error of its own. No memory of theirs is written any more."""
+        waiting: list[asyncio.Future[Any]] = [replies.done for replies in self._expected]
+        waiting += [] if self._record is None else [self._record]
+        self._expected.clear()
+        self._body = self._record = None
+        self.paused = False
+        for future in waiting:
+            if not future.done():
+                future.set_exception(make_error())
+                future.exception()  # retrieved: its waiter may have been cancelled
 
-    def _check_filled(self) -> None:
+    def _fill(self, nbytes: int) -> None:
+        self._filled += nbytes
         if self._body is not None and self._filled == len(self._body):
             self._body = None
-            self._ends = True
 
     def _take(self) -> None:
         """Hand complete replies in the small buffer to their waiters."""
         while self._start < self._stop and self._body is None and not self.paused:
-            if not self._expected:
-                text = bytes(self._small[self._start : min(self._stop, self._start + 200)])
-                raise ProtocolError(f"received {text!r} without a request")
-            head = self._expected[0]
-            if not (self._take_reply(head) if isinstance(head, Replies) else self._take_record(head)):
+            if not (self._take_reply() if self._record is None else self._take_end(self._record)):
                 break
         self._make_room()
 
-    def _take_reply(self, head: Replies) -> bool:
-        found = parse_reply(self._small, self._start, self._stop)
+    def _take_reply(self) -> bool:
+        if not self._expected:
+            text = bytes(self._small[self._start : min(self._stop, self._start + 200)])
+            raise ProtocolError(f"received {text!r} without a request")
+        head = self._expected[0]
+        found = parse_reply(self._small, self._start, self._stop, record=head.record)
         if found is None:
             return False
         reply, self._start = found
+        self.paused = head.record and isinstance(reply, int)
         head.got.append(reply)
         if len(head.got) == head.count:
             self._expected.popleft()
@@ -304,29 +267,15 @@ class Reader:
                 head.done.set_result(head.got)
         return True
 
-    def _take_record(self, head: Record) -> bool:
-        if self._ends:
-            return self._take_end(head)
-        found = parse_record_header(self._small, self._start, self._stop)
-        if found is None:
-            return False
-        length, self._start = found
-        if not isinstance(length, int):
-            self._expected.popleft()
-        if not head.length.done():
-            head.length.set_result(length)
-        return True
-
-    def _take_end(self, head: Record) -> bool:
+    def _take_end(self, record: asyncio.Future[None]) -> bool:
         if self._stop - self._start < 2:
             return False
         if self._small[self._start : self._start + 2] != b"\r\n":
             raise ProtocolError("a record is not followed by CRLF")
         self._start += 2
-        self._ends = False
-        self._expected.popleft()
-        if not head.done.done():
-            head.done.set_result(None)
+        self._record = None
+        if not record.done():
+            record.set_result(None)
         return True
 
     def _make_room(self) -> None:
@@ -341,9 +290,3 @@ class Reader:
             # A new object: the transport may still have a view of the old one.
             self._small = left + bytearray(max(SMALL_BYTES, len(left)))
             self._start, self._stop = 0, len(left)
-
-
-def _fail(future: asyncio.Future[Any], make_error: MakeError) -> None:
-    if not future.done():
-        future.set_exception(make_error())
-        future.exception()  # retrieved: its waiter may have been cancelled

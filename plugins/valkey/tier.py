@@ -16,11 +16,12 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.valkey.client import Client, scan
-from lmcache_async.plugins.valkey.config import ValkeyConfig
+from lmcache_async.plugins.valkey.client import ask_each, run_at_node, scan
+from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig, make_tls_context
 from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
-from lmcache_async.plugins.valkey.protocol import encode_head, encode_tail
-from lmcache_async.plugins.valkey.topology import Access, make_topology
+from lmcache_async.plugins.valkey.node import Access
+from lmcache_async.plugins.valkey.protocol import encode, encode_around
+from lmcache_async.plugins.valkey.topology import make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 from lmcache_async.tiers.results import read_results, set_read_result, set_write_result
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
+    from lmcache_async.plugins.valkey.connection import Connection
     from lmcache_async.plugins.valkey.node import Node
+    from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
+    from lmcache_async.plugins.valkey.topology import Topology
     from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -60,9 +64,11 @@ class ValkeyTier(Tier):
         self._config = config
         self._prefix = config.key_prefix.encode()
         self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
-        self._access = Access.read(config)
+        tls = make_tls_context(config)
+        self._access = Access(config, Credentials.read(config), tls)
+        self._sentinel_access = Access(config, Credentials.read(config, "sentinel_"), tls, kind="sentinel")
         self._max_record_bytes: int | None = None
-        self._opened: Client | None = None
+        self._opened: Topology | None = None
         self._corrupt: Counter[str] = Counter()
         self._calls = Calls()
 
@@ -85,8 +91,8 @@ class ValkeyTier(Tier):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
-        with self._call() as client:
-            answers = await client.ask_each(b"EXISTS", [self._name(key) for key in keys])
+        with self._call() as topology:
+            answers = await ask_each(topology, b"EXISTS", [self._name(key) for key in keys])
         errors = [answer for answer in answers if isinstance(answer, TierError)]
         if errors and len(errors) == len(answers):
             raise errors[0]
@@ -96,36 +102,36 @@ class ValkeyTier(Tier):
         return [*await self.contains_many(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        with self._call() as client:
-            return await self._get(client, key, allocate)
+        with self._call() as topology:
+            return await self._get(topology, key, allocate)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Get each key; nodes fail independently of each other."""
-        with read_results(len(keys)) as results, self._call() as client:
+        with read_results(len(keys)) as results, self._call() as topology:
 
-            async def one(client: Client, position: int) -> None:
-                await set_read_result(results, position, self._get(client, keys[position], allocate))
+            async def one(topology: Topology, position: int) -> None:
+                await set_read_result(results, position, self._get(topology, keys[position], allocate))
 
-            await self._by_node(client, keys, results, one)
+            await self._by_node(topology, keys, results, one)
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        with self._call() as client:
-            await self._put(client, key, buffer)
+        with self._call() as topology:
+            await self._put(topology, key, buffer)
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
 
-        async def one(client: Client, position: int) -> None:
-            await set_write_result(results, position, self._put(client, *items[position]))
+        async def one(topology: Topology, position: int) -> None:
+            await set_write_result(results, position, self._put(topology, *items[position]))
 
-        with self._call() as client:
-            await self._by_node(client, [key for key, _ in items], results, one)
+        with self._call() as topology:
+            await self._by_node(topology, [key for key, _ in items], results, one)
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
-        with self._call() as client:
-            [answer] = await client.ask_each(b"UNLINK", [self._name(key)])
+        with self._call() as topology:
+            [answer] = await ask_each(topology, b"UNLINK", [self._name(key)])
         if isinstance(answer, TierError):
             raise answer
         return answer == 1
@@ -134,7 +140,7 @@ class ValkeyTier(Tier):
         """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
         # Not a call that closing waits for: the consumer may stop the iteration at any point.
-        async with contextlib.aclosing(scan(self._client.topology, self._prefix)) as batches:
+        async with contextlib.aclosing(scan(self._topology, self._prefix)) as batches:
             async for found in batches:
                 for key in found:
                     if key not in seen:
@@ -144,10 +150,10 @@ class ValkeyTier(Tier):
     async def clear(self) -> int:
         """Remove all keys under the prefix; other keys stay."""
         removed = 0
-        with self._call() as client:
-            async with contextlib.aclosing(scan(client.topology, self._prefix)) as batches:
+        with self._call() as topology:
+            async with contextlib.aclosing(scan(topology, self._prefix)) as batches:
                 async for found in batches:
-                    answers = await client.ask_each(b"UNLINK", [self._name(key) for key in found])
+                    answers = await ask_each(topology, b"UNLINK", [self._name(key) for key in found])
                     for answer in answers:
                         if isinstance(answer, TierError):
                             raise answer
@@ -164,12 +170,10 @@ class ValkeyTier(Tier):
         Raises:
             ConfigError: The server refuses user and password.
         """
-        self._opened = Client(
-            make_topology(self._config, self._access), timeout_s=self._config.transfer_timeout_s
-        )
+        self._opened = make_topology(self._access, self._sentinel_access)
         try:
-            with self._call() as client:
-                [answer] = await client.ask_each(b"EXISTS", [self._prefix])
+            with self._call() as topology:
+                [answer] = await ask_each(topology, b"EXISTS", [self._prefix])
         except TierError as error:
             answer = error
         except BaseException:
@@ -186,29 +190,29 @@ class ValkeyTier(Tier):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close. Calls under way end with TierClosedError; content stays."""
-        client = self._client
+        topology = self._topology
         self._opened = None
-        client.topology.close()
+        topology.close()
         await self._calls.wait_ended()
-        await client.topology.wait_closed()
+        await topology.wait_closed()
         await asyncio.sleep(0)  # for sockets whose connects were cancelled in this iteration of the loop
 
     @property
-    def _client(self) -> Client:
+    def _topology(self) -> Topology:
         if self._opened is None:
             raise TierClosedError("the valkey tier is not open")
         return self._opened
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Client]:
-        client = self._client
+    def _call(self) -> Iterator[Topology]:
+        topology = self._topology
         with self._calls.one():
-            yield client
+            yield topology
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._prefix + key.hex().encode()
 
-    async def _get(self, client: Client, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+    async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         async def fitting(nbytes: int) -> Buffer:
             if self._max_record_bytes is not None and nbytes > self._max_record_bytes:
                 raise ChunkCorruptError(
@@ -217,30 +221,37 @@ class ValkeyTier(Tier):
                 )
             return await allocate(nbytes)
 
+        def run(connection: Connection) -> Awaitable[Buffer | ErrorReply | None]:
+            return connection.fetch(encode(b"GET", name), fitting)
+
         name = self._name(key)
         try:
-            return await client.fetch(name, fitting)
+            return await run_at_node(topology, name, run)
         except ChunkCorruptError as error:
             self._corrupt[error.cause] += 1
-            await client.ask_each(b"UNLINK", [name])  # later lookups are misses too
+            await ask_each(topology, b"UNLINK", [name])  # later lookups are misses too
             return None
 
-    async def _put(self, client: Client, key: ChunkKey, buffer: Buffer) -> None:
+    async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
         name = self._name(key)
-        head = encode_head(b"SET", name, nbytes=buffer.nbytes, after=len(self._expiry))
-        await client.store(name, head, buffer.view, encode_tail(*self._expiry))
+        head, tail = encode_around((b"SET", name), buffer.nbytes, self._expiry)
+
+        def run(connection: Connection) -> Awaitable[Reply]:
+            return connection.store(head, buffer.view, tail)
+
+        await run_at_node(topology, name, run)
 
     async def _by_node(
         self,
-        client: Client,
+        topology: Topology,
         keys: Sequence[ChunkKey],
         results: list[T | TierError | None],
-        one: Callable[[Client, int], Awaitable[None]],
+        one: Callable[[Topology, int], Awaitable[None]],
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections."""
         by_node: dict[Node, list[int]] = {}
         try:
-            nodes = await client.topology.route([self._name(key) for key in keys])
+            nodes = await topology.route([self._name(key) for key in keys])
         except TierUnavailableError as error:
             nodes = [error] * len(keys)
         for position, node in enumerate(nodes):
@@ -251,7 +262,7 @@ class ValkeyTier(Tier):
 
         async def work(left: Iterator[int]) -> None:
             for position in left:
-                await one(client, position)
+                await one(topology, position)
 
         async with asyncio.TaskGroup() as group:
             for positions in by_node.values():

@@ -6,37 +6,21 @@ import asyncio
 import binascii
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from collections.abc import Sequence
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
-from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig, make_tls_context
-from lmcache_async.plugins.valkey.connection import Dialer, RefusedCredentialsError, deadline, refusal
-from lmcache_async.plugins.valkey.node import Node
+from lmcache_async.plugins.valkey.connection import RefusedCredentialsError, deadline, refusal
+from lmcache_async.plugins.valkey.node import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
-
-if TYPE_CHECKING:
-    import ssl
-
-    from lmcache_async.plugins.valkey.connection import Connection
-
-FIND_OPTION = "twice lookup_timeout_s"
-"""Name of the time limit for finding the servers, for messages. It suffices for one server that hangs and the next."""
-
-MakeNode = Callable[[Endpoint, Callable[[], None]], Node]
-"""Creates the node of an endpoint; the callable is its `on_failure`."""
 
 
 class Topology(ABC):
     """Routing of keys to nodes, updated when the nodes change."""
 
-    def __init__(self, make_node: MakeNode, timeout_s: float = 0.0) -> None:
-        self._make_node = make_node
-        self._timeout_s = timeout_s  # to find the nodes
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._nodes: dict[Endpoint, Node] = {}
-        self._retired: list[Node] = []  # nodes whose connections may be in use
         self._closed = False
 
     @abstractmethod
@@ -65,18 +49,18 @@ class Topology(ABC):
         del node
         return error
 
+    def note_failure(self) -> None:
+        """Note that a node could not be reached or did not answer."""
+
     def close(self) -> None:
         """Close all connections; calls under way fail with TierClosedError."""
         self._closed = True
-        for node in [*self._nodes.values(), *self._retired]:
-            node.close()
+        for node in self._all():
+            node.close(TierClosedError(f"{node.where}: the tier was closed"))
 
     async def wait_closed(self) -> None:
-        for node in [*self._nodes.values(), *self._retired]:
+        for node in self._all():
             await node.wait_closed()
-
-    def note_failure(self) -> None:
-        """Note that a node could not be reached or did not answer."""
 
     def node(self, endpoint: Endpoint) -> Node:
         """Return the node of an endpoint, created on first use."""
@@ -84,65 +68,50 @@ class Topology(ABC):
             raise TierClosedError("the valkey tier was closed")
         node = self._nodes.get(endpoint)
         if node is None:
-            node = self._nodes[endpoint] = self._make_node(endpoint, self.note_failure)
+            node = self._nodes[endpoint] = Node(endpoint, self._access, self.note_failure)
         return node
 
     def keep(self, endpoints: set[Endpoint]) -> None:
-        """Retire all other nodes."""
-        self._retired = [node for node in self._retired if not node.unused]
+        """Close all other nodes."""
         for endpoint in self._nodes.keys() - endpoints:
             node = self._nodes.pop(endpoint)
-            node.retire()
-            self._retired.append(node)
+            node.close(TierUnavailableError(f"{node.where}: it is not a master any more"))
+
+    def _all(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def _find_deadline(self, where: str, what: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Limit the search of the servers to the time of one that hangs and the next."""
+        seconds = 2 * self._access.config.lookup_timeout_s
+        return deadline(seconds, where, what, "twice lookup_timeout_s")
 
 
 class SingleServer(Topology):
     """A single server."""
-
-    def __init__(self, endpoint: Endpoint, make_node: MakeNode) -> None:
-        super().__init__(make_node)
-        self._endpoint = endpoint
-
-    async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
-        return [self.node(self._endpoint)] * len(names)
-
-    async def masters(self) -> list[Node]:
-        return [self.node(self._endpoint)]
-
-
-class SentinelServer(Topology):
-    """The master that one of the Sentinels reports; requested again after a failure of the master.
-
-    Args:
-        sentinels: Queried one after the other. One that does not answer is moved to the end.
-        service: Name of the master at the Sentinels.
-        dialer: For the Sentinels.
-        make_node: For the master.
-        timeout_s: Longest time to find the master, in seconds.
-    """
-
-    def __init__(
-        self,
-        sentinels: Sequence[Endpoint],
-        service: str,
-        dialer: Dialer,
-        make_node: MakeNode,
-        *,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(make_node, timeout_s)
-        self._sentinels = list(sentinels)
-        self._service = service
-        self._dialer = dialer
-        self._master: Node | None = None
-        self._contacted: set[Connection] = set()
-        self._lock = asyncio.Lock()
 
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         return [await self._find()] * len(names)
 
     async def masters(self) -> list[Node]:
         return [await self._find()]
+
+    async def _find(self) -> Node:
+        return self.node(self._access.config.address.endpoints[0])
+
+
+class SentinelServer(SingleServer):
+    """The master that one of the Sentinels reports; requested again after a failure of the master.
+
+    The Sentinels are queried one after the other. One that does not answer is moved to the end.
+    """
+
+    def __init__(self, access: Access, sentinel_access: Access) -> None:
+        super().__init__(access)
+        endpoints = access.config.address.endpoints
+        self._sentinels = [Node(endpoint, sentinel_access, lambda: None) for endpoint in endpoints]
+        self._service = access.config.sentinel_service
+        self._master: Node | None = None
+        self._lock = asyncio.Lock()
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
         """Request the master again if the server has become a replica."""
@@ -153,19 +122,14 @@ class SentinelServer(Topology):
     def note_failure(self) -> None:
         self._master = None
 
-    def close(self) -> None:
-        super().close()
-        for connection in self._contacted:
-            connection.abort(TierClosedError("the valkey tier was closed"))
-
-    async def wait_closed(self) -> None:
-        await super().wait_closed()
-        for connection in tuple(self._contacted):
-            await connection.wait_closed()
+    def _all(self) -> list[Node]:
+        return [*super()._all(), *self._sentinels]
 
     async def _find(self) -> Node:
-        where = f"the master {self._service!r}"
-        async with deadline(self._timeout_s, where, "sentinel that reports it", FIND_OPTION), self._lock:
+        async with (
+            self._find_deadline(f"the master {self._service!r}", "sentinel that reports it"),
+            self._lock,
+        ):
             if self._master is None:
                 endpoint = await self._ask_all()
                 self.keep({endpoint})
@@ -173,42 +137,35 @@ class SentinelServer(Topology):
             return self._master
 
     async def _ask_all(self) -> Endpoint:
-        errors: list[TierError] = []
+        reasons: list[str] = []
         for sentinel in tuple(self._sentinels):
             try:
-                async with deadline(
-                    self._dialer.timeout_s, f"sentinel at {sentinel}", "answer", "connect_timeout_s"
-                ):
-                    endpoint = await self._ask(sentinel)
+                return await self._ask(sentinel)
             except RefusedCredentialsError as error:
                 message = str(error).replace("username", "sentinel_username")
-                errors.append(TierError(message.replace("password_", "sentinel_password_")))
+                reasons.append(message.replace("password_", "sentinel_password_"))
+            except TierClosedError:
+                raise
             except TierError as error:
-                errors.append(error)
-            else:
-                return endpoint
+                reasons.append(str(error))
             self._sentinels.remove(sentinel)
             self._sentinels.append(sentinel)
-        reasons = "; ".join(map(str, errors))
-        raise TierUnavailableError(f"no sentinel reports the master {self._service!r}: {reasons}")
+        raise TierUnavailableError(f"no sentinel reports the master {self._service!r}: {'; '.join(reasons)}")
 
-    async def _ask(self, sentinel: Endpoint) -> Endpoint:
-        connection = await self._dialer.dial(sentinel, self._contacted)
-        try:
-            message = encode(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
-            [reply] = await connection.call(message, 1)
-        finally:
-            connection.abort()
-        if isinstance(reply, ErrorReply):
-            raise refusal(connection.where, reply)
-        if not (isinstance(reply, list) and len(reply) == 2):
-            raise TierUnavailableError(
-                f"{connection.where} does not know a master {self._service!r}: check sentinel_service"
-            )
-        host, port = reply
-        if not (isinstance(host, bytes) and isinstance(port, bytes) and port.isdigit()):
-            raise TierUnavailableError(f"{connection.where} reports an invalid address of the master")
-        return Endpoint(host.decode("utf-8", "replace"), int(port))
+    async def _ask(self, sentinel: Node) -> Endpoint:
+        command = encode(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+        [reply] = await sentinel.call(command, 1)
+        match reply:
+            case ErrorReply():
+                raise refusal(sentinel.where, reply)
+            case [bytes(host), bytes(port)] if port.isdigit():
+                return Endpoint(host.decode("utf-8", "replace"), int(port))
+            case [_, _]:
+                raise TierUnavailableError(f"{sentinel.where} reports an invalid address of the master")
+            case _:
+                raise TierUnavailableError(
+                    f"{sentinel.where} does not know a master {self._service!r}: check sentinel_service"
+                )
 
 
 SLOTS = 16384
@@ -258,16 +215,10 @@ class Cluster(Topology):
 
     The table of slots is requested on first use, and again before the next call after a node redirected a
     command or could not be reached. Until then the old table is used.
-
-    Args:
-        seeds: Nodes to ask first.
-        make_node: Creates nodes.
-        timeout_s: Longest time to get a table, in seconds.
     """
 
-    def __init__(self, seeds: Sequence[Endpoint], make_node: MakeNode, *, timeout_s: float) -> None:
-        super().__init__(make_node, timeout_s)
-        self._seeds = tuple(seeds)
+    def __init__(self, access: Access) -> None:
+        super().__init__(access)
         self._table: list[Endpoint | None] | None = None
         self._stale = True
         self._refreshed = float("-inf")
@@ -315,95 +266,43 @@ class Cluster(Topology):
             TierUnavailableError: There is no table yet, and no node sends one.
         """
         if self._table is None:
-            async with self._find_deadline(), self._refreshing:
+            async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
                 if self._table is None:
                     return await self._refresh()
         now = asyncio.get_running_loop().time()
         if self._stale and now >= self._refreshed + REFRESH_S and not self._refreshing.locked():
             with contextlib.suppress(TierUnavailableError):
-                async with self._find_deadline(), self._refreshing:
+                async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
                     return await self._refresh()
         return self._table
 
-    def _find_deadline(self) -> contextlib.AbstractAsyncContextManager[None]:
-        return deadline(self._timeout_s, "the cluster", "table of slots", FIND_OPTION)
-
     async def _refresh(self) -> list[Endpoint | None]:
         self._refreshed = asyncio.get_running_loop().time()
-        errors: list[TierError] = []
-        nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._seeds])]
+        reasons: list[str] = []
+        seeds = self._access.config.address.endpoints
+        nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *seeds])]
         for node in sorted(nodes, key=lambda node: node.suspended):
             try:
                 [reply] = await node.call(encode(b"CLUSTER", b"SLOTS"), 1)
                 if isinstance(reply, ErrorReply):
                     raise refusal(node.where, reply)
-                return self._learn(parse_slots(reply, node.endpoint))
+                self._table, self._stale = parse_slots(reply, node.endpoint), False
             except ValueError as error:
-                errors.append(TierError(f"{node.where}: {error}"))
+                reasons.append(f"{node.where}: {error}")
             except TierError as error:
-                errors.append(error)
-        reasons = "; ".join(map(str, errors))
-        raise TierUnavailableError(f"no node sends the slots of the cluster: {reasons}")
-
-    def _learn(self, table: list[Endpoint | None]) -> list[Endpoint | None]:
-        self._table, self._stale = table, False
-        self.keep({endpoint for endpoint in dict.fromkeys(table) if endpoint is not None})
-        return table
+                reasons.append(str(error))
+            else:
+                self.keep({endpoint for endpoint in dict.fromkeys(self._table) if endpoint is not None})
+                return self._table
+        raise TierUnavailableError(f"no node sends the slots of the cluster: {'; '.join(reasons)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Credentials and TLS context for the servers."""
-
-    credentials: Credentials
-    sentinel_credentials: Credentials
-    tls: ssl.SSLContext | None
-
-    @classmethod
-    def read(cls, config: ValkeyConfig) -> Self:
-        """Read the files and variables that the config names.
-
-        Raises:
-            ConfigError: One of them cannot be used.
-        """
-        return cls(
-            Credentials.read(config), Credentials.read(config, sentinel=True), make_tls_context(config)
-        )
-
-
-def make_topology(config: ValkeyConfig, access: Access) -> Topology:
+def make_topology(access: Access, sentinel_access: Access) -> Topology:
     """Create the topology of a config, without connecting."""
-    endpoints = config.address.endpoints
-    find_s = 2 * config.lookup_timeout_s
-    if config.effective_mode == "sentinel":
-        sentinels = Dialer(access.sentinel_credentials, access.tls, config.connect_timeout_s, kind="sentinel")
-        make_node = _node_maker(config, access, master_only=True)
-        return SentinelServer(endpoints, config.sentinel_service, sentinels, make_node, timeout_s=find_s)
-    if config.effective_mode == "cluster":
-        return Cluster(endpoints, _node_maker(config, access, pause_s=config.node_pause_s), timeout_s=find_s)
-    return SingleServer(endpoints[0], _node_maker(config, access))
-
-
-def _node_maker(
-    config: ValkeyConfig, access: Access, *, master_only: bool = False, pause_s: float = 0.0
-) -> MakeNode:
-    dialer = Dialer(
-        access.credentials,
-        access.tls,
-        config.connect_timeout_s,
-        database=config.address.database,
-        master_only=master_only,
-    )
-
-    def make(endpoint: Endpoint, on_failure: Callable[[], None]) -> Node:
-        return Node(
-            endpoint,
-            dialer,
-            connections=config.connections,
-            lookup_timeout_s=config.lookup_timeout_s,
-            transfer_timeout_s=config.transfer_timeout_s,
-            pause_s=pause_s,
-            on_failure=on_failure,
-        )
-
-    return make
+    match access.config.effective_mode:
+        case "sentinel":
+            return SentinelServer(access, sentinel_access)
+        case "cluster":
+            return Cluster(access)
+        case "single":
+            return SingleServer(access)
