@@ -80,18 +80,15 @@ async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -
 
 
 async def run_at_node(
-    topology: Topology, name: bytes, run: Callable[[Connection], Awaitable[T | ErrorReply]]
+    topology: Topology, node: Node, name: bytes, run: Callable[[Connection], Awaitable[T | ErrorReply]]
 ) -> T:
-    """Run a command on a connection to the name's node, and follow redirects.
+    """Run a command for the name on a connection to its node, and follow redirects.
 
     Raises:
         TierError: The node failed or refused.
     """
-    [node] = await topology.route([name])
     asking = False
     for _ in range(MAX_REDIRECTS):
-        if isinstance(node, TierError):
-            raise node
         try:
             async with node.connection() as connection:
                 if asking:

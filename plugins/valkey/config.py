@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lmcache_async.config.files import load_certificate, read_secret_file
 from lmcache_async.config.validation import disagree
@@ -222,47 +222,33 @@ def _database(parts: SplitResult, path: str) -> int:
     return int(number)
 
 
-class Credentials:
-    """A user and a password, which no repr shows."""
+def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tuple[bytes, ...]:
+    """Return the AUTH command for the user and the password in the options with this prefix.
 
-    def __init__(self, username: str, password: SecretStr | None) -> None:
-        self.username = username
-        self._password = password
+    It is empty without a password.
 
-    @classmethod
-    def read(cls, config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> Self:
-        """Read the password from the file or variable in the options with this prefix.
-
-        Raises:
-            ConfigError: The file or the variable does not exist or is empty, or the file is open to others.
-        """
-        username: str = getattr(config, f"{prefix}username") or ("" if prefix else config.address.username)
-        file: Path | None = getattr(config, f"{prefix}password_file")
-        variable: str = getattr(config, f"{prefix}password_variable")
-        password: str | None = None
-        if file is not None:
-            password = read_secret_file(file, f"{prefix}password_file").decode("utf-8", "replace")
-            password = password.rstrip("\r\n")
-            if not password:
-                raise ConfigError(f"{prefix}password_file: {file} is empty")
-        elif variable:
-            password = os.environ.get(variable)
-            if not password:
-                raise ConfigError(f"{prefix}password_variable: the variable {variable} is not set")
-        elif username:
-            raise ConfigError(
-                f"{prefix}username is {username!r} without a password: set {prefix}password_file or"
-                f" {prefix}password_variable"
-            )
-        return cls(username, None if password is None else SecretStr(password))
-
-    @property
-    def command(self) -> tuple[bytes, ...]:
-        """The AUTH command; empty without a password."""
-        if self._password is None:
-            return ()
-        password = self._password.get_secret_value().encode()
-        return (b"AUTH", self.username.encode(), password) if self.username else (b"AUTH", password)
+    Raises:
+        ConfigError: The file or the variable does not exist or is empty, or the file is open to others.
+    """
+    username: str = getattr(config, f"{prefix}username") or ("" if prefix else config.address.username)
+    file: Path | None = getattr(config, f"{prefix}password_file")
+    variable: str = getattr(config, f"{prefix}password_variable")
+    if file is not None:
+        password = read_secret_file(file, f"{prefix}password_file").decode("utf-8", "replace").rstrip("\r\n")
+        if not password:
+            raise ConfigError(f"{prefix}password_file: {file} is empty")
+    elif variable:
+        password = os.environ.get(variable, "")
+        if not password:
+            raise ConfigError(f"{prefix}password_variable: the variable {variable} is not set")
+    elif username:
+        raise ConfigError(
+            f"{prefix}username is {username!r} without a password: set {prefix}password_file or"
+            f" {prefix}password_variable"
+        )
+    else:
+        return ()
+    return (b"AUTH", *([username.encode()] if username else []), password.encode())
 
 
 def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:

@@ -68,8 +68,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was aborted and its socket is closed."""
-        return self._error is not None and (self._transport is None or self._gone.is_set())
+        """Whether its socket is closed."""
+        return self._gone.is_set()
 
     def call(self, message: bytes, count: int) -> asyncio.Future[list[Reply]]:
         """Send commands and return a future of their `count` short replies.
@@ -146,9 +146,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed. Call `abort` first."""
-        if not self.closed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), CLOSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._gone.wait(), CLOSE_S)
 
     # asyncio.BufferedProtocol
 

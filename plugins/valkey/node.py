@@ -7,11 +7,11 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig
+from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.connection import (
     Connection,
     RefusedCredentialsError,
@@ -32,13 +32,13 @@ class Access:
 
     Attributes:
         config: Options of the tier.
-        credentials: User and password.
+        auth: The AUTH command; empty without a password.
         tls: None for connections without encryption.
         kind: `valkey` or `sentinel`.
     """
 
     config: ValkeyConfig
-    credentials: Credentials
+    auth: tuple[bytes, ...] = field(repr=False)
     tls: ssl.SSLContext | None
     kind: str = "valkey"
 
@@ -192,7 +192,7 @@ class Node:
         Users with few permissions may be refused the name and the role; these refusals are ignored.
         """
         config, to_server = self._config, self._access.kind == "valkey"
-        commands = {"auth": self._access.credentials.command, "name": (b"CLIENT", b"SETNAME", _NAME)}
+        commands = {"auth": self._access.auth, "name": (b"CLIENT", b"SETNAME", _NAME)}
         if to_server and config.address.database:
             commands["database"] = (b"SELECT", b"%d" % config.address.database)
         if to_server and config.effective_mode == "sentinel":

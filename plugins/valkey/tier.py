@@ -17,14 +17,14 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.client import ask_each, run_at_node, scan
-from lmcache_async.plugins.valkey.config import Credentials, ValkeyConfig, make_tls_context
+from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
 from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
 from lmcache_async.plugins.valkey.node import Access
 from lmcache_async.plugins.valkey.protocol import encode, encode_around
 from lmcache_async.plugins.valkey.topology import make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import read_results, set_read_result, set_write_result
+from lmcache_async.tiers.results import read_results, set_read_result, set_write_result, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -65,8 +65,8 @@ class ValkeyTier(Tier):
         self._prefix = config.key_prefix.encode()
         self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
         tls = make_tls_context(config)
-        self._access = Access(config, Credentials.read(config), tls)
-        self._sentinel_access = Access(config, Credentials.read(config, "sentinel_"), tls, kind="sentinel")
+        self._access = Access(config, read_auth(config), tls)
+        self._sentinel_access = Access(config, read_auth(config, "sentinel_"), tls, kind="sentinel")
         self._max_record_bytes: int | None = None
         self._opened: Topology | None = None
         self._corrupt: Counter[str] = Counter()
@@ -102,30 +102,31 @@ class ValkeyTier(Tier):
         return [*await self.contains_many(keys), False].index(False)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        with self._call() as topology:
-            return await self._get(topology, key, allocate)
+        [result] = await self.get_many([key], allocate)
+        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Get each key; nodes fail independently of each other."""
         with read_results(len(keys)) as results, self._call() as topology:
 
-            async def one(topology: Topology, position: int) -> None:
-                await set_read_result(results, position, self._get(topology, keys[position], allocate))
+            async def one(node: Node, position: int) -> None:
+                await set_read_result(results, position, self._get(topology, node, keys[position], allocate))
 
             await self._by_node(topology, keys, results, one)
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        with self._call() as topology:
-            await self._put(topology, key, buffer)
+        [error] = await self.put_many([(key, buffer)])
+        if error is not None:
+            raise error
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
-
-        async def one(topology: Topology, position: int) -> None:
-            await set_write_result(results, position, self._put(topology, *items[position]))
-
         with self._call() as topology:
+
+            async def one(node: Node, position: int) -> None:
+                await set_write_result(results, position, self._put(topology, node, *items[position]))
+
             await self._by_node(topology, [key for key, _ in items], results, one)
         return results
 
@@ -212,11 +213,13 @@ class ValkeyTier(Tier):
     def _name(self, key: ChunkKey) -> bytes:
         return self._prefix + key.hex().encode()
 
-    async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+    async def _get(self, topology: Topology, node: Node, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        name, most = self._name(key), self._max_record_bytes
+
         async def fitting(nbytes: int) -> Buffer:
-            if self._max_record_bytes is not None and nbytes > self._max_record_bytes:
+            if most is not None and nbytes > most:
                 raise ChunkCorruptError(
-                    f"the value of key {key.hex()} has {nbytes} bytes, expected at most {self._max_record_bytes}",
+                    f"the value of key {key.hex()} has {nbytes} bytes, expected at most {most}",
                     cause="length",
                 )
             return await allocate(nbytes)
@@ -224,32 +227,32 @@ class ValkeyTier(Tier):
         def run(connection: Connection) -> Awaitable[Buffer | ErrorReply | None]:
             return connection.fetch(encode(b"GET", name), fitting)
 
-        name = self._name(key)
         try:
-            return await run_at_node(topology, name, run)
+            return await run_at_node(topology, node, name, run)
         except ChunkCorruptError as error:
             self._corrupt[error.cause] += 1
             await ask_each(topology, b"UNLINK", [name])  # later lookups are misses too
             return None
 
-    async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
+    async def _put(self, topology: Topology, node: Node, key: ChunkKey, buffer: Buffer) -> None:
         name = self._name(key)
         head, tail = encode_around((b"SET", name), buffer.nbytes, self._expiry)
 
         def run(connection: Connection) -> Awaitable[Reply]:
             return connection.store(head, buffer.view, tail)
 
-        await run_at_node(topology, name, run)
+        await run_at_node(topology, node, name, run)
 
     async def _by_node(
         self,
         topology: Topology,
         keys: Sequence[ChunkKey],
         results: list[T | TierError | None],
-        one: Callable[[Topology, int], Awaitable[None]],
+        one: Callable[[Node, int], Awaitable[None]],
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections."""
         by_node: dict[Node, list[int]] = {}
+        nodes: Sequence[Node | TierError]
         try:
             nodes = await topology.route([self._name(key) for key in keys])
         except TierUnavailableError as error:
@@ -260,12 +263,12 @@ class ValkeyTier(Tier):
             else:
                 by_node.setdefault(node, []).append(position)
 
-        async def work(left: Iterator[int]) -> None:
+        async def work(node: Node, left: Iterator[int]) -> None:
             for position in left:
-                await one(topology, position)
+                await one(node, position)
 
         async with asyncio.TaskGroup() as group:
-            for positions in by_node.values():
+            for node, positions in by_node.items():
                 left = iter(positions)
                 for _ in range(min(len(positions), self._config.connections)):
-                    group.create_task(work(left))
+                    group.create_task(work(node, left))
