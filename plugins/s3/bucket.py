@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import re
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
@@ -18,33 +17,17 @@ from lmcache_async.plugins.s3.stores import translated
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from obstore import Bytes, GetOptions
+    from obstore import Bytes, GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
     from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.memory.buffer import Bytes as Memory
     from lmcache_async.plugins.s3.config import S3Config
-
-T = TypeVar("T")
 
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
 _NO_NAME = "-"  # no record has this prefix, so a list of it is short
 _PAGE = 1000  # names in one response, the maximum of the stores
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An existing object.
-
-    Attributes:
-        nbytes: Length of the object.
-        tag: ETag of this version; None if the store has none.
-    """
-
-    nbytes: int
-    tag: str | None
 
 
 def name_of(key: ChunkKey) -> str:
@@ -77,31 +60,29 @@ class Bucket:
         async with self._request(f"use {self._url}"):
             await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
 
-    async def find(self, key: ChunkKey) -> Found | None:
+    async def find(self, key: ChunkKey) -> ObjectMeta | None:
         """Return length and version of the object; None if it does not exist."""
         async with self._request("find", key):
-            try:
-                meta = await obstore.head_async(self._store, name_of(key))
-            except FileNotFoundError:
-                return None
-        return Found(meta["size"], meta["e_tag"])
+            with contextlib.suppress(FileNotFoundError):
+                return await obstore.head_async(self._store, name_of(key))
+        return None
 
-    async def read(self, key: ChunkKey, max_bytes: int) -> Bytes | Found | None:
-        """Return the object, or its length if that is above `max_bytes`, or None if it does not exist."""
+    async def read(self, key: ChunkKey, max_bytes: int) -> Bytes | ObjectMeta | None:
+        """Return the object; only its length if that is above `max_bytes`; None if it does not exist."""
         async with self._request("read", key):
             try:
                 answer = await obstore.get_async(self._store, name_of(key))
             except FileNotFoundError:
                 return None
             if answer.meta["size"] > max_bytes:
-                return Found(answer.meta["size"], answer.meta["e_tag"])
+                return answer.meta
             return await answer.bytes_async()
 
-    async def read_part(self, key: ChunkKey, found: Found, start: int, stop: int) -> Bytes | None:
+    async def read_part(self, key: ChunkKey, found: ObjectMeta, start: int, stop: int) -> Bytes | None:
         """Return the bytes `start` to `stop` of the found version; None if that does not exist any more."""
         options: GetOptions = {"range": (start, stop)}
-        if found.tag is not None:
-            options["if_match"] = found.tag
+        if found["e_tag"] is not None:
+            options["if_match"] = found["e_tag"]
         async with self._request("read", key):
             try:
                 answer = await obstore.get_async(self._store, name_of(key), options=options)
@@ -112,19 +93,19 @@ class Bucket:
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Put the object in one request. It exists as a whole or not at all."""
         async with self._request("write", key):
-            await run_shielded(self._send(key, Loan(buffer.array)))
+            await run_shielded(self._send(key, buffer))
 
     async def delete(self, key: ChunkKey) -> None:
         """Delete the object if it exists."""
         async with self._request("delete", key):
-            await run_shielded(self._delete([name_of(key)]))
+            await run_shielded(self._delete([key]))
 
     async def delete_all(self) -> int:
         """Delete every record. Return the number of records."""
         count = 0
         async for keys in self.pages():
             async with self._request(f"delete records of {self._url}"):
-                await run_shielded(self._delete([name_of(key) for key in keys]))
+                await run_shielded(self._delete(keys))
             count += len(keys)
         return count
 
@@ -139,19 +120,36 @@ class Bucket:
             matches = [_NAME.fullmatch(entry["path"]) for entry in page]
             yield [ChunkKey(bytes.fromhex(match[2])) for match in matches if match]
 
-    async def _send(self, key: ChunkKey, loan: Loan) -> None:
+    async def _send(self, key: ChunkKey, buffer: Buffer) -> None:
+        """Put the object, and wait until the client does not use the memory of the record any more.
+
+        The client sends directly from the memory, in threads of its own, and may use it even after it has
+        answered. It keeps a reference to the array meanwhile, so a weak reference reports the end. The slab
+        is not reused while the array exists.
+        """
+        loop, unused = asyncio.get_running_loop(), asyncio.Event()
+
+        def note(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(unused.set)
+
+        lent = [buffer.array]
+        guard = weakref.ref(lent[0], note)
         try:
-            await obstore.put_async(self._store, name_of(key), loan.take(), use_multipart=False)
+            await obstore.put_async(self._store, name_of(key), lent.pop(), use_multipart=False)
         finally:
-            back = await loan.ended(timeout_s=self._timeout_s)
-        if not back:  # clients of real servers release it with their connection
+            lent.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    await unused.wait()
+        if guard() is not None:  # clients of real servers release it with their connection
             raise TierUnavailableError(
                 f"the client still uses the memory of a record {self._timeout_s} s after it was put to {self._url}"
             )
 
-    async def _delete(self, names: list[str]) -> None:
+    async def _delete(self, keys: Sequence[ChunkKey]) -> None:
         with contextlib.suppress(FileNotFoundError):
-            await obstore.delete_async(self._store, names)
+            await obstore.delete_async(self._store, [name_of(key) for key in keys])
 
     @contextlib.asynccontextmanager
     async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
@@ -161,41 +159,3 @@ class Bucket:
             except (BaseError, OSError, ValueError) as error:
                 what = verb if key is None else f"{verb} {self._url}/{name_of(key)}"
                 raise translated(error, f"{what}{self._at}") from error
-
-
-class Loan:
-    """An array that is passed to the client once, and the end of its use.
-
-    The client sends directly from the memory, in threads of its own, and may use it even after it has
-    answered. It keeps a reference to the array for as long as it uses the memory, so a weak reference reports
-    the end.
-    """
-
-    def __init__(self, array: Memory) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._back = self._loop.create_future()
-        self._array: Memory | None = array
-        self._guard = weakref.ref(array, self._gone)
-
-    def take(self) -> Memory:
-        """Return the array. The caller must not keep it in a variable."""
-        array, self._array = self._array, None
-        assert array is not None
-        return array
-
-    async def ended(self, *, timeout_s: float) -> bool:
-        """Wait until nothing refers to the array. Return False after `timeout_s` seconds.
-
-        The slab is not reused while the array exists.
-        """
-        self._array = None
-        done, _ = await asyncio.wait([self._back], timeout=timeout_s)
-        return bool(done)
-
-    def _gone(self, _: weakref.ref[Memory]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        if not self._back.done():
-            self._back.set_result(None)

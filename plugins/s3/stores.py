@@ -30,6 +30,8 @@ _REFUSED = (
 )
 _NO_BUCKET = "the bucket does not exist: create it, or check url, region and endpoint"
 _REDIRECTED = "the bucket is in another region or at another endpoint: check region and endpoint"
+_CURES = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
+"""What to do about a response, by its status."""
 
 
 def open_store(config: S3Config) -> ObjectStore:
@@ -39,20 +41,41 @@ def open_store(config: S3Config) -> ObjectStore:
         ConfigError: A file cannot be read, or the options are invalid.
     """
     location = config.location
-    options: dict[str, Any] = {
-        "client_options": _client_options(config),
-        # The retry layer retries, so the client does not.
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=config.request_timeout_s)},
-    }
-    prefix = location.prefix or None
+    client: Any
+    options: dict[str, Any] = {"skip_signature": config.anonymous}
+    match location.kind:
+        case "gs":
+            client, file = GCSStore, config.service_account_file
+            options |= {"base_url": config.endpoint, "service_account": file and str(file)}
+        case "az":
+            client = AzureStore
+            options |= {"endpoint": config.endpoint, "account_name": config.account}
+            options["account_key"] = _secret(config)
+        case _:
+            client, token = S3Store, config.session_token
+            options |= {
+                "endpoint": config.endpoint,
+                "region": config.region,
+                "access_key_id": config.access_key_id,
+                "secret_access_key": _secret(config),
+                "session_token": token and token.get_secret_value(),
+                "unsigned_payload": not config.sign_payload,
+                "virtual_hosted_style_request": not config.path_style,
+                "disable_bulk_delete": True,  # not supported by all S3-compatible stores
+            }
+    client_options = _client_options(config)
     try:
-        if location.kind == "gs":
-            return GCSStore(location.bucket, prefix=prefix, config=_google(config), **options)
-        if location.kind == "az":
-            return AzureStore(location.bucket, prefix=prefix, config=_azure(config), **options)
-        return S3Store(location.bucket, prefix=prefix, config=_s3(config), **options)
+        store: ObjectStore = client(
+            location.bucket,
+            prefix=location.prefix or None,
+            config={name: value for name, value in options.items() if value is not None},
+            client_options=client_options,
+            # The retry layer retries, so the client does not.
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=config.request_timeout_s)},
+        )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may contain a secret
+    return store
 
 
 def _client_options(config: S3Config) -> dict[str, Any]:
@@ -69,42 +92,6 @@ def _client_options(config: S3Config) -> dict[str, Any]:
             raise ConfigError(f"ca_file: {config.ca_file} cannot be read: {error.strerror}") from None
         options["root_certificate"] = content.decode("utf-8", "replace")
     return options
-
-
-def _s3(config: S3Config) -> Any:
-    return _given(
-        endpoint=config.endpoint,
-        region=config.region,
-        access_key_id=config.access_key_id,
-        secret_access_key=_secret(config),
-        session_token=config.session_token and config.session_token.get_secret_value(),
-        skip_signature=config.anonymous,
-        unsigned_payload=not config.sign_payload,
-        virtual_hosted_style_request=not config.path_style,
-        disable_bulk_delete=True,  # not supported by all S3-compatible stores
-    )
-
-
-def _google(config: S3Config) -> Any:
-    file = config.service_account_file
-    return _given(
-        base_url=config.endpoint,
-        service_account=None if file is None else str(file),
-        skip_signature=config.anonymous,
-    )
-
-
-def _azure(config: S3Config) -> Any:
-    return _given(
-        endpoint=config.endpoint,
-        account_name=config.account,
-        account_key=_secret(config),
-        skip_signature=config.anonymous,
-    )
-
-
-def _given(**options: object) -> dict[str, object]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _secret(config: S3Config) -> str | None:
@@ -136,18 +123,11 @@ def status_of(error: BaseException) -> int | None:
 
 
 def translated(error: BaseException, what: str) -> TierError:
-    """Return the TierError for an error of the client.
-
-    Args:
-        error: The client's error.
-        what: The failed operation and its place, for the message.
-    """
+    """Return the TierError for an error of the client while it tried to do `what`."""
     status = status_of(error)
+    if status is None and isinstance(error, FileNotFoundError):
+        status = 404
     text = f"cannot {what}: {reason(error)}"
-    if status in {401, 403}:
-        return TierError(f"{text}; {_REFUSED}")
-    if status == 404 or (status is None and isinstance(error, FileNotFoundError)):
-        return TierError(f"{text}; {_NO_BUCKET}")
-    if status in {301, 307, 400}:
-        return TierError(f"{text}; {_REDIRECTED}")
+    if status in _CURES:
+        return TierError(f"{text}; {_CURES[status]}")
     return TierUnavailableError(text)

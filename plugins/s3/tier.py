@@ -16,7 +16,7 @@ from lmcache_async.errors import TierClosedError, TierError, TierUnavailableErro
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.plugins.s3.bucket import Bucket, Found
+from lmcache_async.plugins.s3.bucket import Bucket
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
     from types import TracebackType
 
-    from obstore import Bytes
+    from obstore import Bytes, ObjectMeta
     from obstore.store import ObjectStore
 
     from lmcache_async.memory.arena import Arena
@@ -94,14 +94,14 @@ class S3Tier(Tier):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as bucket:
-            return await _concurrently([_is_there(bucket, key) for key in keys])
+            return await _find_all(bucket, keys)
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Look up a few keys, then `concurrency` keys at a time, until there is a miss."""
         start, width = 0, _FIRST_WINDOW
         with self._call() as bucket:
             while start < len(keys):
-                there = await _concurrently([_is_there(bucket, key) for key in keys[start : start + width]])
+                there = await _find_all(bucket, keys[start : start + width])
                 if not all(there):
                     return start + there.index(False)
                 start, width = start + width, self._config.concurrency
@@ -171,8 +171,8 @@ class S3Tier(Tier):
         content = await bucket.read(key, self._max_record_bytes)
         if content is None:
             return None
-        if isinstance(content, Found) or not len(content):
-            await self._reject_length(bucket, key, content.nbytes if isinstance(content, Found) else 0)
+        if isinstance(content, dict) or not len(content):
+            await self._reject_length(bucket, key, content["size"] if isinstance(content, dict) else 0)
             return None
         buffer = await allocate(len(content))
         try:
@@ -187,12 +187,17 @@ class S3Tier(Tier):
             found = await bucket.find(key)
             if found is None:
                 return None
-            if not 0 < found.nbytes <= self._max_record_bytes:
-                await self._reject_length(bucket, key, found.nbytes)
+            nbytes, step = found["size"], self._config.part_bytes
+            if not 0 < nbytes <= self._max_record_bytes:
+                await self._reject_length(bucket, key, nbytes)
                 return None
-            buffer = await allocate(found.nbytes)
+            buffer = await allocate(nbytes)
+            parts = [
+                self._read_part(bucket, key, found, buffer, start, min(start + step, nbytes))
+                for start in range(0, nbytes, step)
+            ]
             try:
-                if all(await _concurrently(self._parts(bucket, key, found, buffer))):
+                if all(await _concurrently(parts)):
                     return buffer
             except BaseException:
                 buffer.release()
@@ -202,17 +207,8 @@ class S3Tier(Tier):
             f"the record of key {key.hex()} in {self._config.url} was replaced during {_ATTEMPTS} reads"
         )
 
-    def _parts(
-        self, bucket: Bucket, key: ChunkKey, found: Found, buffer: Buffer
-    ) -> list[Coroutine[Any, Any, bool]]:
-        step = self._config.part_bytes
-        return [
-            self._read_part(bucket, key, found, buffer, start, min(start + step, found.nbytes))
-            for start in range(0, found.nbytes, step)
-        ]
-
     async def _read_part(
-        self, bucket: Bucket, key: ChunkKey, found: Found, buffer: Buffer, start: int, stop: int
+        self, bucket: Bucket, key: ChunkKey, found: ObjectMeta, buffer: Buffer, start: int, stop: int
     ) -> bool:
         """Read a part of the found version. Return whether that version still exists."""
         content = await bucket.read_part(key, found, start, stop)
@@ -267,8 +263,9 @@ async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _is_there(bucket: Bucket, key: ChunkKey) -> bool:
-    return await bucket.find(key) is not None
+async def _find_all(bucket: Bucket, keys: Sequence[ChunkKey]) -> list[bool]:
+    found = await _concurrently([bucket.find(key) for key in keys])
+    return [meta is not None for meta in found]
 
 
 def _fill(content: Bytes, buffer: Buffer, start: int) -> None:
