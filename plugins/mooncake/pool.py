@@ -1,21 +1,34 @@
-"""Batch calls of Mooncake's client, with its error codes translated. Blocking; run in threads."""
+"""Asyncio client of a Mooncake Store. If the master does not answer, the pool is joined in the background."""
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_async.errors import MissingDependencyError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mooncake.store import MooncakeDistributedStore
 
+    from lmcache_async.memory.arena import Arena
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.plugins.mooncake.config import MooncakeConfig
     from lmcache_async.types import ChunkKey
 
+T = TypeVar("T")
+
+_FIRST_S = 30.0
+"""Longest wait for the engine at the start, in seconds. It takes 20 s to reject its options."""
+_PAUSE_S = 1.0
+"""Pause between two attempts to join, in seconds."""
 _CONNECT_S = 5.0
 _LEAST_BYTES = 16 << 20
 NOT_THERE = -704
@@ -43,37 +56,154 @@ _MEANINGS = {
 
 
 class Pool:
-    """Client of one master. All methods block; calls may be concurrent.
+    """Batch calls of Mooncake's client, in threads. Reads, writes and requests to the master have separate ones.
+
+    Every call raises TierUnavailableError until the pool is joined. If a call is cancelled while a thread
+    works on it, it ends when the thread has ended.
 
     Args:
         config: The options.
+        arena: Memory that records are read into and written from.
         store: A client that is already set up and is not closed; by default a new one.
     """
 
-    def __init__(self, config: MooncakeConfig, store: MooncakeDistributedStore | None = None) -> None:
+    def __init__(
+        self, config: MooncakeConfig, arena: Arena, store: MooncakeDistributedStore | None = None
+    ) -> None:
         self._config = config
+        self._arena = arena
         self._is_own = store is None
         engine = _engine()
         self._new_store = engine.MooncakeDistributedStore
         self._store = self._new_store() if store is None else store
         self._replication = engine.ReplicateConfig()
         self._replication.replica_num = config.replicas
-        self._address: int | None = None
+        self._reads = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-read")
+        self._writes = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-write")
+        self._requests = WorkerPool(1, thread_name_prefix="lmcache-mooncake-request")  # to the master
+        self._joined = False
+        self._joining: asyncio.Task[None] | None = None
+        self._transferring: collections.Counter[ChunkKey] = collections.Counter()
+        self._removing: set[ChunkKey] = set()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._logger = LimitedLogger(logging.getLogger(__name__))
 
-    @property
-    def url(self) -> str:
-        return self._config.url
+    async def open(self) -> None:
+        """Join the pool. If its master does not answer, keep trying in the background.
 
-    @property
-    def is_joined(self) -> bool:
-        return self._address is not None
+        Raises:
+            TierError: The engine refuses the options or the memory.
+        """
+        first = asyncio.ensure_future(self._join())
+        try:
+            await asyncio.wait({first}, timeout=_FIRST_S)
+        except asyncio.CancelledError:
+            await _cancel(first)
+            raise
+        if not first.done():
+            self._warn(f"the master of {self._config.url} did not answer within {_FIRST_S:.0f} s")
+        elif (error := first.exception()) is None:
+            return
+        elif isinstance(error, TierUnavailableError):
+            self._warn(error)
+        else:
+            raise error
+        self._joining = asyncio.create_task(self._keep_joining(first))
 
-    def join(self, address: int, nbytes: int) -> None:
+    async def aclose(self) -> None:
+        """Leave the pool. No call may be running; an attempt to join is awaited."""
+        if self._joining is not None:
+            await _cancel(self._joining)
+        await in_thread(self._requests, self._leave)
+        for threads in (self._requests, self._reads, self._writes):
+            threads.shutdown(wait=True)
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        codes = await self._call(self._requests, lambda: self._store.batch_is_exist(self._names(keys)))
+        if failed := next((code for code in codes if code < 0 and code not in {NOT_THERE, NOT_YET}), 0):
+            raise self.error("find", keys[0], failed)
+        return [code == 1 for code in codes]
+
+    async def get(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        """Read each record into its buffer. Return its length or an error code for each."""
+        return await self._transfer(self._reads, self._store.batch_get_into, keys, buffers)
+
+    async def put(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
+        """Write each record from its buffer. Return 0 or an error code for each."""
+        return await self._transfer(
+            self._writes, self._store.batch_put_from, keys, buffers, self._replication
+        )
+
+    async def remove(self, key: ChunkKey) -> bool:
+        """Remove a record after reads and writes of it by this client. Others detect it by the checksum."""
+        await self._until(lambda: key not in self._transferring and key not in self._removing)
+        self._removing.add(key)
+        try:
+            [name] = self._names([key])
+            code = await self._call(self._requests, partial(self._store.remove, name, force=True))
+        finally:
+            self._removing.discard(key)
+            self._wake()
+        if code not in {0, NOT_THERE, NOT_YET}:
+            raise self.error("remove", key, code)
+        return bool(code == 0)
+
+    def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
+        """Return the exception for an error code."""
+        text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {_meaning(code)}"
+        return TierFullError(text) if code == _FULL else TierUnavailableError(text)
+
+    async def _transfer(
+        self,
+        threads: WorkerPool,
+        call: Callable[..., Iterable[int]],
+        keys: Sequence[ChunkKey],
+        buffers: Sequence[Buffer],
+        *options: object,
+    ) -> list[int]:
+        """Transfer records after pending removals of them, whose memory may already have another record."""
+        await self._until(lambda: self._removing.isdisjoint(keys))
+        self._transferring.update(keys)
+
+        def run() -> list[int]:
+            addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
+            return [int(code) for code in call(self._names(keys), addresses, sizes, *options)]
+
+        try:
+            return await self._call(threads, run)
+        finally:
+            self._transferring -= collections.Counter(keys)
+            self._wake()
+
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _call(self, threads: WorkerPool, call: Callable[[], T]) -> T:
+        if not self._joined:
+            raise TierUnavailableError(
+                f"the pool of {self._config.url} has not been joined yet: its master does not answer"
+            )
+        return await in_thread(threads, call)
+
+    def _warn(self, cause: object) -> None:
+        self._logger.report(
+            "open", "%s; the mooncake tier misses every chunk until the pool has been joined", cause
+        )
+
+    async def _join(self) -> None:
+        await in_thread(self._requests, self._join_blocking)
+
+    def _join_blocking(self) -> None:
         """Join the pool, and register the memory that records are read into and written from.
-
-        Args:
-            address: Start of the memory.
-            nbytes: Length of the memory.
 
         Raises:
             TierUnavailableError: The master does not answer.
@@ -81,49 +211,15 @@ class Pool:
         """
         if self._is_own:
             self._set_up()
-        if code := self._store.register_buffer(address, nbytes):
-            self._leave()
+        nbytes = len(self._arena.region)
+        if code := self._store.register_buffer(self._arena.address, nbytes):
+            if self._is_own:
+                self._store.close()
             raise TierError(
-                f"the engine cannot register the arena's {nbytes} bytes for {self._config.protocol}: {meaning(code)};"
+                f"the engine cannot register the arena's {nbytes} bytes for {self._config.protocol}: {_meaning(code)};"
                 " with rdma, check ulimit -l"
             )
-        self._address = address
-
-    def close(self) -> None:
-        """Leave the pool, if it was joined."""
-        if self._address is not None:
-            self._store.unregister_buffer(self._address)
-            self._address = None
-            self._leave()
-
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        codes = self._store.batch_is_exist(self._names(keys))
-        if failed := next((code for code in codes if code < 0 and code not in {NOT_THERE, NOT_YET}), 0):
-            raise self.error("find", keys[0], failed)
-        return [code == 1 for code in codes]
-
-    def get(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
-        """Read each record into its buffer. Return its length or an error code for each."""
-        addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
-        return [int(answer) for answer in self._store.batch_get_into(self._names(keys), addresses, sizes)]
-
-    def put(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:
-        """Write each record from its buffer. Return 0 or an error code for each."""
-        addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
-        codes = self._store.batch_put_from(self._names(keys), addresses, sizes, self._replication)
-        return [int(code) for code in codes]
-
-    def remove(self, key: ChunkKey) -> bool:
-        """Remove a record, also while others read it: they detect it by the checksum."""
-        code = self._store.remove(self._names([key])[0], force=True)
-        if code not in {0, NOT_THERE, NOT_YET}:
-            raise self.error("remove", key, code)
-        return bool(code == 0)
-
-    def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
-        """Return the exception for an error code."""
-        text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {meaning(code)}"
-        return TierFullError(text) if code == _FULL else TierUnavailableError(text)
+        self._joined = True
 
     def _set_up(self) -> None:
         config = self._config
@@ -147,15 +243,43 @@ class Pool:
             self._store = self._new_store()  # for the next attempt
             raise TierError(
                 f"cannot join the pool of {config.url} as {config.hostname} by {config.protocol}:"
-                f" {meaning(code)}; check that the master is running and that url, hostname and protocol are correct"
+                f" {_meaning(code)}; check that the master is running and that url, hostname and protocol are correct"
             )
 
     def _leave(self) -> None:
-        if self._is_own:
-            self._store.close()
+        if self._joined:
+            self._joined = False
+            self._store.unregister_buffer(self._arena.address)
+            if self._is_own:
+                self._store.close()
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         return [self._config.prefix + key.hex() for key in keys]
+
+    async def _keep_joining(self, attempt: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                await attempt
+            except TierError as error:
+                self._logger.report("join", "the mooncake tier has not joined the pool yet: %s", error)
+            except Exception as error:  # noqa: BLE001 - no free thread now; the next attempt may have one
+                cause = type(error).__name__
+                self._logger.report(cause, "the mooncake tier has not joined the pool yet: %r", error)
+            else:
+                self._logger.log(
+                    logging.INFO, "joined", "the mooncake tier has joined the pool of %s", self._config.url
+                )
+                return
+            await asyncio.sleep(_PAUSE_S)
+            attempt = asyncio.ensure_future(self._join())
+
+
+async def _cancel(task: asyncio.Future[None]) -> None:
+    """Cancel the task and wait for its end."""
+    task.cancel()
+    await wait_done(task)
+    if not task.cancelled():
+        task.exception()  # retrieved, so that asyncio does not log it
 
 
 def _engine() -> Any:
@@ -189,6 +313,6 @@ def _advice(failure: str) -> str:
     return f"install {' '.join(needed or dict.fromkeys(_PACKAGES.values()))} (package names of Debian and Ubuntu)"
 
 
-def meaning(code: int) -> str:
+def _meaning(code: int) -> str:
     """Return the description of an error code."""
     return f"{_MEANINGS.get(code, 'unknown error of the engine')} (code {code})"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.mooncake.client import Client
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
@@ -47,7 +46,7 @@ class MooncakeTier(Tier):
         self._config = config
         self._store = store
         self._arena: Arena | None = None
-        self._opened: Client | None = None
+        self._opened: Pool | None = None
         self._corrupt: collections.Counter[str] = collections.Counter()
         self._calls = Calls()
 
@@ -66,8 +65,8 @@ class MooncakeTier(Tier):
         return (await self.contains_many([key]))[0]
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        with self._call() as client:
-            return await client.contains(keys) if keys else []
+        with self._call() as pool:
+            return await pool.contains(keys) if keys else []
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         return [*await self.contains_many(keys), False].index(False)
@@ -77,14 +76,14 @@ class MooncakeTier(Tier):
         return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        with self._call() as client, read_results(len(keys)) as results:
+        with self._call() as pool, read_results(len(keys)) as results:
             try:
-                stored = await client.contains(keys) if keys else []
+                stored = await pool.contains(keys) if keys else []
             except TierError as error:
                 return [error] * len(keys)
 
             async def get(positions: Sequence[int]) -> None:
-                await self._get_batch(client, keys, positions, allocate, results)
+                await self._get_batch(pool, keys, positions, allocate, results)
 
             for positions in _rounds(keys, [i for i, present in enumerate(stored) if present]):
                 await self._in_batches(positions, get, results)
@@ -97,21 +96,21 @@ class MooncakeTier(Tier):
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
-        with self._call() as client:
+        with self._call() as pool:
 
             async def put(positions: Sequence[int]) -> None:
                 keys = [items[position][0] for position in positions]
-                codes = await client.put(keys, [items[position][1] for position in positions])
+                codes = await pool.put(keys, [items[position][1] for position in positions])
                 for position, key, code in zip(positions, keys, codes, strict=True):
-                    results[position] = client.pool.error("put", key, code) if code else None
+                    results[position] = pool.error("put", key, code) if code else None
 
             for positions in _rounds([key for key, _ in items], range(len(items))):
                 await self._in_batches(positions, put, results)
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
-        with self._call() as client:
-            return await client.remove(key)
+        with self._call() as pool:
+            return await pool.remove(key)
 
     def statistics(self) -> TierStatistics:
         """Return the counts of corrupt records. Only the master knows the number and size of records."""
@@ -126,13 +125,13 @@ class MooncakeTier(Tier):
         """
         if self._arena is None:
             raise TierClosedError("the mooncake tier needs bind(arena) before it is opened")
-        client = Client(Pool(self._config, self._store), self._arena, self._config.threads)
+        pool = Pool(self._config, self._arena, self._store)
         try:
-            await client.open()
+            await pool.open()
         except BaseException:
-            await client.aclose()
+            await pool.aclose()
             raise
-        self._opened = client
+        self._opened = pool
         return self
 
     async def __aexit__(
@@ -141,14 +140,14 @@ class MooncakeTier(Tier):
         """Leave the pool after running calls have ended. Records in segments of other processes stay."""
         if self._opened is None:
             return
-        client = self._opened
+        pool = self._opened
         self._opened = None
         await self._calls.wait_ended()
-        await client.aclose()
+        await pool.aclose()
 
     async def _get_batch(
         self,
-        client: Client,
+        pool: Pool,
         keys: Sequence[ChunkKey],
         positions: Sequence[int],
         allocate: Allocate,
@@ -166,24 +165,24 @@ class MooncakeTier(Tier):
             if not leased:
                 return
             asked = [keys[position] for position in leased]
-            answers = await client.get(asked, list(leased.values()))
+            answers = await pool.get(asked, list(leased.values()))
             for position, key, answer in zip(tuple(leased), asked, answers, strict=True):
                 if answer > 0:
                     leased[position].resize(answer)
                     results[position] = leased.pop(position)
                 elif answer in {0, TOO_LONG}:
-                    await self._reject_length(client, key)
+                    await self._reject_length(pool, key)
                 elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
-                    results[position] = client.pool.error("get", key, answer)
+                    results[position] = pool.error("get", key, answer)
         finally:
             for buffer in leased.values():
                 buffer.release()
 
-    async def _reject_length(self, client: Client, key: ChunkKey) -> None:
+    async def _reject_length(self, pool: Pool, key: ChunkKey) -> None:
         """Count a record of an invalid length as corrupt, and try to remove it. It is a miss."""
         self._corrupt["length"] += 1
         with contextlib.suppress(TierError):
-            await client.remove(key)
+            await pool.remove(key)
 
     async def _in_batches(
         self,
@@ -217,7 +216,7 @@ class MooncakeTier(Tier):
                     group.create_task(worker())
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Client]:
+    def _call(self) -> Iterator[Pool]:
         """Provide the client, which is not closed before the block ends."""
         if self._opened is None:
             raise TierClosedError(f"the mooncake tier of {self._config.url} is not open")

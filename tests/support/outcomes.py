@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
@@ -32,3 +34,9 @@ def outcome(number: int, result: Buffer | TierError | None) -> str:
     with result:
         check_record(result, number)
     return "hit"
+
+
+async def until_hit(tier: Tier, arena: Arena, allocate: Allocate, number: int = 1) -> None:
+    """Put and get a chunk until it is stored and is a hit."""
+    while await put(tier, arena, number) != [None] or await get(tier, allocate, number) != ["hit"]:
+        await asyncio.sleep(0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake import MooncakeConfig, MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.conformance.base import TierRig, in_time
@@ -18,7 +17,6 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.support import outcomes
 from tests.support.mooncake_pool import MooncakePool, make_config, replace
 
 if TYPE_CHECKING:
@@ -52,33 +50,56 @@ class TestMooncakeTier(TierConformance):
         return replace(tier._store, tier.config.prefix + key.hex(), edit)
 
 
+class Store:
+    """Mooncake's client, whose calls a test can replace or hold."""
+
+    def __init__(self, client: MooncakeDistributedStore) -> None:
+        self._client = client
+        self.order: list[str] = []
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def note(self, verb: str, *, held: bool = False) -> None:
+        """Record the begin and the end of calls; `held` ones do not begin before `gate` is set."""
+        real = getattr(self._client, verb)
+
+        def call(*arguments: object, **options: object) -> object:
+            self.order.append(f"{verb} begins")
+            if held:
+                self.begun.set()
+                assert self.gate.wait(30)
+            result = real(*arguments, **options)
+            self.order.append(f"{verb} ends")
+            return result
+
+        setattr(self, verb, call)
+
+
 @pytest.fixture
-async def opened(
-    config: MooncakeConfig, client: MooncakeDistributedStore, arena: Arena
-) -> AsyncIterator[MooncakeTier]:
-    tier = MooncakeTier(config, store=client)
+def store(client: MooncakeDistributedStore) -> Store:
+    return Store(client)
+
+
+@pytest.fixture
+async def opened(config: MooncakeConfig, store: Store, arena: Arena) -> AsyncIterator[MooncakeTier]:
+    tier = MooncakeTier(config, store=store)
     tier.bind(arena)
     async with tier:
         yield tier
 
 
 async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
-    opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+    opened: MooncakeTier, store: Store, client: MooncakeDistributedStore, arena: Arena, allocate: Allocate
 ) -> None:
-    pool = opened._opened.pool
     given: list[int] = []
-    put_real, get_real = pool.put, pool.get
 
-    def noted_put(keys, buffers):
-        given.extend(buffer.address for buffer in buffers)
-        return put_real(keys, buffers)
+    def noted(call: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        return lambda names, addresses, *more: given.extend(addresses) or call(names, addresses, *more)
 
-    def noted_get(keys, buffers):
-        given.extend(buffer.address for buffer in buffers)
-        return get_real(keys, buffers)
-
-    monkeypatch.setattr(pool, "put", noted_put)
-    monkeypatch.setattr(pool, "get", noted_get)
+    store.batch_put_from = noted(client.batch_put_from)
+    store.batch_get_into = noted(client.batch_get_into)
     with record(arena, 1) as buffer:
         await opened.put(key_of(1), buffer)
         got = await opened.get(key_of(1), allocate)
@@ -89,111 +110,49 @@ async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
 
 
 async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
-    opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+    opened: MooncakeTier, store: Store, arena: Arena, allocate: Allocate
 ) -> None:
     await TierRig(opened, arena).put(*range(3))
-    pool = opened._opened.pool
-    begun, gate, real = threading.Event(), threading.Event(), pool.get
-
-    def parked(*arguments):
-        begun.set()
-        assert gate.wait(30)
-        return real(*arguments)
-
-    monkeypatch.setattr(pool, "get", parked)
+    store.note("batch_get_into", held=True)
     reading = asyncio.ensure_future(opened.get_many([key_of(number) for number in range(3)], allocate))
-    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.to_thread(store.begun.wait, 30)
     for _ in range(3):
         reading.cancel()
         await turns(5)
     assert not reading.done()
     assert arena.statistics().leased_slabs > 0
-    gate.set()
+    store.gate.set()
     await in_time(asyncio.wait({reading}))
 
     assert reading.cancelled()
     await TierRig(opened, arena).check_leases()
 
 
-async def test_what_one_client_puts_another_finds(
-    opened: MooncakeTier, config: MooncakeConfig, arena: Arena, allocate: Allocate
-) -> None:
-    other_arena = Arena(8 * arena.slab_bytes, arena.slab_bytes, huge_pages=False, prefault=False)
-    other = MooncakeTier(config)
-    other.bind(other_arena)
-    async with other:
-        await TierRig(opened, arena).put(1)
-        got = await other.get(key_of(1), lambda nbytes: other_arena.lease(nbytes, timeout_s=5))
-        assert isinstance(got, Buffer)
-        got.release()
-        assert await other.remove(key_of(1))
-        assert not await opened.contains(key_of(1))
-    other_arena.close()
-
-
-async def test_chunks_that_a_batch_names_twice_are_stored_and_read_twice(
-    opened: MooncakeTier, arena: Arena, allocate: Allocate
-) -> None:
-    assert await outcomes.put(opened, arena, 1, 2, 1, 1) == [None] * 4
-    TierRig(opened, arena).scribble()
-
-    assert await outcomes.get(opened, allocate, 1, 1, 2, 3, 1, 2, 3) == [
-        *["hit"] * 3,
-        "miss",
-        *["hit"] * 2,
-        "miss",
-    ]
-    assert await opened.contains_many([key_of(number) for number in (1, 3, 1, 2)]) == [
-        True,
-        False,
-        True,
-        True,
-    ]
-
-
 @pytest.mark.parametrize("code", [-704, -703], ids=["removed", "being put anew"])
 async def test_a_record_that_went_between_lookup_and_read_is_a_miss(
-    opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, code: int
+    opened: MooncakeTier, store: Store, arena: Arena, allocate: Allocate, code: int
 ) -> None:
     await TierRig(opened, arena).put(1)
-    monkeypatch.setattr(opened._opened.pool, "get", lambda keys, *_: [code] * len(keys))
+    store.batch_get_into = lambda names, *_: [code] * len(names)
 
     assert await opened.get(key_of(1), allocate) is None
 
 
-@pytest.mark.parametrize("moving", ["get", "put"])
+@pytest.mark.parametrize("moving", ["batch_get_into", "batch_put_from"])
 async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_removed(
-    opened: MooncakeTier, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, moving: str
+    opened: MooncakeTier, store: Store, arena: Arena, moving: str
 ) -> None:
     """Its place in the pool is another record's as soon as it is removed."""
     await TierRig(opened, arena).put(1)
-    pool = opened._opened.pool
-    order: list[str] = []
-    begun, gate = threading.Event(), threading.Event()
-
-    def noted(verb: str, is_parked: bool) -> None:
-        real = getattr(pool, verb)
-
-        def call(*arguments):
-            order.append(f"{verb} begins")
-            if is_parked:
-                begun.set()
-                assert gate.wait(30)
-            result = real(*arguments)
-            order.append(f"{verb} ends")
-            return result
-
-        monkeypatch.setattr(pool, verb, call)
-
-    noted(moving, is_parked=True)
-    noted("remove", is_parked=False)
-    move = TierRig(opened, arena).holds(1) if moving == "get" else TierRig(opened, arena).put(1)
-    moved = asyncio.ensure_future(move)
-    await asyncio.to_thread(begun.wait, 30)
+    store.note(moving, held=True)
+    store.note("remove")
+    rig = TierRig(opened, arena)
+    moved = asyncio.ensure_future(rig.holds(1) if moving == "batch_get_into" else rig.put(1))
+    await asyncio.to_thread(store.begun.wait, 30)
     removed = asyncio.ensure_future(opened.remove(key_of(1)))
     await turns(5)
-    gate.set()
+    store.gate.set()
     await in_time(asyncio.gather(moved, removed))
 
-    assert order == [f"{moving} begins", f"{moving} ends", "remove begins", "remove ends"]
+    assert store.order == [f"{moving} begins", f"{moving} ends", "remove begins", "remove ends"]
     assert await removed

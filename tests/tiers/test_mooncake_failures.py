@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,13 +15,14 @@ import uvloop
 from lmcache_async.errors import TierClosedError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.mooncake import MooncakeTier
-from lmcache_async.plugins.mooncake.client import Client
+from lmcache_async.plugins.mooncake.pool import Pool
 from lmcache_async.testing.conformance.base import TierRig
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate, Tier
+from lmcache_async.tiers.base import Allocate
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
-from tests.support.outcomes import get, outcome, put
+from tests.support.outcomes import get, put, until_hit
 from tests.support.tiers import handle_of
+from tests.support.traffic import Traffic
 
 # Mooncake's own threads do what the tier awaits; the event loop has no part in it.
 pytestmark = pytest.mark.one_loop
@@ -47,12 +47,6 @@ def bound_tier(pool: MooncakePool, arena: Arena, **options: object) -> MooncakeT
     return tier
 
 
-async def until(tier: Tier, arena: Arena, allocate: Allocate, number: int = 1) -> None:
-    """Until it is stored and is a hit."""
-    while await put(tier, arena, number) != [None] or await get(tier, allocate, number) != ["hit"]:
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(
     ("kill", "restart"),
     [(kill_store, MooncakePool.start_segment), (kill_master, MooncakePool.start_master)],
@@ -65,48 +59,19 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
     kill: Callable[[MooncakePool], None],
     restart: Callable[[MooncakePool], None],
 ) -> None:
-    slowest = 0.0
-    seen: set[str] = set()
-    ended = asyncio.Event()
-
-    async def traffic(number: int) -> None:
-        nonlocal slowest
-        while not ended.is_set():
-            number += 1
-            start = time.monotonic()
-            with record(arena, number) as buffer:
-                try:
-                    answers = await tier.put([(key_of(number), buffer)])
-                    seen.update("drop" for answer in answers if answer is not None)
-                    [result] = await tier.get([key_of(number)], allocate)
-                    seen.add(outcome(number, result))  # checks a hit's bytes
-                except TierUnavailableError:  # late
-                    seen.update({"drop", "TierUnavailableError"})
-            slowest = max(slowest, time.monotonic() - start)
-            await asyncio.sleep(0)
-
-    async def seen_again(*what: str) -> None:
-        seen.difference_update(what)
-        while not seen.issuperset(what):
-            await asyncio.sleep(0)
-
     async with bound_tier(pool, arena) as inner:
         tier = handle_of(inner, timeout_s=DEADLINE_S)
-        async with asyncio.TaskGroup() as group:
-            try:
-                for first in range(3):
-                    group.create_task(traffic(1000_000 * first))
-                await seen_again("hit")
-                kill(pool)
-                await seen_again("drop")
-                restart(pool)
-                await seen_again("hit")
-            finally:
-                ended.set()
+        traffic = Traffic(tier.put, tier.get, arena, allocate)
+        async with traffic.running():
+            await traffic.seen_again("hit")
+            kill(pool)
+            await traffic.seen_again("drop")
+            restart(pool)
+            await traffic.seen_again("hit")
         assert await tier.drain(timeout_s=20)
         await TierRig(inner, arena).check_leases()
-    assert seen <= {"hit", "miss", "drop", "TierUnavailableError"}
-    assert slowest < 2 * DEADLINE_S + SLACK_S
+    assert traffic.seen <= {"hit", "miss", "drop", "TierUnavailableError"}
+    assert traffic.slowest_s < 2 * DEADLINE_S + SLACK_S
 
 
 async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
@@ -115,7 +80,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
     for name, value in HASTE.items():
         monkeypatch.setenv(name, value)
     async with bound_tier(pool, arena) as tier:
-        await until(tier, arena, allocate)
+        await until_hit(tier, arena, allocate)
         pool.signal_segment(signal.SIGSTOP)
         try:
             reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
@@ -134,7 +99,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
                 buffer.view[:] = b"\xaa" * buffer.nbytes
         finally:
             pool.signal_segment(signal.SIGCONT)
-        await until(tier, arena, allocate)  # in the one that is left
+        await until_hit(tier, arena, allocate)  # in the one that is left
 
         assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
         for buffer in taken:
@@ -147,7 +112,7 @@ async def test_a_master_that_hangs_is_given_up(
     for name, value in HASTE.items():
         monkeypatch.setenv(name, value)
     async with bound_tier(pool, arena) as tier:
-        await until(tier, arena, allocate)
+        await until_hit(tier, arena, allocate)
         pool.signal_master(signal.SIGSTOP)
         try:
             with pytest.raises(TierUnavailableError, match="the master did not answer in time"):
@@ -156,7 +121,7 @@ async def test_a_master_that_hangs_is_given_up(
                 await tier.put(key_of(2), buffer)
         finally:
             pool.signal_master(signal.SIGCONT)
-        await until(tier, arena, allocate)
+        await until_hit(tier, arena, allocate)
 
 
 async def test_a_store_that_hangs_does_not_hold_up_lookups(
@@ -165,7 +130,7 @@ async def test_a_store_that_hangs_does_not_hold_up_lookups(
     for name, value in HASTE.items():
         monkeypatch.setenv(name, value)
     async with bound_tier(pool, arena, threads=1) as tier:
-        await until(tier, arena, allocate)
+        await until_hit(tier, arena, allocate)
         pool.signal_segment(signal.SIGSTOP)
         try:
             reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
@@ -193,7 +158,7 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(
                 with pytest.raises(TierUnavailableError, match="has not been joined yet"):
                     await tier.contains(key_of(1))
                 pool.start()
-                await until(tier, arena, allocate)
+                await until_hit(tier, arena, allocate)
         assert "has joined the pool" in caplog.text
     finally:
         pool.stop()
@@ -207,18 +172,18 @@ async def test_joining_goes_on_after_an_unexpected_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = MooncakePool(tmp_path, 16 << 20)
-    join, attempts = Client._join, itertools.count()
+    join, attempts = Pool._join, itertools.count()
 
-    async def fail_the_second_time(client: Client) -> None:
+    async def fail_the_second_time(pool: Pool) -> None:
         if next(attempts) == 1:
             raise RuntimeError("can't start new thread")
-        await join(client)
+        await join(pool)
 
-    monkeypatch.setattr(Client, "_join", fail_the_second_time)
+    monkeypatch.setattr(Pool, "_join", fail_the_second_time)
     try:
         async with bound_tier(pool, arena) as tier:
             pool.start()
-            await until(tier, arena, allocate)
+            await until_hit(tier, arena, allocate)
         assert "can't start new thread" in caplog.text
     finally:
         pool.stop()

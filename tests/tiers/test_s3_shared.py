@@ -28,16 +28,6 @@ def tier(s3_server: S3Server, arena: Arena) -> S3Tier:
     return tier
 
 
-async def test_what_one_puts_another_finds(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
-    other = S3Tier(tier.config)
-    async with tier, other:
-        await TierRig(tier, arena).put(1)
-        assert await TierRig(other, arena).holds(1)
-        assert await other.remove(key_of(1))
-
-        assert not await tier.contains(key_of(1))
-
-
 async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier: S3Tier, arena: Arena) -> None:
     store = open_store(tier.config)
     foreign = ["readme", "00/readme", f"ab/{key_of(1).hex()}", f"{name_of(key_of(1))}.tmp"]

@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.errors import TierClosedError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.conformance import TierConformance
-from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
 from tests.support.valkey_tls import Authority, tls_before
@@ -63,19 +59,6 @@ class TestOverAUnixSocket(ValkeyConformance):
     def tier(self, server: Server) -> ValkeyTier:
         self._server = server
         return ValkeyTier(config(server.url))
-
-    async def test_it_says_when_it_is_not_open(
-        self, tier: ValkeyTier, arena: Arena, allocate: Allocate
-    ) -> None:
-        with record(arena, 1) as buffer:
-            with pytest.raises(TierClosedError):
-                await tier.put(key_of(1), buffer)
-            async with tier:
-                await tier.put(key_of(1), buffer)
-            with pytest.raises(TierClosedError):
-                await tier.put(key_of(1), buffer)
-        with pytest.raises(TierClosedError):
-            await tier.get(key_of(1), allocate)
 
 
 @pytest.mark.one_loop

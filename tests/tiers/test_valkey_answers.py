@@ -12,10 +12,8 @@ from lmcache_async.errors import ConfigError, TierError, TierFullError, TierUnav
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
-from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.support.daemons import WAITS
 from tests.support.outcomes import get, put
 from tests.support.valkey_servers import Server, free_port, running
 from tests.support.valkey_tls import Authority, tls_before
@@ -119,41 +117,17 @@ async def test_a_full_server_drops_and_counts(arena: Arena, allocate: Allocate) 
             assert await put(tier, arena, taken) == [None]
 
 
-async def test_an_engine_over_a_full_server_counts_drops_by_cause() -> None:
-    with running("--maxmemory", "1kb", "--maxmemory-policy", "noeviction") as server:
-        rig = Rig()
-        tiers = [{"name": "valkey", "url": server.url, "layers": [], **WAITS}]
-        async with rig.open(tiers=tiers) as engine:
-            report = await engine.store(list(range(32)), list(range(32)))
-            assert await engine.flush(timeout_s=10)
-            assert report.dropped == {"TierFullError": 4}
-            assert report.stored == 0
-
-
-async def test_a_server_that_evicts_costs_old_records(arena: Arena, allocate: Allocate) -> None:
-    with running("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
-        async with ValkeyTier(config(server.url)) as tier:
-            for number in range(600):
-                assert await put(tier, arena, number) == [None]
-            assert await get(tier, allocate, 599) == ["hit"]
-            assert set(await get(tier, allocate, *range(16))) <= {"hit", "miss"}
-            assert not all([await tier.contains(key_of(number)) for number in range(600)])
-
-
-async def test_records_expire(server: Server, arena: Arena) -> None:
-    settings = config(server.url, ttl_s=86.4)
+@pytest.mark.parametrize(("ttl_s", "least", "most"), [(86.4, 80_000, 86_400), (None, -1, -1)])
+async def test_records_expire_after_the_given_time_or_never(
+    server: Server, arena: Arena, ttl_s: float | None, least: int, most: int
+) -> None:
+    settings = config(server.url, ttl_s=ttl_s)
     async with ValkeyTier(settings) as tier:
         await put(tier, arena, 1)
+
     left = server.ask("PTTL", settings.key_prefix + key_of(1).hex())
     assert isinstance(left, int)
-    assert 80_000 < left <= 86_400
-
-
-async def test_records_do_not_expire_by_default(server: Server, arena: Arena) -> None:
-    settings = config(server.url)
-    async with ValkeyTier(settings) as tier:
-        await put(tier, arena, 1)
-    assert server.ask("PTTL", settings.key_prefix + key_of(1).hex()) == -1
+    assert least <= left <= most
 
 
 async def test_a_value_longer_than_any_record_is_a_miss_and_removed(

@@ -44,31 +44,17 @@ def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "url is missing"),
-        ({"url": "host:6379"}, "url: expected a URL such as valkey://host:6379"),
         ({"url": "http://host"}, "expected a URL such as valkey"),
-        ({"url": "valkey://"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "valkey://host:port"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "valkey://host:99999"}, "expected name, name:port or [address]:port for each host"),
-        ({"url": "valkey://host/db"}, "number of a database"),
         ({"url": "valkey://host?timeout=3"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "unix://"}, "expected the path of a socket"),
-        ({"url": "unix://relative/path"}, "expected the path of a socket"),
-        ({"url": "redis://me:geheim@host"}, "no password in the URL"),
         ({"url": "redis://:geheim@host"}, "no password in the URL"),
         ({"url": "redis://:ge/he@im@host"}, "expected"),
-        ({"url": "valkey://a,b"}, "several hosts: set mode to cluster or sentinel"),
-        ({"url": "valkey://a/1", "mode": "cluster"}, "a cluster has only database 0"),
-        ({"url": "unix:///s", "mode": "cluster"}, "the URL is a Unix socket"),
-        ({"url": "valkey-sentinel://a", "mode": "single"}, "the URL is of Sentinels"),
-        ({"url": "valkeys://a", "tls": "no"}, "the URL selects TLS, but tls is false"),
-        ({"url": "valkey://a", "tls_ca_file": "/ca"}, "tls_ca_file: it has no effect without TLS"),
         (
             {"url": "valkey://a", "tls": False, "tls_key_file": "/k"},
             "tls_key_file: it has no effect without TLS",
         ),
-        ({"url": "valkey://x@a", "username": "y"}, "contain different users"),
-        ({"url": "valkey://a", "mode": "clustr"}, "did you mean cluster?"),
         (
             {"url": "valkey://a", "password": "geheim"},
             "there is no key password; did you mean password_file?",
@@ -77,10 +63,6 @@ def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int)
             {"url": "valkey://a", "password_variable": "geheim!"},
             "expected the name of an environment variable",
         ),
-        ({"url": "valkey://a", "password_variable": "A", "password_file": "/x"}, "are both set"),
-        ({"url": "valkey://a", "key_prefix": "{kv}"}, "without braces"),
-        ({"url": "valkey://a", "ttl_s": 0}, "a number of seconds above 0"),
-        ({"url": "valkey://a", "connections": 65}, "connections is 65"),
     ],
 )
 def test_wrong_options_are_told_with_the_reason(options: dict[str, object], told: str) -> None:
@@ -100,34 +82,19 @@ def test_what_is_not_given_follows_from_the_url() -> None:
     assert (single.effective_mode, single.encrypted, single.ttl_s) == ("single", True, 86400)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"password_file": "FOLDER/none"}, "password_file: FOLDER/none cannot be read: No such file"),
-        ({"password_file": "FOLDER/open"}, "chmod 600"),
-        ({"password_file": "FOLDER/empty"}, "is empty"),
-        ({"password_variable": "NOT_SET_HERE"}, "the variable NOT_SET_HERE is not set"),
-        ({"username": "kv"}, "username is 'kv' without a password: set password_file"),
-        ({"sentinel_username": "kv"}, "set sentinel_password_file"),
-        ({"tls": True, "tls_ca_file": "FOLDER/open"}, "tls_ca_file: FOLDER/open cannot be used"),
-        ({"tls": True, "tls_cert_file": "FOLDER/none"}, "tls_cert_file: FOLDER/none"),
-    ],
-)
-def test_files_that_cannot_be_used_stop_the_start(
-    tmp_path: Path, options: dict[str, object], told: str
-) -> None:
-    (tmp_path / "open").write_text("geheim")
-    (tmp_path / "open").chmod(0o644)
-    (tmp_path / "empty").touch(mode=0o600)
-    given = {
-        name: value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
-        for name, value in options.items()
-    }
-    with pytest.raises(ConfigError) as caught:
-        ValkeyTier(ValkeyConfig.model_validate({"url": "valkey://a", **given}))
+def test_a_password_that_others_may_read_stops_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "open"
+    file.write_text("geheim")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        ValkeyTier(ValkeyConfig(url="valkey://a", password_file=file))
 
-    assert told.replace("FOLDER", str(tmp_path)) in str(caught.value)
     assert "geheim" not in str(caught.value)
+
+
+def test_a_user_of_the_sentinels_without_a_password_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="set sentinel_password_file"):
+        ValkeyTier(ValkeyConfig(url="valkey://a", sentinel_username="kv"))
 
 
 @pytest.mark.parametrize("name", ["valkey", "redis"])

@@ -24,7 +24,8 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.support.outcomes import get, outcome, put
+from tests.support.outcomes import get, put, until_hit
+from tests.support.traffic import Traffic
 from tests.support.valkey_servers import (
     Server,
     ServerCluster,
@@ -55,44 +56,17 @@ def cluster() -> Iterator[ServerCluster]:
 async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(
     server: Server, arena: Arena, allocate: Allocate
 ) -> None:
-    slowest = 0.0
-    seen: set[str] = set()
-    ended = asyncio.Event()
-
-    async def traffic(first: int) -> None:
-        nonlocal slowest
-        number = first
-        while not ended.is_set():
-            start = time.monotonic()
-            with record(arena, number) as buffer:
-                answers = await tier.put_many([(key_of(number), buffer)])
-            results = await tier.get_many([key_of(number)], allocate)
-            slowest = max(slowest, time.monotonic() - start)
-            seen.add(outcome(number, results[0]))  # checks a hit's bytes
-            seen.update("drop" for answer in answers if answer is not None)
-            number = first + (number + 3) % 300
-            await asyncio.sleep(0)
-
-    async def seen_again(what: str) -> None:
-        seen.discard(what)
-        while what not in seen:
-            await asyncio.sleep(0)
-
-    async with ValkeyTier(config(server.tcp_url)) as tier, asyncio.TaskGroup() as group:
-        try:
-            for first in range(3):
-                group.create_task(traffic(1000 * first))
+    async with ValkeyTier(config(server.tcp_url)) as tier:
+        traffic = Traffic(tier.put_many, tier.get_many, arena, allocate)
+        async with traffic.running():
             for _ in range(3):
-                await seen_again("hit")
+                await traffic.seen_again("hit")
                 server.kill()
-                await seen_again("drop")
-                await seen_again("TierUnavailableError")
+                await traffic.seen_again("drop", "TierUnavailableError")
                 server.start()
-                await seen_again("hit")
-        finally:
-            ended.set()
-    assert seen <= {"hit", "miss", "drop", "TierUnavailableError"}
-    assert slowest < 20 + SLACK_S
+                await traffic.seen_again("hit")
+    assert traffic.seen <= {"hit", "miss", "drop", "TierUnavailableError"}
+    assert traffic.slowest_s < 20 + SLACK_S
 
 
 VERBS = {
@@ -182,8 +156,7 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(
         finally:
             cluster.servers[0].start()
             cluster.wait_whole()
-        assert await _until_stored(tier, arena, lost[0])
-        assert await get(tier, allocate, lost[0]) == ["hit"]
+        await until_hit(tier, arena, allocate, lost[0])
 
 
 async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
@@ -211,12 +184,6 @@ async def test_a_node_that_hangs_holds_the_others_up_once(
         finally:
             cluster.servers[0].signal(signal.SIGCONT)
             cluster.wait_whole()
-
-
-async def _until_stored(tier: ValkeyTier, arena: Arena, number: int) -> bool:
-    while (await put(tier, arena, number)) != [None]:
-        await asyncio.sleep(0)
-    return True
 
 
 @pytest.mark.one_loop
@@ -275,8 +242,8 @@ async def test_a_new_master_is_found_by_sentinel(server: Server, arena: Arena, a
             assert server.ask("DBSIZE") == 2
             wait_until(lambda: replica.ask("DBSIZE") == 2)
             server.kill()
-            assert await _until_stored(tier, arena, 3)
-            assert await get(tier, allocate, 1, 2, 3) == ["hit"] * 3
+            await until_hit(tier, arena, allocate, 3)
+            assert await get(tier, allocate, 1, 2) == ["hit"] * 2
             assert replica.ask("ROLE")[0] == b"master"
 
 
