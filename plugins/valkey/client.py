@@ -30,10 +30,7 @@ _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -> list[Reply | TierError]:
     """Send the command for each name, in one message per node, to all nodes concurrently.
 
-    The result of each name of a failed node is the error of the node.
-
-    Raises:
-        TierUnavailableError: The nodes are unknown.
+    The result of each name of a failed node is the error of the node. Raise TierError if no node is known.
     """
     answers: list[Reply | TierError] = [None] * len(names)
     routes: dict[tuple[Node, bool], list[int]] = {}  # positions by node and whether ASKING is required
@@ -82,11 +79,7 @@ async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -
 async def run_at_node(
     topology: Topology, node: Node, name: bytes, run: Callable[[Connection], Awaitable[T | ErrorReply]]
 ) -> T:
-    """Run a command for the name on a connection to its node, and follow redirects.
-
-    Raises:
-        TierError: The node failed or refused.
-    """
+    """Run a command for the name on a connection to its node, and follow redirects."""
     asking = False
     for _ in range(MAX_REDIRECTS):
         try:
@@ -112,8 +105,7 @@ def _redirected_too_often() -> TierError:
 async def scan(topology: Topology, prefix: bytes) -> AsyncGenerator[list[ChunkKey], None]:
     """Yield the keys under the prefix in batches. A key may be yielded twice.
 
-    Raises:
-        TierError: A node failed; raised after the other nodes were listed.
+    If a node fails, TierError is raised after the other nodes were listed.
     """
     failed: TierError | None = None
     for node in await topology.masters():

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierError, TierUnavailableError
@@ -28,28 +29,18 @@ _KEEPALIVE_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Settings of connections to servers of one kind.
-
-    Attributes:
-        config: Options of the tier.
-        auth: The AUTH command; empty without a password.
-        tls: None for connections without encryption.
-        kind: `valkey` or `sentinel`.
-    """
+    """Settings of connections to servers of one kind."""
 
     config: ValkeyConfig
-    auth: tuple[bytes, ...] = field(repr=False)
-    tls: ssl.SSLContext | None
-    kind: str = "valkey"
+    auth: tuple[bytes, ...] = field(repr=False)  # the AUTH command; empty without a password
+    tls: ssl.SSLContext | None  # None for connections without encryption
+    kind: Literal["valkey", "sentinel"] = "valkey"
 
 
 class Node:
     """Connections to one server, opened on demand and reused.
 
-    Args:
-        endpoint: The server.
-        access: Settings of connections.
-        on_failure: Called if the server could not be reached or did not answer.
+    `on_failure` is called if the server could not be reached or did not answer.
     """
 
     def __init__(self, endpoint: Endpoint, access: Access, on_failure: Callable[[], None]) -> None:
@@ -79,11 +70,7 @@ class Node:
         return self._failure is not None
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
-        """Send commands on the shared connection and return their replies.
-
-        Raises:
-            TierUnavailableError: They were not received in time. The connection is aborted.
-        """
+        """Send commands on the shared connection and return their replies. If they are late, it is aborted."""
         line: Connection | None = None
         try:
             async with deadline(self._config.lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):

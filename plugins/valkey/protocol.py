@@ -60,20 +60,10 @@ def _strings(arguments: Iterable[bytes]) -> bytes:
 def parse_reply(
     data: bytearray, start: int, stop: int, *, record: bool = False, depth: int = 0
 ) -> tuple[Reply, int] | None:
-    """Parse the reply at `start`.
+    """Parse the reply at `start`; return it with its end, or None if it is incomplete.
 
-    Args:
-        data: Received bytes.
-        start: Start of the reply.
-        stop: End of the received bytes.
-        record: Parse only the header of a string, whose length is the result.
-        depth: Number of lists around the reply.
-
-    Returns:
-        The reply and its end; None if it is incomplete.
-
-    Raises:
-        ProtocolError: The bytes are not a reply, or the reply is too large.
+    With `record`, parse only the header of a string, whose length is the result. Raise ProtocolError if the bytes
+    are not a reply, or if it is too large.
     """
     line = _find_line(data, start, stop)
     if line is None:
@@ -199,11 +189,7 @@ class Reader:
         return memoryview(self._small)[self._stop :]
 
     def received(self, nbytes: int) -> None:
-        """Process bytes received into the last buffer.
-
-        Raises:
-            ProtocolError: The bytes do not answer the commands.
-        """
+        """Process bytes received into the last buffer. Raise ProtocolError if they do not answer the commands."""
         if self._body is not None:
             self._fill(nbytes)
             return
@@ -211,11 +197,7 @@ class Reader:
         self._take()
 
     def take_record(self, memory: memoryview) -> asyncio.Future[None]:
-        """Provide the memory for the record; ends `paused`. Return a future of its end.
-
-        Raises:
-            ProtocolError: As for `received`.
-        """
+        """Provide the memory for the record; ends `paused`. Return a future of its end. Raises as `received`."""
         self.paused = False
         done = self._record = asyncio.get_running_loop().create_future()
         self._body, self._filled = memory, 0

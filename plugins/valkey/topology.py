@@ -25,19 +25,11 @@ class Topology(ABC):
 
     @abstractmethod
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
-        """Return the node of each name, or the error if it has none.
-
-        Raises:
-            TierUnavailableError: The nodes are unknown.
-        """
+        """Return the node of each name, or the error if it has none. Raise TierError if no node is known."""
 
     @abstractmethod
     async def masters(self) -> list[Node]:
-        """Return all nodes that hold keys.
-
-        Raises:
-            TierUnavailableError: The nodes are unknown.
-        """
+        """Return all nodes that hold keys. Raise TierError if no node is known."""
 
     def follow(self, name: bytes, reply: ErrorReply) -> tuple[Node, bool] | None:
         """Return the node that an error reply redirects to and whether ASKING is required; else None."""
@@ -45,8 +37,10 @@ class Topology(ABC):
         return None
 
     def classify(self, node: Node, error: TierError) -> TierError:
-        """Return the tier's error for an error of a node."""
-        del node
+        """Return the tier's error for an error of a node: of a part of the cluster, if other nodes serve."""
+        others_serve = any(other is not node and not other.failed for other in self._nodes.values())
+        if others_serve and isinstance(error, TierUnavailableError):
+            return TierPartUnavailableError(str(error))
         return error
 
     def note_failure(self) -> None:
@@ -181,12 +175,8 @@ def slot_of(name: bytes) -> int:
 def parse_slots(reply: Reply, asked: Endpoint) -> list[Endpoint | None]:
     """Return the master of each slot from the reply to CLUSTER SLOTS; None for slots without one.
 
-    Args:
-        reply: The reply.
-        asked: The node that sent it, whose host is used for addresses without one.
-
-    Raises:
-        ValueError: The reply has another form.
+    The host of `asked`, which sent the reply, is used for addresses without one. Raise ValueError if the reply
+    has another form.
     """
     table: list[Endpoint | None] = [None] * SLOTS
     for entry in reply if isinstance(reply, list) else [reply]:
@@ -249,31 +239,22 @@ class Cluster(Topology):
                 self._table[slot] = endpoint
         return self.node(endpoint), reply.code == "ASK"
 
-    def classify(self, node: Node, error: TierError) -> TierError:
-        others = (self._nodes.get(endpoint) for endpoint in dict.fromkeys(self._table or ()) if endpoint)
-        others_serve = any(other is not None and other is not node and not other.failed for other in others)
-        if others_serve and isinstance(error, TierUnavailableError):
-            return TierPartUnavailableError(str(error))
-        return error
-
     def note_failure(self) -> None:
         self._stale = True
 
     async def _current(self) -> list[Endpoint | None]:
-        """Return the table of slots, requested again if it may have changed.
-
-        Raises:
-            TierUnavailableError: There is no table yet, and no node sends one.
-        """
-        if self._table is None:
-            async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
-                if self._table is None:
-                    return await self._refresh()
+        """Return the table of slots, requested again if it may have changed."""
         now = asyncio.get_running_loop().time()
-        if self._stale and now >= self._refreshed + REFRESH_S and not self._refreshing.locked():
-            with contextlib.suppress(TierUnavailableError):
-                async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
+        is_due = self._stale and now >= self._refreshed + REFRESH_S and not self._refreshing.locked()
+        if self._table is not None and not is_due:
+            return self._table
+        try:
+            async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
+                if self._table is None or is_due:
                     return await self._refresh()
+        except TierUnavailableError:
+            if self._table is None:
+                raise
         return self._table
 
     async def _refresh(self) -> list[Endpoint | None]:

@@ -13,9 +13,15 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
+import obstore
+from obstore.store import ObjectStore
+
 from lmcache_async.plugins.s3 import S3Config
+from lmcache_async.plugins.s3.bucket import name_of
+from lmcache_async.types import ChunkKey
 
 ACCESS_KEY_ID = "lmcache"
 SECRET_KEY = "only-in-tests-0123456789"
@@ -132,6 +138,12 @@ class S3Server:
         """Send an unsigned request. A gateway that has loaded its access keys rejects it."""
         with contextlib.suppress(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5).close()
+
+
+async def edit_object(store: ObjectStore, key: ChunkKey, edit: Callable[[bytes], bytes]) -> None:
+    """Change a stored record as another client of the bucket would."""
+    content = bytes(await (await obstore.get_async(store, name_of(key))).bytes_async())
+    await obstore.put_async(store, name_of(key), edit(content), use_multipart=False)
 
 
 def _wait_for(call: object, process: subprocess.Popen[bytes]) -> None:

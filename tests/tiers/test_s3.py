@@ -6,16 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-import obstore
 import pytest
 from obstore.store import LocalStore, ObjectStore
 
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.bucket import name_of
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.types import ChunkKey
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import S3Server, edit_object
 
 
 class S3Conformance(TierConformance):
@@ -27,9 +25,7 @@ class S3Conformance(TierConformance):
         return open_store(tier.config)
 
     async def damage(self, tier: S3Tier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
-        store, name = self.store(tier), name_of(key)
-        content = bytes(await (await obstore.get_async(store, name)).bytes_async())
-        await obstore.put_async(store, name, edit(content), use_multipart=False)
+        await edit_object(self.store(tier), key, edit)
         return True
 
 

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-import obstore
 import pytest
 import uvloop
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.bucket import name_of
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import S3Server, edit_object
 from tests.support.thorough import machine_settings
 
 
@@ -39,9 +37,7 @@ class S3Machine(TierMachine):
         return S3Tier(self.config)
 
     async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
-        store, name = open_store(self.config), name_of(key)
-        content = bytes(await (await obstore.get_async(store, name)).bytes_async())
-        await obstore.put_async(store, name, edit(content), use_multipart=False)
+        await edit_object(open_store(self.config), key, edit)
         return True
 
 

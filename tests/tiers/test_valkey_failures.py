@@ -159,6 +159,26 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(
         await until_hit(tier, arena, allocate, lost[0])
 
 
+@pytest.mark.one_loop
+async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_back(
+    cluster: ServerCluster, arena: Arena, allocate: Allocate
+) -> None:
+    settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
+    numbers = [number for [number] in of_each(settings, 1)]
+    async with ValkeyTier(settings) as tier:
+        assert await put(tier, arena, *numbers) == [None] * 3
+        for server in cluster.servers:
+            server.kill()
+        try:
+            while (results := await get(tier, allocate, *numbers)) != ["TierUnavailableError"] * 3:
+                # The first node that failed, while the others seemed well.
+                assert set(results) <= {"TierUnavailableError", "TierPartUnavailableError"}
+        finally:
+            cluster.start_again()
+        for number in numbers:
+            await until_hit(tier, arena, allocate, number)
+
+
 async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
     async for key in tier.keys():
         found.append(key)
