@@ -20,6 +20,7 @@ class Topology(ABC):
 
     def __init__(self, access: Access) -> None:
         self._access = access
+        self._endpoints = access.config.address.endpoints
         self._nodes: dict[Endpoint, Node] = {}
         self._closed = False
 
@@ -90,7 +91,7 @@ class SingleServer(Topology):
         return [await self._find()]
 
     async def _find(self) -> Node:
-        return self.node(self._access.config.address.endpoints[0])
+        return self.node(self._endpoints[0])
 
 
 class SentinelServer(SingleServer):
@@ -101,8 +102,7 @@ class SentinelServer(SingleServer):
 
     def __init__(self, access: Access, sentinel_access: Access) -> None:
         super().__init__(access)
-        endpoints = access.config.address.endpoints
-        self._sentinels = [Node(endpoint, sentinel_access, lambda: None) for endpoint in endpoints]
+        self._sentinels = [Node(endpoint, sentinel_access, lambda: None) for endpoint in self._endpoints]
         self._service = access.config.sentinel_service
         self._master: Node | None = None
         self._lock = asyncio.Lock()
@@ -260,8 +260,7 @@ class Cluster(Topology):
     async def _refresh(self) -> list[Endpoint | None]:
         self._refreshed = asyncio.get_running_loop().time()
         reasons: list[str] = []
-        seeds = self._access.config.address.endpoints
-        nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *seeds])]
+        nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._endpoints])]
         for node in sorted(nodes, key=lambda node: node.suspended):
             try:
                 [reply] = await node.call(encode(b"CLUSTER", b"SLOTS"), 1)
