@@ -20,7 +20,7 @@ from lmcache_async.errors import (
 from lmcache_async.logging import describe
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.tasks import Task, is_ending
-from lmcache_async.pipeline.batch import Batch, Request
+from lmcache_async.pipeline.batch import Batch, Request, Scope
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.stage import StageInfo
 
@@ -80,7 +80,8 @@ class Runner(Generic[Out]):
         Raises:
             LMCacheAsyncError: A stage for whole requests failed, or did not end by the deadline.
         """
-        gate = _Gate(on_copied)
+        copied = _Callback(on_copied)
+        scopes: list[Scope] = []  # of batches that are split, or that a later stage failed to take
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
@@ -93,7 +94,9 @@ class Runner(Generic[Out]):
                         _raise_unexpected(info, error, asyncio.current_task())
                         raise
                     _check_result(info, head)
-            run = _Run[Out](self._split(head), gate)
+                    if isinstance(head, Batch):
+                        scopes.append(head.scope)
+            run = _Run[Out](self._split(head), copied)
             timer = loop.call_at(deadline, run.give_up)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -123,7 +126,9 @@ class Runner(Generic[Out]):
         except TimeoutError as error:
             raise BudgetExceededError(f"no answer from {self.chain!r} in {timeout_s} s") from error
         finally:
-            gate.open()
+            for scope in scopes:
+                scope.close()
+            copied.call()
         return self._results(run)
 
     def _split(self, batch: Batch) -> list[Batch]:
@@ -153,7 +158,7 @@ class Runner(Generic[Out]):
                 if isinstance(value, Batch) and value.scope is not batch.scope:
                     run.scopes[index].append(value.scope)  # the stage created a new scope
                 if info.reads_device:
-                    run.gate.pass_one(index)
+                    run.end_reading(index)
             run.results[index] = value
         except LMCacheAsyncError as error:
             run.results[index] = self._failed(batch, _CAUSES.get(type(error), "error"))
@@ -175,7 +180,7 @@ class Runner(Generic[Out]):
         for scope in run.scopes[index]:
             scope.close()
         self._budget.release(nbytes)
-        run.gate.pass_one(index)
+        run.end_reading(index)
         result = run.results[index]
         if result is None or self._ends(result):
             run.end_after(index)
@@ -213,11 +218,12 @@ _CAUSES: dict[type[LMCacheAsyncError], str] = {
 class _Run(Generic[Out]):
     """State of one run: batches that have ended, and whether one of them ended the run."""
 
-    def __init__(self, batches: list[Batch], gate: _Gate) -> None:
+    def __init__(self, batches: list[Batch], copied: _Callback) -> None:
         count = len(batches)
         self.batches = batches
         self.num_chunks = sum(len(batch.chunks) for batch in batches)
-        self.gate = gate
+        self._copied = copied
+        self._reading = set(range(count))
         self.scopes = [[batch.scope] for batch in batches]
         self.results: list[Out | None] = [None] * count
         self.tasks: list[asyncio.Task[None]] = []
@@ -226,7 +232,6 @@ class _Run(Generic[Out]):
         self._done = [False] * count
         self._turns: dict[int, asyncio.Future[None]] = {}  # by the batch that is waited for
         self._last = count
-        gate.expect(count)
 
     async def turn(self, index: int) -> bool:
         """Wait for the batch before. Return False if the run ended before this batch."""
@@ -241,6 +246,12 @@ class _Run(Generic[Out]):
         turn = self._turns.pop(index, None)
         if turn is not None and not turn.done():
             turn.set_result(None)
+
+    def end_reading(self, index: int) -> None:
+        """Note that a batch does not read device memory any more; call back after the last one."""
+        self._reading.discard(index)
+        if not self._reading:
+            self._copied.call()
 
     def end_after(self, index: int) -> None:
         """Cancel the batches after `index`; their tasks release what they hold."""
@@ -257,22 +268,13 @@ class _Run(Generic[Out]):
                 task.cancel()
 
 
-class _Gate:
-    """Calls back when every batch has passed the stage that reads device memory, or has ended."""
+class _Callback:
+    """Calls a function at most once."""
 
-    def __init__(self, on_copied: Callable[[], None] | None) -> None:
-        self._on_copied = on_copied
-        self._waiting: set[int] = set()
+    def __init__(self, function: Callable[[], None] | None) -> None:
+        self._function = function
 
-    def expect(self, count: int) -> None:
-        self._waiting = set(range(count))
-
-    def pass_one(self, index: int) -> None:
-        self._waiting.discard(index)
-        if not self._waiting:
-            self.open()
-
-    def open(self) -> None:
-        callback, self._on_copied = self._on_copied, None
-        if callback is not None:
-            callback()
+    def call(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()

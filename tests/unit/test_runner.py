@@ -59,6 +59,16 @@ class Watch:
             self.inside -= 1
 
 
+class Held:
+    """A lease that says how often it was given back."""
+
+    def __init__(self):
+        self.released = 0
+
+    def release(self):
+        self.released += 1
+
+
 class Starts:
     def __init__(self):
         self.seen = []
@@ -70,6 +80,24 @@ class Starts:
 
 class OrderedStarts(Starts):
     ordered = True
+
+
+class Holds:
+    per_request = True
+
+    def __init__(self, held):
+        self.held = held
+
+    async def __call__(self, batch: HashedBatch) -> HashedBatch:
+        batch.scope.add([self.held])
+        return batch
+
+
+class Fails:
+    per_request = True
+
+    async def __call__(self, batch: HashedBatch) -> HashedBatch:
+        raise TierUnavailableError("away")
 
 
 def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: False, admit=None):
@@ -278,16 +306,6 @@ def test_the_last_batches_of_what_is_read_are_ever_smaller(count, resident, size
     assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths
 
 
-class Held:
-    """A lease that says how often it was given back."""
-
-    def __init__(self):
-        self.released = 0
-
-    def release(self):
-        self.released += 1
-
-
 async def test_each_batch_is_admitted_before_it_begins_and_what_it_was_given_goes_back():
     asked, held = [], []
     watch = Watch()
@@ -340,3 +358,23 @@ async def test_cancelled_while_a_batch_waits_to_be_admitted_nothing_is_left():
     assert task.cancelled()
     assert held.released == 1
     assert budget.statistics().used_bytes == 0
+
+
+@pytest.mark.parametrize("count", [0, 2, 6])
+async def test_a_lease_of_a_stage_for_whole_requests_is_released_with_the_last_batch(count):
+    held, last = Held(), Starts()
+    runner, _ = runner_of(Holds(held), Watch(), last)
+
+    await runner.run(request_of(count), timeout_s=5)
+
+    assert len(last.seen) == max(count // 2, 1)
+    assert held.released == 1
+
+
+async def test_a_lease_of_a_stage_for_whole_requests_is_released_when_the_next_one_fails():
+    held = Held()
+    runner, _ = runner_of(Holds(held), Fails(), Starts())
+
+    with pytest.raises(TierUnavailableError):
+        await runner.run(request_of(6), timeout_s=5)
+    assert held.released == 1

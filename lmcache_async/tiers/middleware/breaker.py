@@ -70,17 +70,11 @@ class BreakerConfig(LayerConfig):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.min_calls > self.window_calls:
-            raise disagree(
-                f"it would never open: min_calls is {self.min_calls}, above window_calls of {self.window_calls}",
-                "min_calls",
-                "window_calls",
-            )
+            text = f"min_calls is {self.min_calls}, above window_calls of {self.window_calls}"
+            raise disagree(f"it would never open: {text}", "min_calls", "window_calls")
         if self.pause_s > self.max_pause_s:
-            raise disagree(
-                f"pause_s is {self.pause_s}, above max_pause_s of {self.max_pause_s}",
-                "pause_s",
-                "max_pause_s",
-            )
+            text = f"pause_s is {self.pause_s}, above max_pause_s of {self.max_pause_s}"
+            raise disagree(text, "pause_s", "max_pause_s")
         return self
 
 
@@ -146,7 +140,8 @@ class Circuit:
         self._sweep(now)
         if self._state is CircuitState.OPEN:
             return now >= self._until
-        return self._state is CircuitState.CLOSED or self._has_room_for_a_probe()
+        probes = len(self._running) + self._passed_probes
+        return self._state is CircuitState.CLOSED or probes < self._options.probes
 
     def enter(self, now: float) -> object | None:
         """Admit a call and return its permit, to be passed to `leave` once; None if it is refused."""
@@ -218,9 +213,6 @@ class Circuit:
         self._window.clear()
         self._passed_probes = 0
 
-    def _has_room_for_a_probe(self) -> bool:
-        return len(self._running) + self._passed_probes < self._options.probes
-
 
 @dataclass(frozen=True, slots=True)
 class BreakerStatistics(LayerStatistics):
@@ -254,11 +246,7 @@ class BreakerLayer(Layer):
     def __init__(self, options: BreakerConfig, context: LayerContext) -> None:
         super().__init__(options, context)
         self._failure_rate = options.failure_rate
-        slow_s = {
-            Kind.LOOKUP: options.slow_s,
-            Kind.READ: options.slow_s,
-            Kind.WRITE: options.slow_write_s or context.timeout_s,
-        }
+        slow_s = dict.fromkeys(Kind, options.slow_s) | {Kind.WRITE: options.slow_write_s or context.timeout_s}
         self._circuits = {kind: Circuit(options, min(slow_s[kind], context.timeout_s)) for kind in Kind}
         self._logged = dict.fromkeys(Kind, CircuitState.CLOSED)
         self._now = 0.0
@@ -283,22 +271,17 @@ class BreakerLayer(Layer):
         try:
             results = await next(call)
             failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self._failure_rate
-        except Exception as error:
-            failed = _is_failure(error)
-            if failed and self._clock() >= call.deadline - _TIMER_S:
-                failed = self._had_its_time(now)
-            raise
-        except asyncio.CancelledError:  # by a deadline outside of this layer, or by the caller
-            failed = self._had_its_time(now) if self._clock() >= call.deadline - _TIMER_S else None
+        except BaseException as error:
+            # A cancellation is by a deadline outside of this layer, or by the caller, before the deadline.
+            late = self._clock() >= call.deadline - _TIMER_S
+            failed = _is_failure(error) if isinstance(error, Exception) else late or None
+            if failed and late and self._clock() - now < _LEAST * self.context.timeout_s:
+                failed = None  # it had too little time to say anything about the backend
             raise
         finally:
             circuit.leave(permit, self._clock(), failed=failed)
             self._log_change(kind)
         return results
-
-    def _had_its_time(self, start: float) -> bool | None:
-        """Return whether a late call failed; None if it had too little time to say anything about the backend."""
-        return True if self._clock() - start >= _LEAST * self.context.timeout_s else None
 
     def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
         self._log_change(kind)
@@ -312,14 +295,12 @@ class BreakerLayer(Layer):
         if state is self._logged[kind] or state is CircuitState.HALF_OPEN:
             return
         self._logged[kind] = state
-        cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
+        level, text = logging.INFO, "tier %r: its %ss work again"
         if state is CircuitState.OPEN:
+            level = logging.WARNING
             text = "tier %r: its %ss fail or are slow; they are misses or drops until it recovers"
-            self.context.logger.log(logging.WARNING, cause, text, self.context.tier, kind)
-        else:
-            self.context.logger.log(
-                logging.INFO, cause, "tier %r: its %ss work again", self.context.tier, kind
-            )
+        cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
+        self.context.logger.log(level, cause, text, self.context.tier, kind)
 
     def _clock(self) -> float:
         """Return the time of the loop, so that tests with a virtual clock control the breaker too."""

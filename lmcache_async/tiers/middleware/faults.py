@@ -162,9 +162,17 @@ class FaultsLayer(Layer):
     async def _get_many(self, call: Call, next: Next) -> Results:
         await self._strike("get", errors=False)
         results: list[Result] = [self._error("get") for _ in call.keys]
-        damages = [self._damage() for _ in call.keys]
+        damages = [
+            self._dice.choice(self._faults.damages) if self._hits("get", "corrupt") else None
+            for _ in call.keys
+        ]
         wanted = [position for position, error in enumerate(results) if error is None]
-        keys = [self._key(call.keys[position], damages[position]) for position in wanted]
+        keys = [  # for damage "other" the key of another record that was written
+            self._dice.choice(self._keys)
+            if damages[position] == "other" and self._keys
+            else call.keys[position]
+            for position in wanted
+        ]
         got = await next(replace(call, keys=keys)) if keys else []
         for position, result in zip(wanted, got, strict=True):
             results[position] = result
@@ -198,15 +206,6 @@ class FaultsLayer(Layer):
         if self._hits(verb, "error"):
             return TierUnavailableError(f"tier {self.context.tier!r}: {verb} fails on purpose")
         return None
-
-    def _damage(self) -> Damage | None:
-        return self._dice.choice(self._faults.damages) if self._hits("get", "corrupt") else None
-
-    def _key(self, key: ChunkKey, damage: Damage | None) -> ChunkKey:
-        """Return the key to read: for damage "other" that of another record that was written."""
-        if damage == "other" and self._keys:
-            return self._dice.choice(self._keys)
-        return key
 
     def _spoil(self, result: Result, damage: Damage | None) -> None:
         if not isinstance(result, Buffer) or not result.nbytes:
