@@ -6,16 +6,17 @@ traceback would keep views of a slab alive.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import heapq
 import itertools
-import operator
 import os
 import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
@@ -53,7 +54,6 @@ class RecordFiles:
         direct: Whether to use direct I/O.
         fsync: Whether a write returns only when it is durable.
         quarantine: Keeps rejected records; without it they are deleted.
-        reads: Shared by all threads that call `read`.
     """
 
     def __init__(
@@ -63,12 +63,10 @@ class RecordFiles:
         direct: bool,
         fsync: bool,
         quarantine: Quarantine | None = None,
-        reads: ParallelReads | None = None,
     ) -> None:
         self._directory = directory
         self._fsync = fsync
         self._quarantine = quarantine
-        self._reads = reads or ParallelReads()
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
     def write(self, key: ChunkKey, view: memoryview, stamp: int) -> Failure | None:
@@ -103,40 +101,48 @@ class RecordFiles:
             return drop_tracebacks(error)
         return None
 
-    def read(self, key: ChunkKey, view: memoryview) -> int | Failure:
-        """Read a record into `view`, which has the size of its file. Return the size of the record."""
+    def open(self, key: ChunkKey, nbytes: int) -> int:
+        """Return a descriptor of the record's file, which must have that size. Opening never blocks on a pipe.
+
+        Raises:
+            ChunkCorruptError: It is not a regular file, or has another size.
+            FileNotFoundError: It does not exist.
+            OSError: It cannot be opened.
+        """
+        flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
-            ticket = self._reads.ticket()
-            with self._opened(key, len(view)) as descriptor:
-                nbytes = self._reads.read(ticket, descriptor, view)
-            if nbytes != len(view):
-                raise _wrong_length(key, f"{nbytes} bytes were read of {len(view)}")
-            return _record_size(view)
-        except (OSError, TierError) as error:
-            return drop_tracebacks(error)
+            descriptor = os.open(self._directory.record_name(key), flags, dir_fd=self._directory.fd)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(
+                errno.ENOENT, "its directory is not a directory", error.filename
+            ) from None
+        except OSError as error:
+            if error.errno in _NOT_A_FILE and not stat.S_ISREG(self._status(key).st_mode):
+                raise _not_a_file(key) from None
+            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise _not_a_file(key)
+            if status.st_size != nbytes:
+                raise _wrong_length(key, f"the file has {status.st_size} bytes, not {nbytes}")
+            undo.pop_all()
+        return descriptor
 
     def verify(self, key: ChunkKey, nbytes: int, scratch: memoryview) -> Failure | None:
         """Read a file of that size piece by piece into `scratch`, and verify its record."""
         try:
-            with self._opened(key, nbytes) as descriptor:
+            descriptor = self.open(key, nbytes)
+            try:
                 record_bytes = prove(_pieces(descriptor, nbytes, scratch), key=key)
+            finally:
+                os.close(descriptor)
             if pages(record_bytes) != nbytes:
                 raise _wrong_length(key, f"the header says {record_bytes} bytes, the file has {nbytes}")
         except (OSError, TierError) as error:
             return drop_tracebacks(error)
         return None
-
-    def make_room(
-        self, victims: Sequence[ChunkKey], undeletable: Sequence[ChunkKey]
-    ) -> tuple[frozenset[ChunkKey], Failure | None]:
-        """Delete the victims, and those records that could not be deleted before.
-
-        Returns:
-            The records that are still there, and why a victim could not be deleted.
-        """
-        undeleted, _ = self.delete(undeletable)
-        left, error = self.delete(victims)
-        return undeleted | left, error
 
     def delete(self, keys: Sequence[ChunkKey]) -> tuple[frozenset[ChunkKey], Failure | None]:
         """Delete records. Return those that are still there, and why."""
@@ -189,200 +195,218 @@ class RecordFiles:
             if self._fsync:
                 os.fsync(folder)
 
-    @contextlib.contextmanager
-    def _opened(self, key: ChunkKey, nbytes: int) -> Iterator[int]:
-        """Descriptor of the record's file, which must have that size. Opening never blocks on a pipe."""
-        flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
-        try:
-            descriptor = os.open(self._directory.record_name(key), flags, dir_fd=self._directory.fd)
-        except NotADirectoryError as error:
-            raise FileNotFoundError(
-                errno.ENOENT, "its directory is not a directory", error.filename
-            ) from None
-        except OSError as error:
-            if error.errno in _NOT_A_FILE and not stat.S_ISREG(self._status(key).st_mode):
-                raise _not_a_file(key) from None
-            raise
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise _not_a_file(key)
-            if status.st_size != nbytes:
-                raise _wrong_length(key, f"the file has {status.st_size} bytes, not {nbytes}")
-            yield descriptor
-        finally:
-            os.close(descriptor)
+
+class ReadBatch:
+    """The reads of one call: started on the event loop, read by threads of `RecordReads`.
+
+    Attributes:
+        outcomes: By position, the size of the record, or why it was not read. Withdrawn reads have none.
+        ended: Done when no thread reads for the call, after `RecordReads.close_batch`.
+    """
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.outcomes: dict[int, int | Exception] = {}
+        self.running: dict[int, _Read] = {}
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    def notify_ended(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.set_ended)
+
+    def set_ended(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
-class ParallelReads:
-    """Reads files one after the other, each in pieces by all threads that read. Blocking.
+@dataclass(slots=True, eq=False)
+class _Read:
+    """The read of one record. Its state is guarded by the lock of `RecordReads`."""
+
+    batch: ReadBatch
+    position: int
+    order: tuple[int, int]  # priority of the batch, arrival
+    key: ChunkKey
+    view: memoryview | None  # None when the read has ended, so that no thread refers to the memory
+    begun: bool = False
+    descriptor: int = -1
+    piece_bytes: int = 0
+    starts: Iterator[int] | None = None  # of pieces that no thread has begun; None until the file is open
+    unfinished: int = 0
+    gapless_bytes: int = 0  # from the start of the file
+    error: Exception | None = None
+
+    def __lt__(self, other: _Read) -> bool:
+        return self.order < other.order
+
+
+class RecordReads:
+    """Reads records in pieces by several threads, those of the oldest call first.
 
     A disk is as fast with a few pieces in flight as with as many whole records, often faster. But whole
     records that are read side by side end together, and none can be verified and copied while the others are
     read.
 
-    A thread leaves when its own file is read, and the last files would be read by one thread. Helpers are
-    therefore started while fewer threads read than allowed.
-
     Args:
+        files: The record files.
+        pool: Threads that read.
+        threads: Maximum number of threads that read at the same time.
         piece_bytes: Approximate size of a piece.
-        threads: Number of threads that read while there are pieces.
-        start_helper: Starts a call in another thread at some later time. If it raises, no helper is started.
     """
 
     def __init__(
-        self,
-        piece_bytes: int = READ_PIECE_BYTES,
-        *,
-        threads: int = 1,
-        start_helper: Callable[[Callable[[], None]], object] | None = None,
+        self, files: RecordFiles, pool: WorkerPool, threads: int, piece_bytes: int = READ_PIECE_BYTES
     ) -> None:
-        self._piece_bytes = piece_bytes
+        self._files = files
+        self._pool = pool
         self._threads = threads
-        self._start_helper = start_helper
-        self._tickets = itertools.count()
-        self._waiting: list[_PiecewiseRead] = []  # a heap: those with pieces that no thread has begun
-        self._changed = threading.Condition()
-        self._reading = 0  # threads in `read`
-        self._helping = 0  # helpers, started or running
+        self._piece_bytes = piece_bytes
+        self._lock = threading.Lock()
+        self._batches = itertools.count()
+        self._arrivals = itertools.count()
+        self._waiting: list[_Read] = []  # a heap: reads with pieces that no thread has begun
+        self._workers = 0
 
-    def ticket(self) -> int:
-        """Return a number in the order of reads, for a file that is still to be opened."""
-        return next(self._tickets)
+    def open_batch(self) -> ReadBatch:
+        """Return the batch of a new call. It has a lower priority than those of older calls."""
+        return ReadBatch(next(self._batches))
 
-    def read(self, ticket: int, descriptor: int, view: memoryview) -> int:
-        """Fill `view` from the start of the file. Return the number of bytes up to the first missing one.
-
-        The calling thread reads pieces of its own file and of files with lower tickets until its own is
-        complete. On return no thread reads from the file or into `view` any more, and none refers to them.
+    def start(self, batch: ReadBatch, position: int, key: ChunkKey, view: memoryview) -> None:
+        """Read a record into `view`, which has the size of its file, as soon as a thread is free.
 
         Raises:
-            Exception: The error of one of its pieces, mostly an OSError.
+            TierClosedError: The tier was closed.
         """
-        own = _PiecewiseRead(ticket, descriptor, view, self._piece_bytes)
-        with self._changed:
-            heapq.heappush(self._waiting, own)
-            self._reading += 1
-            self._changed.notify_all()  # waiting threads can read its pieces
+        read = _Read(batch, position, (batch.priority, next(self._arrivals)), key, view)
+        with self._lock:
+            batch.running[position] = read
+            heapq.heappush(self._waiting, read)
         try:
-            self._start_helpers(except_for=1)  # this thread reads that one
-            while (piece := self._next_piece(own)) is not None:
-                self._read_piece(*piece)
-                del piece
-        finally:
-            with self._changed:
-                self._reading -= 1
-            self._start_helpers()  # pieces of other files may be left
-        return own.result()
+            self._add_worker()
+        except RuntimeError as error:
+            raise _closed(error) from error
 
-    def _start_helpers(self, except_for: int = 0) -> None:
-        """Start helpers for the pieces that no thread has begun, except for `except_for` of them."""
-        if self._start_helper is None:
-            return
-        with self._changed:
-            left = sum(read.num_left for read in self._waiting) - except_for
-            count = max(min(self._threads - self._reading - self._helping, left), 0)
-            self._helping += count
-        for _ in range(count):
-            try:
-                self._start_helper(self._help)
-            except Exception:  # noqa: BLE001 - reads go on without it; leaving `read` here would release memory in use
-                with self._changed:
-                    self._helping -= 1
+    def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
+        """Note that no read will be added. Return the positions of the reads that were withdrawn.
 
-    def _help(self) -> None:
-        """Read pieces while there are any and fewer threads read than allowed."""
-        try:
-            while (piece := self._next_piece(None)) is not None:
-                self._read_piece(*piece)
-                del piece
-        finally:
-            with self._changed:
-                self._helping -= 1
-
-    def _next_piece(self, own: _PiecewiseRead | None) -> tuple[_PiecewiseRead, int] | None:
-        """Take the first piece that no thread has begun; None when `own` has ended.
-
-        A helper (`own` is None) does not wait for pieces, and ends when enough threads read files of their
-        own.
+        Args:
+            batch: The batch.
+            withdraw: Withdraw the reads that no thread has begun.
         """
-        with self._changed:
-            while not (own.ended if own else self._reading + self._helping > self._threads):
-                while self._waiting:
-                    read = self._waiting[0]
-                    start = read.begin_piece()
-                    if start is not None:
-                        return read, start
+        with self._lock:
+            batch.closed = True
+            withdrawn = [at for at, read in batch.running.items() if withdraw and not read.begun]
+            for position in withdrawn:
+                batch.running.pop(position).view = None
+            if not batch.running:
+                batch.set_ended()
+        return withdrawn
+
+    def _add_worker(self) -> None:
+        """Start a thread if fewer than allowed are reading."""
+        with self._lock:
+            if self._workers >= self._threads:
+                return
+            self._workers += 1
+        try:
+            self._pool.submit(self._work)
+        except BaseException:
+            with self._lock:
+                self._workers -= 1
+            raise
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            read, start = task
+            if start is None:
+                self._open(read)
+            else:
+                self._read_piece(read, start)
+            del task, read
+
+    def _next(self) -> tuple[_Read, int | None] | None:
+        """Take the first piece that no thread has begun, or a file to open (None); None if there is neither."""
+        with self._lock:
+            while self._waiting:
+                read = self._waiting[0]
+                if read.starts is None:
+                    heapq.heappop(self._waiting)  # added again when the file is open
+                    if read.view is not None:  # not withdrawn
+                        read.begun = True
+                        return read, None
+                elif (start := next(read.starts, None)) is not None:
+                    return read, start
+                else:
                     heapq.heappop(self._waiting)
-                if own is None:
-                    return None
-                self._changed.wait()
+            self._workers -= 1
             return None
 
-    def _read_piece(self, read: _PiecewiseRead, start: int) -> None:
+    def _open(self, read: _Read) -> None:
+        assert read.view is not None
+        nbytes = len(read.view)
+        try:
+            read.descriptor = self._files.open(read.key, nbytes)
+        except Exception as error:  # noqa: BLE001 - raised on the event loop
+            read.error = error
+            self._finish(read)
+            return
+        read.gapless_bytes = nbytes
+        read.piece_bytes = piece_size(nbytes, self._piece_bytes)
+        starts = range(0, nbytes, read.piece_bytes)
+        read.unfinished = len(starts)
+        with self._lock:
+            read.starts = iter(starts)
+            heapq.heappush(self._waiting, read)
+        with contextlib.suppress(Exception):  # this thread reads all pieces then
+            for _ in starts[1:]:
+                self._add_worker()
+
+    def _read_piece(self, read: _Read, start: int) -> None:
+        assert read.view is not None
         error: Exception | None = None
         count = 0
-        try:
-            with read.piece(start) as piece:
+        with read.view[start : start + read.piece_bytes] as piece:
+            nbytes = len(piece)
+            try:
                 count = read_all(read.descriptor, piece, start)
-        except Exception as failure:  # noqa: BLE001 - raised in the thread of the read
-            error = failure.with_traceback(None)  # its frames refer to the piece
-        with self._changed:
-            if read.end_piece(start, count, error):
-                self._changed.notify_all()
+            except Exception as failure:  # noqa: BLE001 - raised on the event loop
+                error = drop_tracebacks(failure)  # its frames refer to the piece
+        with self._lock:
+            if count < nbytes:
+                read.gapless_bytes = min(read.gapless_bytes, start + count)
+            read.error = read.error or error
+            read.unfinished -= 1
+            last = not read.unfinished
+        if last:
+            os.close(read.descriptor)
+            self._finish(read)
+
+    def _finish(self, read: _Read) -> None:
+        """Store the outcome of a read, of whose memory no thread has a view any more."""
+        batch = read.batch
+        outcome = _outcome(read)
+        read.view = None
+        with self._lock:
+            del batch.running[read.position]
+            batch.outcomes[read.position] = outcome
+            ended = batch.closed and not batch.running
+        if ended:
+            batch.notify_ended()
 
 
-class _PiecewiseRead:
-    """The read of one file: the pieces left and the outcome of those that were begun."""
-
-    def __init__(self, ticket: int, descriptor: int, view: memoryview, piece_bytes: int) -> None:
-        self.ticket = ticket
-        self.descriptor = descriptor
-        self.piece_bytes = piece_size(len(view), piece_bytes)
-        self.view: memoryview | None = view
-        starts = range(0, len(view), self.piece_bytes)
-        self._starts: Iterator[int] = iter(starts)
-        self._nbytes = len(view)
-        self._gapless_bytes = len(view)  # from the start
-        self._unfinished = len(starts)
-        self._error: Exception | None = None
-
-    def __lt__(self, other: _PiecewiseRead) -> bool:
-        return self.ticket < other.ticket
-
-    @property
-    def num_left(self) -> int:
-        """Number of pieces that no thread has begun."""
-        return operator.length_hint(self._starts)
-
-    @property
-    def ended(self) -> bool:
-        return self._unfinished == 0
-
-    def begin_piece(self) -> int | None:
-        """Return the offset of the next piece, or None."""
-        return next(self._starts, None)
-
-    def piece(self, start: int) -> memoryview:
-        """The memory of the piece. Release it before `end_piece`."""
-        assert self.view is not None  # until its last piece has ended
-        return self.view[start : start + self.piece_bytes]
-
-    def end_piece(self, start: int, count: int, error: Exception | None) -> bool:
-        """Note the outcome of a piece. Return whether it was the last one."""
-        self._unfinished -= 1
-        if count < min(self.piece_bytes, self._nbytes - start):
-            self._gapless_bytes = min(self._gapless_bytes, start + count)
-        if error is not None:
-            self._error = self._error or error
-        if self.ended:
-            self.view = None  # another thread may still refer to this read through the heap
-        return self.ended
-
-    def result(self) -> int:
-        if self._error is not None:
-            raise self._error
-        return self._gapless_bytes
+def _outcome(read: _Read) -> int | Exception:
+    """The size of the record that was read, or why it was not read."""
+    assert read.view is not None
+    if read.error is not None:
+        return drop_tracebacks(read.error)
+    if read.gapless_bytes != len(read.view):
+        return _wrong_length(read.key, f"{read.gapless_bytes} bytes were read of {len(read.view)}")
+    try:
+        return _record_size(read.view)
+    except ChunkCorruptError as error:
+        return drop_tracebacks(error)
 
 
 class DiskThreads:
@@ -393,56 +417,39 @@ class DiskThreads:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self.executor = WorkerPool(num_threads, thread_name_prefix="lmcache-disk")
-        self._deleter = WorkerPool(1, thread_name_prefix="lmcache-disk-delete")
-        self._helpers = WorkerPool(num_threads, thread_name_prefix="lmcache-disk-help")
+        self.calls = WorkerPool(num_threads, thread_name_prefix="lmcache-disk")
+        self.deletions = WorkerPool(1, thread_name_prefix="lmcache-disk-delete")
+        self.reads = WorkerPool(num_threads, thread_name_prefix="lmcache-disk-read")
 
-    def start(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Start the call in a thread.
+    def start(self, call: Callable[..., T], *args: Any, pool: WorkerPool | None = None) -> Future[T]:
+        """Start the call in a thread of `pool`, by default `calls`.
 
         Raises:
             TierClosedError: The tier was closed.
         """
-        return _submit(self.executor, call, *args)
+        try:
+            return (pool or self.calls).submit(call, *args)
+        except RuntimeError as error:
+            raise _closed(error) from error
 
-    def start_deletion(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Start the call in the thread for deletions, as `start`."""
-        return _submit(self._deleter, call, *args)
-
-    def start_helper(self, call: Callable[[], None]) -> None:
-        """Start a call of `ParallelReads` in a further thread.
-
-        Raises:
-            RuntimeError: The tier was closed.
-        """
-        self._helpers.submit(call)
-
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         """Wait for running calls. There are none when every `wait_ended` has returned."""
-        for pool in self._pools:
-            pool.shutdown(wait=True)
+        for pool in (self.deletions, self.calls, self.reads):
+            pool.shutdown(wait=True, cancel_futures=cancel)
 
     def close_later(self, when_ended: Callable[[], None]) -> None:
         """Start no further call. Call `when_ended`, in a thread, when the running calls have ended."""
 
         def wait() -> None:
-            for pool in self._pools:
-                pool.shutdown(wait=True, cancel_futures=True)
+            self.close(cancel=True)
             when_ended()
 
         # A daemon thread, because a file system that never answers would keep the interpreter from ending.
         threading.Thread(target=wait, name="lmcache-disk-close", daemon=True).start()
 
-    @property
-    def _pools(self) -> tuple[WorkerPool, ...]:
-        return self._deleter, self.executor, self._helpers
 
-
-def _submit(pool: WorkerPool, call: Callable[..., T], *args: Any) -> Future[T]:
-    try:
-        return pool.submit(call, *args)
-    except RuntimeError as error:
-        raise TierClosedError(f"the disk tier was closed: {error}") from error
+def _closed(error: RuntimeError) -> TierClosedError:
+    return TierClosedError(f"the disk tier was closed: {error}")
 
 
 def pages(nbytes: int) -> int:

@@ -1,7 +1,8 @@
-"""In-memory index of the disk tier: exact byte counts and the order of eviction. No I/O."""
+"""In-memory state of the disk tier: the index with exact byte counts and eviction order, and locks of keys. No I/O."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from lmcache_async.errors import TierFullError
 from lmcache_async.tiers.eviction import LRUPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 
     from lmcache_async.plugins.disk.directory import RecordFile
     from lmcache_async.types import ChunkKey
@@ -251,3 +252,45 @@ class DiskIndex:
         self.evictions += len(keys)
         if keys and self.on_evicted is not None:
             self.on_evicted(keys)
+
+
+class KeyLocks:
+    """Per-key write and delete locks. A collection of the locked keys."""
+
+    def __init__(self) -> None:
+        self._released: dict[ChunkKey, asyncio.Future[None]] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._released
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._released)
+
+    def __len__(self) -> int:
+        return len(self._released)
+
+    async def wait_released(self, key: ChunkKey) -> None:
+        """Wait until the lock of the key is released. It may be locked again at once."""
+        if (released := self._released.get(key)) is not None:
+            await asyncio.wait([released])
+
+    @contextlib.asynccontextmanager
+    async def locked(self, key: ChunkKey) -> AsyncIterator[None]:
+        """Wait for the lock of the key and hold it in the block."""
+        while key in self._released:
+            await self.wait_released(key)
+        with self.locked_now([key]):
+            yield
+
+    @contextlib.contextmanager
+    def locked_now(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Hold the locks of keys that are not locked in the block, without waiting."""
+        released = asyncio.get_running_loop().create_future()
+        keys = tuple(keys)
+        self._released.update(dict.fromkeys(keys, released))
+        try:
+            yield
+        finally:
+            for key in keys:
+                del self._released[key]
+            released.set_result(None)

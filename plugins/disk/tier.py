@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import itertools
 import logging
 import mmap
 import os
 import stat
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import aiofiles.os
@@ -30,21 +28,21 @@ from lmcache_async.memory.proof import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
-from lmcache_async.plugins.disk.files import NO_SPACE, DiskThreads, ParallelReads, RecordFiles, too_long
-from lmcache_async.plugins.disk.index import DiskIndex
-from lmcache_async.plugins.disk.locks import KeyLocks, PrioritySemaphore
+from lmcache_async.plugins.disk.files import NO_SPACE, DiskThreads, RecordFiles, RecordReads, too_long
+from lmcache_async.plugins.disk.index import DiskIndex, KeyLocks
 from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 from lmcache_async.tiers.results import no_memory, read_results, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
+    from lmcache_async.plugins.disk.directory import RecordFile
     from lmcache_async.plugins.disk.files import Failure
     from lmcache_async.plugins.disk.index import Entry
     from lmcache_async.tiers.diagnosis import Check
@@ -77,8 +75,7 @@ class DiskTier(Tier):
         self._opened: RecordStore | None = None
         self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
-        self._max_record_bytes: int | None = None
-        self._numbers = itertools.count()  # of reading calls, in order of arrival
+        self._max_record_bytes = MAX_RECORD_BYTES
         self._calls = Calls()
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
@@ -133,24 +130,7 @@ class DiskTier(Tier):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""
         with self._call() as store, read_results(len(keys)) as results:
-            call = next(self._numbers)
-            reading = BatchRead(store, results, call)
-            async with store.in_use(keys):
-                try:
-                    for position, key in enumerate(keys):
-                        if (entry := reading.begin(position, key)) is None:
-                            continue
-                        try:
-                            results[position] = await allocate(entry.nbytes)
-                        except BudgetExceededError as error:  # the chunks that got memory are usable
-                            results[position] = no_memory(error)
-                            break
-                        reading.submit(position)
-                    if (ended := reading.ended()) is not None:
-                        await asyncio.wait([ended])
-                finally:
-                    await reading.end()
-            await reading.finish()
+            await store.read(keys, allocate, results)
         return results
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
@@ -230,10 +210,8 @@ class DiskTier(Tier):
             ConfigError: `odirect` is true and the file system refuses it.
             TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
-        self._opened = await RecordStore.open(self._config)
+        self._opened = await RecordStore.open(self._config, self._max_record_bytes)
         self._opened.index.on_evicted = self.on_evicted
-        if self._max_record_bytes is not None:
-            self._opened.max_record_bytes = self._max_record_bytes
         if self._config.scrub_interval_s:
             self._scrubbing = asyncio.create_task(self._scrub_periodically(self._config.scrub_interval_s))
         return self
@@ -292,42 +270,41 @@ class RecordStore:
     Attributes:
         directory: Locked by this process; not open in a forked child.
         corrupt: Number of corrupt records, by cause.
-        max_record_bytes: Maximum size of a file. A longer one is corrupt.
-        threads: Threads of the tier.
-        files: The record files.
-        read_slots: Limit of concurrent reads; the priority is the number of the call of the tier.
     """
 
     def __init__(
-        self,
-        config: DiskConfig,
-        threads: DiskThreads,
-        directory: RecordDirectory,
-        files: RecordFiles,
-        index: DiskIndex,
-        corrupt: Mapping[str, int],
+        self, config: DiskConfig, threads: DiskThreads, directory: RecordDirectory, max_record_bytes: int
     ) -> None:
-        self.index = index
-        self.corrupt: collections.Counter[str] = collections.Counter(corrupt)
-        self.max_record_bytes = MAX_RECORD_BYTES
-        self.threads = threads
+        self.index = DiskIndex(config.max_bytes)
+        self.corrupt: collections.Counter[str] = collections.Counter()
         self.directory = directory
-        self.files = files
+        self._max_record_bytes = max_record_bytes
+        self._threads = threads
+        self._quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
+        self._files = RecordFiles(
+            directory,
+            direct=detect_direct(directory, config.odirect),
+            fsync=config.fsync,
+            quarantine=self._quarantine,
+        )
+        self._reads = RecordReads(self._files, threads.reads, config.io_threads)
         self._logger = LimitedLogger(logger)
         self._locks = KeyLocks()
-        # While each thread reads one record, another one waits for it.
-        self.read_slots = PrioritySemaphore(2 * config.io_threads)
 
     @classmethod
-    async def open(cls, config: DiskConfig) -> RecordStore:
+    async def open(cls, config: DiskConfig, max_record_bytes: int) -> RecordStore:
         """Lock the directory, delete temporary files, list the records, and delete excess and corrupt ones.
+
+        Args:
+            config: Options of the tier.
+            max_record_bytes: Maximum size of a file. A longer one is corrupt.
 
         Raises:
             ConfigError: Direct I/O is required and the file system refuses it.
             TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
         threads = DiskThreads(config.io_threads)
-        future = threads.start(_open_store, config, threads)
+        future = threads.start(_open_store, config, threads, max_record_bytes)
         try:
             await wait_ended(future, abandon=True)
         except BaseException:
@@ -342,8 +319,29 @@ class RecordStore:
             threads.close()
             raise
 
+    def load(self, found: Sequence[RecordFile]) -> None:
+        """Add the records of the directory to the index, and delete excess and corrupt ones. Blocking."""
+        whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]
+        kept = {record.key for record in whole}
+        corrupt = [record.key for record in found if record.key not in kept]
+        for key in corrupt:
+            if (error := self._files.reject(key, "length")) is not None:
+                raise error
+        if self._quarantine is not None:
+            self._quarantine.trim()
+        if corrupt:
+            self.corrupt["length"] = len(corrupt)
+            logger.warning(
+                "%s: %d record files of an invalid size were deleted or quarantined",
+                self.directory.root,
+                len(corrupt),
+            )
+        _, failure = self._files.delete(self.index.load(whole))
+        if failure is not None:
+            raise failure
+
     def close(self) -> None:
-        self.threads.close()
+        self._threads.close()
         self.directory.close()
 
     def close_later(self) -> None:
@@ -351,7 +349,69 @@ class RecordStore:
 
         The directory stays locked until then, so these calls do not write to a directory of another owner.
         """
-        self.threads.close_later(self.directory.close)
+        self._threads.close_later(self.directory.close)
+
+    async def read(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Buffer | TierError | None]
+    ) -> None:
+        """Read records of one prompt into memory of `allocate`. The chunks count as used, in memory and on disk.
+
+        Args:
+            keys: The chunks, in prefix order.
+            allocate: See `Allocate`.
+            results: One for each key, initially misses: the buffers and errors are stored here.
+        """
+        self.index.touch(keys, gapless=True)
+        stamps = self.index.restamp(keys)
+        stamped = [self._threads.start(self._files.set_stamps, stamps)] if stamps else []
+        batch = self._reads.open_batch()
+        entries: dict[int, Entry] = {}
+        reading: list[ChunkKey] = []
+
+        def drop(position: int) -> None:
+            buffer, results[position] = results[position], None
+            assert isinstance(buffer, Buffer)
+            buffer.release()
+
+        try:
+            for position, key in enumerate(keys):
+                if (entry := self.index.entry(key)) is None:
+                    continue
+                entries[position] = entry
+                if entry.nbytes > self._max_record_bytes:
+                    batch.outcomes[position] = too_long(key, entry.nbytes, self._max_record_bytes)
+                    continue
+                self.index.begin_reading(key)
+                reading.append(key)
+                try:
+                    results[position] = buffer = await allocate(entry.nbytes)
+                except BudgetExceededError as error:  # the chunks that got memory are usable
+                    results[position] = no_memory(error)
+                    break
+                self._reads.start(batch, position, key, buffer.padded_view)
+            self._reads.close_batch(batch)
+            await asyncio.wait([batch.ended])
+        except BaseException:
+            for position in self._reads.close_batch(batch, withdraw=True):
+                drop(position)
+            await wait_done(batch.ended)
+            raise
+        finally:
+            for key in reading:
+                self.index.end_reading(key)
+            await wait_ended(*stamped)
+        for position, outcome in batch.outcomes.items():
+            result = results[position]
+            if isinstance(outcome, int):
+                assert isinstance(result, Buffer)
+                result.resize(outcome)
+                continue
+            if result is not None:
+                drop(position)
+            try:
+                await self._drop_unreadable(keys[position], entries[position], outcome)
+            except TierError as failure:
+                results[position] = failure
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Publish the record unless it exists. A running write of the same key is awaited first.
@@ -438,33 +498,17 @@ class RecordStore:
                 await asyncio.sleep(max(0.0, due - loop.time()))
         return ScrubReport(chunks=chunks, bytes=nbytes, corrupt=dict(corrupt), errors=errors)
 
-    @contextlib.asynccontextmanager
-    async def in_use(self, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
-        """Note the use of chunks of one prompt, in memory and, while the block reads them, on disk."""
-        self.index.touch(keys, gapless=True)
-        stamps = self.index.restamp(keys)
-        stamped = self.threads.start(self.files.set_stamps, stamps) if stamps else None
-        try:
-            yield
-        finally:
-            if stamped is not None:
-                await wait_ended(stamped)
-
     async def _verify(self, key: ChunkKey, entry: Entry, scratch: memoryview) -> Failure | None:
         with self.index.reading(key):
-            future = self.threads.start(self.files.verify, key, entry.nbytes, scratch)
+            future = self._threads.start(self._files.verify, key, entry.nbytes, scratch)
             await wait_ended(future)
         error = future.result()
         if error is not None:
-            await self.drop_unreadable(key, entry, error)
+            await self._drop_unreadable(key, entry, error)
         return error
 
-    async def drop_unreadable(self, key: ChunkKey, entry: Entry, error: Failure) -> None:
-        """Remove a record that is missing or corrupt from the index.
-
-        Raises:
-            TierUnavailableError: Its file could not be read for another reason.
-        """
+    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: Exception) -> None:
+        """Remove a record that is missing or corrupt from the index. Raise any other error."""
         is_current = self.index.entry(key) is entry and key not in self._locks
         if isinstance(error, ChunkCorruptError):
             self.corrupt[error.cause] += 1
@@ -476,8 +520,10 @@ class RecordStore:
         elif isinstance(error, FileNotFoundError):
             if is_current and (taken := self.index.take(key)) is not None:
                 self.index.forget(taken)
-        else:
+        elif isinstance(error, OSError | TierError):
             raise TierUnavailableError(f"cannot read {self._path(key)}: {error}") from error
+        else:
+            raise error
 
     async def _exists(self, key: ChunkKey) -> bool:
         """Whether the record is in the index and on disk: the directory may have been emptied."""
@@ -490,7 +536,7 @@ class RecordStore:
                     self.directory.record_name(key),
                     dir_fd=self.directory.fd,
                     follow_symlinks=False,
-                    executor=self.threads.executor,
+                    executor=self._threads.calls,
                 )
             )
             if stat.S_ISREG(status.st_mode) and status.st_size == entry.nbytes:
@@ -516,12 +562,14 @@ class RecordStore:
         with self._locks.locked_now([*victims, *undeletable]):
             try:
                 if victims or undeletable:
-                    room = self.threads.start_deletion(self.files.make_room, victims, undeletable)
+                    room = self._threads.start(
+                        self._files.delete, (*undeletable, *victims), pool=self._threads.deletions
+                    )
                     await wait_ended(room)
-                    _, error = room.result()
-                    if error is not None:
+                    left, error = room.result()
+                    if error is not None and not left.isdisjoint(victims):
                         return error
-                written = self.threads.start(self.files.write, key, view, reservation.entry.stamp)
+                written = self._threads.start(self._files.write, key, view, reservation.entry.stamp)
                 await wait_ended(written)
                 return written.result()
             finally:
@@ -538,7 +586,7 @@ class RecordStore:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
             return 0
-        future = self.threads.start(self.files.delete, tuple(entries))
+        future = self._threads.start(self._files.delete, tuple(entries))
         try:
             await wait_ended(future)
         finally:
@@ -556,7 +604,7 @@ class RecordStore:
         entry = self.index.take(key)
         if entry is None:
             return False
-        future = self.threads.start(self.files.reject, key, cause)
+        future = self._threads.start(self._files.reject, key, cause)
         try:
             await wait_ended(future)
         finally:
@@ -574,167 +622,17 @@ class RecordStore:
         return f"{self.directory.root}/{self.directory.record_name(key)}"
 
 
-class BatchRead:
-    """Reads of one call: each record in a thread, into the buffer at its position in the results.
-
-    Args:
-        store: The records.
-        results: Results of the call. A record that cannot be read is a miss there, or its error.
-        call: Number of the call; reads of lower numbers come first.
-    """
-
-    def __init__(self, store: RecordStore, results: list[Buffer | TierError | None], call: int) -> None:
-        self._store = store
-        self._results = results
-        self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._begun: dict[int, tuple[ChunkKey, Entry]] = {}  # excluded from eviction
-        self._waiting: set[int] = set()  # for a slot
-        self._running: dict[int, Future[int | Failure]] = {}
-        self._failures: list[tuple[int, ChunkKey, Entry, Failure]] = []
-        self._error: BaseException | None = None  # a read could not be started, or has a bug
-        self._idle: asyncio.Future[None] | None = None  # done when no read is waiting or running
-
-    def begin(self, position: int, key: ChunkKey) -> Entry | None:
-        """Exclude a record from eviction until its read has ended. Return None if there is no valid one."""
-        store = self._store
-        entry = store.index.entry(key)
-        if entry is None:
-            return None
-        if entry.nbytes > store.max_record_bytes:
-            error = too_long(key, entry.nbytes, store.max_record_bytes)
-            self._failures.append((position, key, entry, error))
-            return None
-        store.index.begin_reading(key)
-        self._begun[position] = key, entry
-        return entry
-
-    def submit(self, position: int) -> None:
-        """Start the read of a record in a thread, into its buffer, as soon as there is a slot for it."""
-        self._waiting.add(position)
-        self._store.read_slots.submit(self._call, partial(self._start, position))
-
-    def _start(self, position: int) -> bool:
-        if position not in self._waiting:  # withdrawn
-            return False
-        self._waiting.discard(position)
-        store, (key, _) = self._store, self._begun[position]
-        try:
-            future = store.threads.start(store.files.read, key, self._buffer(position).padded_view)
-        except Exception as error:  # noqa: BLE001  # raised by `finish`; this may be in the release of another call
-            self._error = error
-            self._settle()
-            return False
-        self._running[position] = future
-        future.add_done_callback(partial(self._notify_loop, position))
-        return True
-
-    def ended(self) -> asyncio.Future[None] | None:
-        """Return a future that is done when all reads have ended; None if they have."""
-        if not self._waiting and not self._running:
-            return None
-        self._idle = self._loop.create_future()
-        return self._idle
-
-    async def end(self) -> None:
-        """Withdraw the reads that no thread has begun, and wait for the others, also if cancelled."""
-        while self._waiting:
-            self._drop(self._waiting.pop())
-        for future in self._running.values():
-            future.cancel()
-        if (ended := self.ended()) is not None:
-            await wait_done(ended)
-        for key, _ in self._begun.values():  # of which no read was started
-            self._store.index.end_reading(key)
-        self._begun.clear()
-
-    async def finish(self) -> None:
-        """Remove the records that are missing or corrupt from the index.
-
-        Raises:
-            TierClosedError: A read could not be started.
-        """
-        if self._error is not None:
-            raise self._error
-        for position, key, entry, error in self._failures:
-            try:
-                await self._store.drop_unreadable(key, entry, error)
-            except TierError as failure:
-                self._results[position] = failure
-
-    def _notify_loop(self, position: int, _: Future[int | Failure]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._finish, position)
-
-    def _finish(self, position: int) -> None:
-        """Note the end of a read, on the loop."""
-        future = self._running.pop(position)
-        key, entry = self._begun.pop(position)
-        self._store.read_slots.release()
-        self._store.index.end_reading(key)
-        outcome: int | Failure | None = None
-        if not future.cancelled():
-            self._error = self._error or future.exception()
-            outcome = None if future.exception() else future.result()
-        if isinstance(outcome, int):
-            self._buffer(position).resize(outcome)
-        else:
-            self._drop(position)
-            if outcome is not None:
-                self._failures.append((position, key, entry, outcome))
-        self._settle()
-
-    def _buffer(self, position: int) -> Buffer:
-        buffer = self._results[position]
-        assert isinstance(buffer, Buffer)
-        return buffer
-
-    def _drop(self, position: int) -> None:
-        """Release the memory of a record that was not read."""
-        self._buffer(position).release()
-        self._results[position] = None
-
-    def _settle(self) -> None:
-        if not (self._waiting or self._running or self._idle is None or self._idle.done()):
-            self._idle.set_result(None)
-
-
-def _open_store(config: DiskConfig, threads: DiskThreads) -> RecordStore:
+def _open_store(config: DiskConfig, threads: DiskThreads, max_record_bytes: int) -> RecordStore:
     """Open the directory and its index. Blocking."""
     directory = RecordDirectory(config.root)
     with contextlib.ExitStack() as stack:
         stack.callback(directory.close)
         found = directory.open()
         _warn_if_shared(directory)
-        quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
-        files = RecordFiles(
-            directory,
-            direct=detect_direct(directory, config.odirect),
-            fsync=config.fsync,
-            quarantine=quarantine,
-            reads=ParallelReads(threads=config.io_threads, start_helper=threads.start_helper),
-        )
-        whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]
-        kept = {record.key for record in whole}
-        corrupt = [record.key for record in found if record.key not in kept]
-        for key in corrupt:
-            if (error := files.reject(key, "length")) is not None:
-                raise error
-        if quarantine is not None:
-            quarantine.trim()
-        if corrupt:
-            logger.warning(
-                "%s: %d record files of an invalid size were deleted or quarantined",
-                config.root,
-                len(corrupt),
-            )
-        index = DiskIndex(config.max_bytes)
-        _, failure = files.delete(index.load(whole))
-        if failure is not None:
-            raise failure
-        counts = {"length": len(corrupt)} if corrupt else {}
+        store = RecordStore(config, threads, directory, max_record_bytes)
+        store.load(found)
         stack.pop_all()
-        return RecordStore(config, threads, directory, files, index, counts)
+        return store
 
 
 def _warn_if_shared(directory: RecordDirectory) -> None:
