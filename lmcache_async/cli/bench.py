@@ -23,10 +23,7 @@ from lmcache_async.maintenance.stores import named_tier
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the results to this file, as JSON.", dir_okay=False)
 ]
-Rounds = Annotated[
-    int | None,
-    typer.Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default."),
-]
+Rounds = Annotated[int | None, typer.Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default.")]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results mean nothing.")
 ]
@@ -62,12 +59,10 @@ def disk_command(
         typer.Option(help="Directory to write in; by default the one for temporary files.", file_okay=False),
     ] = None,
     mib: Annotated[
-        int | None,
-        typer.Option(min=1, help="MiB of each store and retrieve; 512 by default."),
+        int | None, typer.Option(min=1, help="MiB of each store and retrieve; 512 by default.")
     ] = None,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of concurrent records; 4 by default."),
+        int | None, typer.Option(min=1, help="Number of concurrent records; 4 by default.")
     ] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,

@@ -53,8 +53,7 @@ DaemonFlag = Annotated[
     bool, typer.Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
 ]
 ExtraOption = Annotated[
-    str | None,
-    typer.Option("--extra", metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file."),
+    str | None, typer.Option(metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file.")
 ]
 
 

@@ -40,8 +40,7 @@ def gc_command(
         ),
     ] = None,
     max_bytes: Annotated[
-        int | None,
-        shared.size_option("--max-bytes", "Delete least recently used records until this size remains."),
+        int | None, shared.size_option("Delete least recently used records until this size remains.")
     ] = None,
     unreadable: Annotated[
         bool, typer.Option(help="Delete records of other versions, and files that are not records.")

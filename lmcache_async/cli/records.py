@@ -49,7 +49,7 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def size_option(name: str, help: str, **options: Any) -> Any:
+def size_option(help: str, **options: Any) -> Any:
     """Return an option whose value is a size."""
 
     def parse(text: Any) -> int:
@@ -58,19 +58,15 @@ def size_option(name: str, help: str, **options: Any) -> Any:
         except ValueError as error:
             raise typer.BadParameter(f"{text}: {error}") from None
 
-    return typer.Option(name, metavar="SIZE", parser=parse, help=help, **options)
+    return typer.Option(metavar="SIZE", parser=parse, help=help, **options)
 
 
 Directory = Annotated[
     Path | None, typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
 ]
-Config = Annotated[
-    Path | None, typer.Option("--config", help="Config file of the engine.", dir_okay=False, exists=True)
-]
-Tier = Annotated[str | None, typer.Option("--tier", help="The id of a tier in --config, or a tier as JSON.")]
-Rank = Annotated[
-    int | None, typer.Option("--rank", min=0, help="Rank whose directory is used, if there are several.")
-]
+Config = Annotated[Path | None, typer.Option(help="Config file of the engine.", dir_okay=False, exists=True)]
+Tier = Annotated[str | None, typer.Option(help="The id of a tier in --config, or a tier as JSON.")]
+Rank = Annotated[int | None, typer.Option(min=0, help="Rank whose directory is used, if there are several.")]
 Namespaces = Annotated[
     list[str] | None,
     typer.Option(
@@ -78,17 +74,13 @@ Namespaces = Annotated[
         help="Only records of this namespace: the start of its id, FIELD=VALUE, or `encrypted`. May be repeated.",
     ),
 ]
-Concurrency = Annotated[int, typer.Option("--in-flight", min=1, max=64, help="Number of concurrent records.")]
+Concurrency = Annotated[int, typer.Option(min=1, max=64, help="Number of concurrent records.")]
 RecordSize = Annotated[
     int,
-    size_option(
-        "--max-record-bytes",
-        "Memory for a record that is read as a whole.",
-        show_default=format_size(MAX_RECORD_BYTES),
-    ),
+    size_option("Memory for a record that is read as a whole.", show_default=format_size(MAX_RECORD_BYTES)),
 ]
-Rate = Annotated[int | None, size_option("--limit-rate", "Maximum bytes per second, such as 100MB.")]
-MaxCopied = Annotated[int | None, size_option("--max-bytes", "Maximum bytes to copy.")]
+Rate = Annotated[int | None, size_option("Maximum bytes per second, such as 100MB.")]
+MaxCopied = Annotated[int | None, size_option("Maximum bytes to copy.")]
 
 
 def selection_of(patterns: list[str] | None) -> Selection:

@@ -52,11 +52,7 @@ async def _serve(config: DaemonConfig, *, as_json: bool) -> None:
         loop.add_signal_handler(number, ended.set)
     async with Daemon(config) as daemon:
         if as_json:
-            ready = {
-                "socket": str(daemon.path),
-                "max_bytes": config.max_bytes,
-                "status": daemon.status_url,
-            }
+            ready = {"socket": str(daemon.path), "max_bytes": config.max_bytes, "status": daemon.status_url}
             typer.echo(json.dumps(ready))
         else:
             size = format_size(config.max_bytes)

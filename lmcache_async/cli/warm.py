@@ -33,46 +33,35 @@ def warm_command(
     config: shared.Config = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            "--prompts", help="JSON lines of prompts: token ids or text.", dir_okay=False, exists=True
-        ),
+        typer.Option(help="JSON lines of prompts: token ids or text.", dir_okay=False, exists=True),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace",
             help="Log of requests with their prompts; the most frequent ones are copied first.",
             dir_okay=False,
             exists=True,
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer", help="tokenizer.json, its directory, or a model's name; required for text."
-        ),
+        str | None, typer.Option(help="tokenizer.json, its directory, or a model's name; required for text.")
     ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="The id of the tier to copy from; by default the slowest.")
     ] = None,
     to: Annotated[
         list[str] | None,
-        typer.Option(
-            "--to", help="The id of a tier to copy to; by default all faster ones. May be repeated."
-        ),
+        typer.Option(help="The id of a tier to copy to; by default all faster ones. May be repeated."),
     ] = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     max_bytes: shared.MaxCopied = None,
     url: Annotated[
-        str | None,
-        typer.Option("--url", help="Instead request one token for each prompt from this vLLM server."),
+        str | None, typer.Option(help="Instead request one token for each prompt from this vLLM server.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model of the server; by default its first one.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the server; by default its first one.")] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1, help="Maximum time of one request to the server, in seconds.")
+        float, typer.Option(min=1, help="Maximum time of one request to the server, in seconds.")
     ] = 600,
     in_flight: shared.Concurrency = 4,
     max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,

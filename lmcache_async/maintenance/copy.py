@@ -135,10 +135,7 @@ class Copier:
     _ended: bool = False
 
     async def run(
-        self,
-        records: Sequence[StoredRecord],
-        destinations: Sequence[OfflineStore],
-        meter: Meter,
+        self, records: Sequence[StoredRecord], destinations: Sequence[OfflineStore], meter: Meter
     ) -> None:
         """Copy the records, the most useful first.
 

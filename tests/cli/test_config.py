@@ -222,8 +222,7 @@ trees = st.recursive(
     max_leaves=15,
 )
 tier = st.fixed_dictionaries(
-    {"name": plugins},
-    optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees},
+    {"name": plugins}, optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees}
 )
 documents = st.dictionaries(names | st.text(max_size=6), trees, max_size=4) | st.fixed_dictionaries(
     {"tiers": st.lists(tier | plugins, max_size=3)}

@@ -37,11 +37,7 @@ HEAVY = ["torch", "vllm", "transformers"]
 
 def complete(*words: str) -> dict[str, str]:
     line = " ".join(["lmcache-async", *words])
-    return {
-        "_LMCACHE_ASYNC_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words)),
-    }
+    return {"_LMCACHE_ASYNC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
 
 
 def run(*calls: tuple[list[str], dict[str, str], list[str]]) -> list[list[object]]:

@@ -400,10 +400,7 @@ class StopAfter(Meter):
 @pytest.mark.parametrize("count", range(1, 6))
 async def test_a_cancelled_copy_gives_back_its_memory(count):
     records, into = sealed([10] * 5), {}
-    async with (
-        store_of(DictTier(records=records)) as source,
-        store_of(DictTier(records=into)) as destination,
-    ):
+    async with store_of(DictTier(records=records)) as source, store_of(DictTier(records=into)) as destination:
         stop = StopAfter(count)
         stop.copying = copying = asyncio.create_task(copy(source, destination, stop))
         await asyncio.wait([copying])

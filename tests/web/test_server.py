@@ -237,9 +237,7 @@ async def test_closing_the_server_ends_all_connections() -> None:
         await asyncio.open_connection(parts.hostname, parts.port)
 
 
-async def test_an_error_of_the_source_is_logged_and_not_shown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_error_of_the_source_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
     async with serve(source) as server:
         source.broken = True
