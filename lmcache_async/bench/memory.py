@@ -148,11 +148,7 @@ class PromptCache:
         return CacheEngine.open(config, layout=self.layout, namespace=self.namespace)
 
     async def store(self, engine: CacheEngine) -> None:
-        """Store the whole prompt.
-
-        Raises:
-            RuntimeError: Not all chunks were stored.
-        """
+        """Store the whole prompt."""
         report = await engine.store(self.tokens, self.blocks)
         if report.stored != self.num_chunks:
             raise RuntimeError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
@@ -162,11 +158,7 @@ class PromptCache:
             await self.store(engine)
 
     async def retrieve(self, engine: CacheEngine) -> None:
-        """Retrieve the whole prompt.
-
-        Raises:
-            RuntimeError: Not all tokens were retrieved.
-        """
+        """Retrieve the whole prompt."""
         mask = await engine.retrieve(self.tokens, self.blocks)
         if not bool(mask.all()):
             raise RuntimeError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")

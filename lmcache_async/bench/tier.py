@@ -86,11 +86,7 @@ async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: 
 
 @contextlib.asynccontextmanager
 async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -> AsyncIterator[Tier]:
-    """Open a tier without layers.
-
-    Raises:
-        ConfigError: The tier or an option is wrong, or the tier is memory of the process.
-    """
+    """Open a tier without layers."""
     tier = make_tier(spec, Registry(), third_party=third_party)
     if tier.capabilities.in_arena:
         raise ConfigError(
@@ -292,12 +288,7 @@ async def ensure_put(records: Records, tier: Tier) -> None:
 
 
 async def get_all(records: Records, tier: Tier) -> list[Buffer]:
-    """Get all records in one batch.
-
-    Raises:
-        TierError: A read failed.
-        RuntimeError: A record is missing.
-    """
+    """Get all records in one batch."""
     got = await tier.get_many(records.keys, partial(records.arena.lease, timeout_s=TIMEOUT_S))
     buffers = [one for one in got if isinstance(one, Buffer)]
     if len(buffers) == records.count:

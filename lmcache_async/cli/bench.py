@@ -119,11 +119,7 @@ def tier_command(
 
 
 def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
-    """Return the tier of an argument, and whether third-party plug-ins may be loaded.
-
-    Raises:
-        ConfigError: There is no such tier.
-    """
+    """Return the tier of an argument, and whether third-party plug-ins may be loaded."""
     if config is not None:
         loaded = load_config(config)
         return named_tier(name, config, loaded, "TIER"), loaded.plugins.third_party

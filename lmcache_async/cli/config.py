@@ -179,11 +179,7 @@ def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
 
 
 def daemon_values(file: Path | None, given: Mapping[str, Any]) -> list[Value]:
-    """Return all keys of the daemon's configuration.
-
-    Raises:
-        ConfigError: The configuration is invalid.
-    """
+    """Return all keys of the daemon's configuration."""
     config, problems, origin = survey_daemon_config(file, given)
     if config is None or problems:
         raise ConfigError("\n".join(problems))

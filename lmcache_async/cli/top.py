@@ -131,11 +131,7 @@ def top_command(
 def _drawn(
     client: StatusClient, status: dict[str, Any], width: int, *, notice: Text | None = None
 ) -> RenderableType:
-    """Return the status as it is shown.
-
-    Raises:
-        RequestError: It has another form than in this version.
-    """
+    """Return the status as it is shown."""
     try:
         return render(status, width=width, notice=notice)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -144,11 +140,7 @@ def _drawn(
 
 
 def watch(client: StatusClient, status: dict[str, Any], console: Console, pause: Callable[[], None]) -> None:
-    """Show the status until interrupted, also if the endpoint does not answer for a while.
-
-    Raises:
-        RequestError: The endpoint rejects requests, or has another version.
-    """
+    """Show the status until interrupted, also if the endpoint does not answer for a while."""
     with Live(
         _drawn(client, status, console.width), console=console, screen=True, auto_refresh=False
     ) as live:

@@ -1,1 +1,5 @@
-"""Stored records without an engine: inspect, verify, gc, copy, warm."""
+"""Work on stored records without an engine, for the commands.
+
+All functions raise ConfigError if a store lacks a capability that they need or an argument is wrong, and
+TierUnavailableError if a store does not answer.
+"""

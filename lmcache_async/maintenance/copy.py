@@ -81,10 +81,6 @@ async def copy(
     records stay, and the next call copies the rest.
 
     A dry run verifies no payloads; its destination may be the name of a store that does not exist yet.
-
-    Raises:
-        ConfigError: The source cannot list its records, or the destination cannot be written to.
-        TierUnavailableError: The source or the destination does not answer.
     """
     name, destinations = (
         (destination, []) if isinstance(destination, str) else (destination.name, [destination])
@@ -140,10 +136,6 @@ class Copier:
         """Copy the records, the most useful first.
 
         If cancelled, each destination has the whole of a record or no part of it.
-
-        Raises:
-            ConfigError: A destination cannot be written to.
-            TierUnavailableError: The source or a destination does not answer.
         """
         lacking: list[list[OfflineStore]] = [[] for _ in records]
         for destination in destinations:

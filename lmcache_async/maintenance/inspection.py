@@ -96,12 +96,7 @@ class Inspection:
 
 
 async def inspect(store: OfflineStore, meter: Meter, *, selection: Selection = EVERYTHING) -> Inspection:
-    """Read the header of every record.
-
-    Raises:
-        ConfigError: The store cannot list its records.
-        TierUnavailableError: The store does not answer.
-    """
+    """Read the header of every record."""
     report = Inspection(store.name, store.holder or None)
     groups: dict[str, Group] = {}
 

@@ -63,11 +63,7 @@ class RecordInfo:
 async def header_of(
     store: OfflineStore, stored: StoredRecord, selection: Selection = EVERYTHING
 ) -> RecordInfo:
-    """Read the header of a record.
-
-    Raises:
-        TierUnavailableError: The store does not answer.
-    """
+    """Read the header of a record."""
 
     def read(pieces: Iterator[memoryview]) -> RecordInfo:
         return _parsed(stored, next(pieces, memoryview(b"")), selection)
@@ -78,11 +74,7 @@ async def header_of(
 async def read_headers(
     store: OfflineStore, records: Sequence[StoredRecord], visit: Callable[[RecordInfo], None], meter: Meter
 ) -> None:
-    """Call `visit` with the header of each record, in no order.
-
-    Raises:
-        TierUnavailableError: The store does not answer.
-    """
+    """Call `visit` with the header of each record, in no order."""
 
     async def work(stored: StoredRecord) -> int:
         visit(await header_of(store, stored))
@@ -97,11 +89,7 @@ async def verify_record(
     selection: Selection = EVERYTHING,
     cipher: RecordCipher | None = None,
 ) -> RecordInfo:
-    """Read and verify a record.
-
-    Raises:
-        TierUnavailableError: The store does not answer.
-    """
+    """Read and verify a record."""
     return await _examined(store, stored, partial(check, stored, selection=selection, cipher=cipher))
 
 

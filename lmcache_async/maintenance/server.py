@@ -58,10 +58,6 @@ async def warm_server(
 
     The server loads the prefix that a tier has, and computes and stores the rest. By default the server's first
     model is used.
-
-    Raises:
-        ConfigError: The URL is not an HTTP address, or the server's key is invalid.
-        TierUnavailableError: The server cannot be reached, or does not answer in time.
     """
     base = _base_url(url)
     try:

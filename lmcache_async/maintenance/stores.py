@@ -96,11 +96,7 @@ def open_keys(config: EngineConfig | None) -> tuple[RecordCipher | None, bytes]:
 
 
 def reachable_tiers(config: EngineConfig) -> list[str]:
-    """Return the ids of the tiers that are not memory of the engine's process, fastest first.
-
-    Raises:
-        ConfigError: A tier or one of its options is wrong.
-    """
+    """Return the ids of the tiers that are not memory of the engine's process, fastest first."""
     registry, third_party = Registry(), config.plugins.third_party
     return [
         spec.id

@@ -76,10 +76,6 @@ async def verify(
     """Read and verify every record, in the order of their keys.
 
     Without a cipher only the outer checksum of encrypted records is verified.
-
-    Raises:
-        ConfigError: The store cannot list its records.
-        TierUnavailableError: The store does not answer.
     """
     report = Verification(store.name, store.holder or None)
 

@@ -98,11 +98,6 @@ async def warm(
 
     With `by_use`, chunks are copied in the order of how many prompts contain them, prefixes first; else prompt by
     prompt. `hash_key` and `cipher` are those of the config, for namespaces with a keyed hash and encrypted records.
-
-    Raises:
-        ConfigError: A prompt is text and there is no tokenizer, or the keys of no selected namespace can be
-            computed.
-        TierUnavailableError: The source or a destination does not answer.
     """
     stored = {one.key: one for one in await source.list()}
     namespaces = await _namespaces(source, tuple(stored.values()), cipher, meter)
