@@ -350,6 +350,7 @@ def test_a_new_engine_loads_from_disk(
 ALONE: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "windows in every layer": (make_windows_only_model, {}),
     "heads of two sizes": (make_gemma4, {}),  # blocks of 64 tokens with a window, of 32 with full attention
+    "windows, 8-bit KV": (make_sliding_window_model, {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
     # Short steps change the rounding of a state in bfloat16, so the plain engine takes the same ones.
     "states, steps shorter than a block": (
         make_recurrent_model,
