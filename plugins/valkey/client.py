@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -109,31 +108,27 @@ async def scan(topology: Topology, prefix: bytes) -> AsyncGenerator[list[ChunkKe
     """
     failed: TierError | None = None
     for node in await topology.masters():
-        try:
-            async with contextlib.aclosing(_scan_node(node, prefix)) as batches:
-                async for found in batches:
-                    yield found
-        except TierError as error:
-            failed = error
+        cursor: bytes | None = None
+        while cursor != b"0":
+            try:
+                cursor, found = await _scan_step(node, cursor or b"0", prefix)
+            except TierError as error:
+                failed = error
+                break
+            yield found
     if failed is not None:
         raise failed
 
 
-async def _scan_node(node: Node, prefix: bytes) -> AsyncGenerator[list[ChunkKey], None]:
+async def _scan_step(node: Node, cursor: bytes, prefix: bytes) -> tuple[bytes, list[ChunkKey]]:
     pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", prefix) + b"*"
-    cursor = b"0"
-    while True:
-        command = encode(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)
-        match await node.call(command, 1):
-            case [ErrorReply() as reply]:
-                raise refusal(node.where, reply)
-            case [[bytes(cursor), list(names)]]:
-                if found := [key for name in names if (key := _key_of(name, prefix)) is not None]:
-                    yield found
-            case _:
-                raise TierUnavailableError(f"{node.where} sent an invalid reply to SCAN")
-        if cursor == b"0":
-            return
+    command = encode(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)
+    match await node.call(command, 1):
+        case [ErrorReply() as reply]:
+            raise refusal(node.where, reply)
+        case [[bytes(after), list(names)]]:
+            return after, [key for name in names if (key := _key_of(name, prefix)) is not None]
+    raise TierUnavailableError(f"{node.where} sent an invalid reply to SCAN")
 
 
 def _key_of(name: Reply, prefix: bytes) -> ChunkKey | None:

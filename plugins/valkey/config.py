@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -180,46 +180,37 @@ def parse_url(text: str) -> Address:
             "expected a URL such as valkey://host:6379, valkeys://host:6379 (TLS), unix:///run/valkey.sock"
             " or valkey-sentinel://host:26379,host:26379"
         )
-    # urlsplit does not accept several hosts, so the rest of the URL is parsed without them.
     authority, slash, tail = rest.partition("/")
     userinfo, _, hosts = authority.rpartition("@")
     if ":" in userinfo:
         raise ValueError(
             "expected no password in the URL, because URLs are logged: set password_file or password_variable"
         )
-    try:
-        parts = urlsplit(f"x://{slash}{tail}")
-    except ValueError:
-        parts = SplitResult("x", "", "\0", "", "")  # refused below
+    path, _, query = f"{slash}{tail}".partition("?")
     if scheme == "unix":
-        return Address(scheme, (_socket(hosts, parts),), unquote(userinfo), _database(parts, ""))
-    port = SENTINEL_PORT if scheme in SENTINEL_SCHEMES else PORT
-    endpoints = tuple(dict.fromkeys(_endpoint(host, port) for host in hosts.split(",")))
-    return Address(scheme, endpoints, unquote(userinfo), _database(parts, parts.path))
+        path = unquote(path)
+        if hosts or len(path) < 2 or "\0" in path:
+            raise ValueError("expected the path of a socket after unix://, such as unix:///run/valkey.sock")
+        endpoints: tuple[Endpoint, ...] = (Endpoint(path=path),)
+        number = ""
+    else:
+        port = SENTINEL_PORT if scheme in SENTINEL_SCHEMES else PORT
+        endpoints = tuple(dict.fromkeys(_parse_host(host, port) for host in hosts.split(",")))
+        number = path.strip("/")
+    options = parse_qs(query)
+    number = number or "".join(options.get("db", [])) or "0"
+    if set(options) - {"db"} or "#" in tail or not (number.isascii() and number.isdigit()):
+        raise ValueError(
+            "expected nothing after the host but the number of a database, such as valkey://host/2"
+        )
+    return Address(scheme, endpoints, unquote(userinfo), int(number))
 
 
-def _socket(hosts: str, parts: SplitResult) -> Endpoint:
-    path = unquote(parts.path)
-    if hosts or len(path) < 2 or "\0" in path:
-        raise ValueError("expected the path of a socket after unix://, such as unix:///run/valkey.sock")
-    return Endpoint(path=path)
-
-
-def _endpoint(text: str, port: int) -> Endpoint:
+def _parse_host(text: str, port: int) -> Endpoint:
     try:
         return parse_endpoint(text, port)
     except ValueError as error:
         raise ValueError(f"{error} for each host, separated by commas") from None
-
-
-def _database(parts: SplitResult, path: str) -> int:
-    query = parse_qs(parts.query)
-    number = path.strip("/") or "".join(query.get("db", [])) or "0"
-    if set(query) - {"db"} or parts.fragment or not (number.isascii() and number.isdigit()):
-        raise ValueError(
-            "expected nothing after the host but the number of a database, such as valkey://host/2"
-        )
-    return int(number)
 
 
 def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tuple[bytes, ...]:

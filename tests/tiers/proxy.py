@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from types import TracebackType
 from typing import Self
 
@@ -49,7 +50,7 @@ class Door:
 
 
 class Proxy:
-    """Listens on `port`, and passes on to the server's.
+    """Listens on `port`, with TLS if it has a context, and passes on to the server's.
 
     Attributes:
         requests: The door to the server.
@@ -60,7 +61,7 @@ class Proxy:
         most_connections: That were there at one time.
     """
 
-    def __init__(self, server_port: int) -> None:
+    def __init__(self, server_port: int, *, tls: ssl.SSLContext | None = None) -> None:
         self.requests = Door()
         self.answers = Door()
         self.refuses = False
@@ -68,6 +69,7 @@ class Proxy:
         self.connections = 0
         self.most_connections = 0
         self._server_port = server_port
+        self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -77,7 +79,7 @@ class Proxy:
         return port
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         return self
 
     async def __aexit__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from lmcache_async.testing.conformance.base import TierRig
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
+from tests.support.outages import Traffic, hanging
 from tests.support.outcomes import get, put, until_hit
 from tests.support.tiers import handle_of
-from tests.support.traffic import Traffic
 
 # Mooncake's own threads do what the tier awaits; the event loop has no part in it.
 pytestmark = pytest.mark.one_loop
@@ -30,8 +29,13 @@ pytestmark = pytest.mark.one_loop
 DEADLINE_S = 0.5
 SLACK_S = 5.0
 """Time that a call may take beyond its deadline on a busy machine."""
-HASTE = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_RPC_TIMEOUT_MS": "1000"}
-"""How long Mooncake's client waits for one who hangs; 30 s both, if not told."""
+
+
+@pytest.fixture
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Mooncake's client wait a second for a process that hangs, instead of 30 s."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1000")
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +78,13 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
     assert traffic.slowest_s < 2 * DEADLINE_S + SLACK_S
 
 
+@pytest.mark.usefixtures("haste")
 async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
-    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+    pool: MooncakePool, arena: Arena, allocate: Allocate
 ) -> None:
-    for name, value in HASTE.items():
-        monkeypatch.setenv(name, value)
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
-        pool.signal_segment(signal.SIGSTOP)
-        try:
+        with hanging(pool.signal_segment):
             reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
             with (
                 record(arena, 2) as buffer,
@@ -97,8 +99,6 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
             taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs - 1)]
             for buffer in taken:
                 buffer.view[:] = b"\xaa" * buffer.nbytes
-        finally:
-            pool.signal_segment(signal.SIGCONT)
         await until_hit(tier, arena, allocate)  # in the one that is left
 
         assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
@@ -106,38 +106,28 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
             buffer.release()
 
 
-async def test_a_master_that_hangs_is_given_up(
-    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in HASTE.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("haste")
+async def test_a_master_that_hangs_is_given_up(pool: MooncakePool, arena: Arena, allocate: Allocate) -> None:
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
-        pool.signal_master(signal.SIGSTOP)
-        try:
+        with hanging(pool.signal_master):
             with pytest.raises(TierUnavailableError, match="the master did not answer in time"):
                 await tier.contains(key_of(1))
             with record(arena, 2) as buffer, pytest.raises(TierUnavailableError, match="the master"):
                 await tier.put(key_of(2), buffer)
-        finally:
-            pool.signal_master(signal.SIGCONT)
         await until_hit(tier, arena, allocate)
 
 
+@pytest.mark.usefixtures("haste")
 async def test_a_store_that_hangs_does_not_hold_up_lookups(
-    pool: MooncakePool, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+    pool: MooncakePool, arena: Arena, allocate: Allocate
 ) -> None:
-    for name, value in HASTE.items():
-        monkeypatch.setenv(name, value)
     async with bound_tier(pool, arena, threads=1) as tier:
         await until_hit(tier, arena, allocate)
-        pool.signal_segment(signal.SIGSTOP)
-        try:
+        with hanging(pool.signal_segment):
             reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
             assert await tier.contains(key_of(1))
             assert not reading.done()
-        finally:
-            pool.signal_segment(signal.SIGCONT)
         buffer = await reading
         assert buffer is not None
         buffer.release()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -11,8 +10,9 @@ from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.types import ChunkKey
+from tests.support.certificates import Authority
 from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
-from tests.support.valkey_tls import Authority, tls_before
+from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 
 
@@ -29,11 +29,8 @@ def cluster() -> Iterator[ServerCluster]:
 
 
 @pytest.fixture(scope="module")
-def tls(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A port that speaks TLS, and the file of who signed its certificate."""
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    with tls_before(server.socket, authority.issue("server")) as port:
-        yield port, authority.file
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
 
 
 class ValkeyConformance(TierConformance):
@@ -75,10 +72,10 @@ class TestOverTCPWithOneConnection(ValkeyConformance):
 
 class TestOverTLS(ValkeyConformance):
     @pytest.fixture
-    def tier(self, server: Server, tls: tuple[int, Path]) -> ValkeyTier:
+    async def tier(self, server: Server, authority: Authority) -> AsyncIterator[ValkeyTier]:
         self._server = server
-        port, authority = tls
-        return ValkeyTier(config(f"valkeys://127.0.0.1:{port}", tls_ca_file=authority))
+        async with Proxy(server.port, tls=authority.server_context()) as proxy:
+            yield ValkeyTier(config(f"valkeys://127.0.0.1:{proxy.port}", tls_ca_file=authority.file))
 
 
 @pytest.mark.one_loop

@@ -14,9 +14,10 @@ from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
+from tests.support.certificates import Authority
 from tests.support.outcomes import get, put
 from tests.support.valkey_servers import Server, free_port, running
-from tests.support.valkey_tls import Authority, tls_before
+from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 
 SECRET = "s3cr3t-p4ssw0rd"
@@ -164,8 +165,8 @@ async def test_tls_with_certificates_of_both_ends(
     server: Server, arena: Arena, allocate: Allocate, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
-    with tls_before(server.socket, authority.issue("server"), clients=authority.file) as port:
-        url = f"rediss://127.0.0.1:{port}"
+    async with Proxy(server.port, tls=authority.server_context(require_client=True)) as proxy:
+        url = f"rediss://127.0.0.1:{proxy.port}"
         settings = config(url, tls_ca_file=authority.file, tls_cert_file=authority.issue("client"))
         async with ValkeyTier(settings) as tier:
             with record(arena, 7, 60_000) as buffer:
@@ -181,11 +182,12 @@ async def test_tls_with_certificates_of_both_ends(
 
 async def test_a_certificate_of_somebody_else_is_not_accepted(server: Server, tmp_path: Path) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
-    with tls_before(server.socket, authority.issue("server")) as port:
-        async with ValkeyTier(config(f"valkeys://127.0.0.1:{port}", tls_ca_file=other.file)) as tier:
-            with pytest.raises(TierError, match=r"certificate is rejected.*tls_ca_file") as caught:
+    async with Proxy(server.port, tls=authority.server_context()) as proxy:
+        tier = ValkeyTier(config(f"valkeys://127.0.0.1:{proxy.port}", tls_ca_file=other.file))
+        with pytest.raises(TierError, match=r"certificate is rejected.*tls_ca_file") as caught:
+            async with tier:
                 await tier.contains(key_of(1))
-            assert not caught.value.retryable
+        assert not caught.value.retryable
 
 
 async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena: Arena) -> None:

@@ -24,8 +24,8 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
+from tests.support.outages import Traffic, hanging
 from tests.support.outcomes import get, put, until_hit
-from tests.support.traffic import Traffic
 from tests.support.valkey_servers import (
     Server,
     ServerCluster,
@@ -82,18 +82,14 @@ VERBS = {
 async def test_a_server_that_hangs_is_given_up_at_the_deadline(
     server: Server, arena: Arena, allocate: Allocate, verb: str
 ) -> None:
-    buffer = record(arena, 1)
     async with ValkeyTier(config(server.url, **SHORT)) as tier:
-        await tier.put(key_of(1), buffer)
-        server.signal(signal.SIGSTOP)
-        try:
-            start = time.monotonic()
-            with pytest.raises(TierUnavailableError, match=str(server.socket)):
-                await VERBS[verb](tier, buffer, allocate)
-            assert time.monotonic() - start < 0.6 + SLACK_S
-        finally:
-            server.signal(signal.SIGCONT)
-            buffer.release()
+        with record(arena, 1) as buffer:
+            await tier.put(key_of(1), buffer)
+            with hanging(server.signal):
+                start = time.monotonic()
+                with pytest.raises(TierUnavailableError, match=str(server.socket)):
+                    await VERBS[verb](tier, buffer, allocate)
+                assert time.monotonic() - start < 0.6 + SLACK_S
         await put(tier, arena, 2)  # the other one may still be removed, by the command that was given up
         assert await get(tier, allocate, 2) == ["hit"]
 
@@ -192,8 +188,7 @@ async def test_a_node_that_hangs_holds_the_others_up_once(
     (stuck,), (first,), (second,) = of_each(settings, 1)
     async with ValkeyTier(settings) as tier:
         assert await put(tier, arena, stuck, first, second) == [None] * 3
-        cluster.servers[0].signal(signal.SIGSTOP)
-        try:
+        with hanging(cluster.servers[0].signal):
             keys = [key_of(first), key_of(second), key_of(stuck)]
             assert await tier.count_prefix(keys) == 2
             start = time.monotonic()
@@ -201,9 +196,7 @@ async def test_a_node_that_hangs_holds_the_others_up_once(
                 assert await tier.count_prefix(keys) == 2
                 assert await get(tier, allocate, first, stuck) == ["hit", "TierPartUnavailableError"]
             assert time.monotonic() - start < 0.5 + SLACK_S  # once more at most, not 200 times
-        finally:
-            cluster.servers[0].signal(signal.SIGCONT)
-            cluster.wait_whole()
+        cluster.wait_whole()
 
 
 @pytest.mark.one_loop

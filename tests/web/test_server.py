@@ -15,8 +15,8 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.metrics import http
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.server import StatusServer
+from tests.support.certificates import Authority
 from tests.support.http_talk import DEADLINE_S, ask
-from tests.support.valkey_tls import Authority
 from tests.web.fake_source import FakeSource
 
 TOKEN = "a-token-of-many-characters"
