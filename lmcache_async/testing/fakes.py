@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, cast
+from typing import Literal, Self, TypeAlias, TypeVar, cast
 
 from lmcache_async.config.values import OptionalSize
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
@@ -20,6 +20,8 @@ from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
+
+T = TypeVar("T")
 
 FaultKind: TypeAlias = Literal["error", "refuse", "bug", "delay", "hang", "drop", "lie", "flip", "cut"]
 
@@ -78,6 +80,17 @@ class ForwardingTier(Tier):
         super().__init__(inner.config)
         self.inner = inner
 
+    async def around(self, verb: str, nbytes: int, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call of the inner tier that has keys.
+
+        Args:
+            verb: Name of the method.
+            nbytes: Bytes of the records of a put.
+            call: The call.
+        """
+        del verb, nbytes
+        return await call()
+
     @property
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
@@ -87,28 +100,29 @@ class ForwardingTier(Tier):
         self.inner.bind(arena)
 
     async def contains(self, key: ChunkKey) -> bool:
-        return await self.inner.contains(key)
+        return await self.around("contains", 0, lambda: self.inner.contains(key))
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        return await self.inner.get(key, allocate)
+        return await self.around("get", 0, lambda: self.inner.get(key, allocate))
 
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        await self.inner.put(key, buffer)
+        await self.around("put", buffer.nbytes, lambda: self.inner.put(key, buffer))
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return await self.inner.count_prefix(keys)
+        return await self.around("count_prefix", 0, lambda: self.inner.count_prefix(keys))
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self.inner.contains_many(keys)
+        return await self.around("contains_many", 0, lambda: self.inner.contains_many(keys))
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        return await self.inner.get_many(keys, allocate)
+        return await self.around("get_many", 0, lambda: self.inner.get_many(keys, allocate))
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        return await self.inner.put_many(items)
+        nbytes = sum(buffer.nbytes for _, buffer in items)
+        return await self.around("put_many", nbytes, lambda: self.inner.put_many(items))
 
     async def remove(self, key: ChunkKey) -> bool:
-        return await self.inner.remove(key)
+        return await self.around("remove", 0, lambda: self.inner.remove(key))
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
         return await self.inner.reject(key, cause)
@@ -365,13 +379,9 @@ class GatedTier(ForwardingTier):
         parked: Set when a call is blocked.
     """
 
-    get_many = Tier.get_many
-    put_many = Tier.put_many
-
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
-        self.parked = asyncio.Event()
-        self._gate = asyncio.Event()
+        self.close_gate()
 
     def open_gate(self) -> None:
         self._gate.set()
@@ -381,18 +391,12 @@ class GatedTier(ForwardingTier):
         self.parked = asyncio.Event()
         self._gate = asyncio.Event()
 
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        await self._park()
-        return await self.inner.get(key, allocate)
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        await self._park()
-        await self.inner.put(key, buffer)
-
-    async def _park(self) -> None:
-        if not self._gate.is_set():
-            self.parked.set()
-        await self._gate.wait()
+    async def around(self, verb: str, nbytes: int, call: Callable[[], Awaitable[T]]) -> T:
+        if verb.startswith(("get", "put")):
+            if not self._gate.is_set():
+                self.parked.set()
+            await self._gate.wait()
+        return await call()
 
 
 class LatencyTier(ForwardingTier):
@@ -411,52 +415,25 @@ class LatencyTier(ForwardingTier):
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
 
-    async def contains(self, key: ChunkKey) -> bool:
-        await self._wait(0)
-        return await self.inner.contains(key)
-
-    async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        await self._wait(0)
-        return await self.inner.contains_many(keys)
-
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        await self._wait(0)
-        return await self.inner.count_prefix(keys)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        buffer = await self.inner.get(key, allocate)
-        await self._arrive([buffer])
-        return buffer
-
-    async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        results = await self.inner.get_many(keys, allocate)
-        await self._arrive(results)
-        return results
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        await self._wait(buffer.nbytes)
-        await self.inner.put(key, buffer)
-
-    async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        await self._wait(sum(buffer.nbytes for _, buffer in items))
-        return await self.inner.put_many(items)
-
-    async def remove(self, key: ChunkKey) -> bool:
-        await self._wait(0)
-        return await self.inner.remove(key)
-
-    async def _wait(self, nbytes: int) -> None:
-        transfer_s = nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
-        await asyncio.sleep(self._latency_s + transfer_s)
-
-    async def _arrive(self, results: Sequence[Buffer | TierError | None]) -> None:
-        buffers = [result for result in results if isinstance(result, Buffer)]
+    async def around(self, verb: str, nbytes: int, call: Callable[[], Awaitable[T]]) -> T:
+        if not verb.startswith("get"):
+            await self._wait(nbytes)
+            return await call()
+        result = await call()
+        buffers = [
+            each for each in (result if isinstance(result, list) else [result]) if isinstance(each, Buffer)
+        ]
         try:
             await self._wait(sum(buffer.nbytes for buffer in buffers))
         except BaseException:
             for buffer in buffers:
                 buffer.release()
             raise
+        return result
+
+    async def _wait(self, nbytes: int) -> None:
+        transfer_s = nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
+        await asyncio.sleep(self._latency_s + transfer_s)
 
 
 class FakeRegistry(Registry):

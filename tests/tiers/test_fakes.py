@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from lmcache_async.testing.conformance import LayerConformance, SuffixEvictionConformance, TierConformance
@@ -15,27 +17,31 @@ class TestDictTier(TierConformance, SuffixEvictionConformance):
         return DictTier()
 
 
-@pytest.mark.one_loop
-class TestForwardingTier(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return ForwardingTier(inner)
+class FakeConformance(LayerConformance, SuffixEvictionConformance):
+    kind: ClassVar[type[ForwardingTier]]
 
-
-@pytest.mark.one_loop
-class TestGatedTier(LayerConformance, SuffixEvictionConformance):
     def wrap(self, inner: Tier) -> Tier:
-        tier = GatedTier(inner)
-        tier.open_gate()
+        tier = self.kind(inner)
+        if isinstance(tier, GatedTier):
+            tier.open_gate()
         return tier
 
 
 @pytest.mark.one_loop
-class TestFaultyTier(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return FaultyTier(inner)
+class TestForwardingTier(FakeConformance):
+    kind = ForwardingTier
 
 
 @pytest.mark.one_loop
-class TestLatencyTier(LayerConformance, SuffixEvictionConformance):
-    def wrap(self, inner: Tier) -> Tier:
-        return LatencyTier(inner)
+class TestGatedTier(FakeConformance):
+    kind = GatedTier
+
+
+@pytest.mark.one_loop
+class TestFaultyTier(FakeConformance):
+    kind = FaultyTier
+
+
+@pytest.mark.one_loop
+class TestLatencyTier(FakeConformance):
+    kind = LatencyTier

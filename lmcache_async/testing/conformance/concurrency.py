@@ -63,19 +63,17 @@ class OverlapCases(Cases):
         assert rig.statistics.chunks in {0, 5}
         await rig.check_leases()
 
-    async def test_a_get_during_a_put_finds_all_or_nothing(self, rig: TierRig) -> None:
-        for number in range(10):
+    @pytest.mark.parametrize("verb", ["put", "remove"])
+    async def test_a_get_during_a_put_or_removal_finds_all_or_nothing(self, rig: TierRig, verb: str) -> None:
+        numbers = range(10)
+        if verb == "remove":
+            await rig.put(*numbers)
+        change: Callable[[int], Coroutine[Any, Any, object]] = rig.put if verb == "put" else rig.remove
+        for number in numbers:
             await in_time(
-                asyncio.gather(rig.holds(number), rig.put(number), rig.holds(number), rig.contains(number))
+                asyncio.gather(rig.holds(number), change(number), rig.holds(number), rig.contains(number))
             )
-            assert await rig.holds(number)
-        await rig.check_leases()
-
-    async def test_a_get_during_a_removal_finds_all_or_nothing(self, rig: TierRig) -> None:
-        await rig.put(*range(10))
-        for number in range(10):
-            await in_time(asyncio.gather(rig.holds(number), rig.remove(number), rig.holds(number)))
-            assert await rig.holds(number) is not rig.tier.capabilities.removes
+            assert await rig.holds(number) is (verb == "put" or not rig.tier.capabilities.removes)
         await rig.check_leases()
 
     async def test_many_random_calls_end_with_correct_results(self, rig: TierRig) -> None:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_async.errors import TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.conformance.base import TierRig, are_answers, release_all
+from lmcache_async.testing.conformance.concurrency import VERBS, WRITES
 from lmcache_async.testing.conformance.content import EDITS
 from lmcache_async.testing.records import SLAB_BYTES, check_record, is_proven, key_of, small_arena
 from lmcache_async.testing.steps import cancelled_at_await, turns
@@ -307,7 +308,7 @@ class TierMachine(RuleBasedStateMachine):
         self.run(together())
 
     @rule(
-        verb=st.sampled_from(["put", "put one", "get", "get one", "remove", "look"]),
+        verb=st.sampled_from(["put", "put_many", "get", "get_many", "remove", "contains_many"]),
         numbers=SOME,
         awaits=st.integers(0, 6) | st.integers(0, 25),
     )
@@ -381,24 +382,14 @@ class TierMachine(RuleBasedStateMachine):
     async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
         if verb.startswith("get") and self.model.sure:
             numbers = sorted(self.model.sure)  # a miss has few awaits
-        keys = [key_of(number) for number in numbers]
-        if verb.startswith("put"):
-            self.model.unsure(numbers, maybe=numbers, late=self.late_effects)
-            with self.rig.items(numbers) as items:
-                call = self.tier.put_many(items) if verb == "put" else self.tier.put(*items[0])
-                await cancelled_at_await(call, awaits)
-            self.rig.scribble()
-        elif verb == "get":
-            task = await cancelled_at_await(self.rig.get_many(numbers), awaits)
-            if not task.cancelled() and not isinstance(task.exception(), TierError):
-                await self._take_answers(numbers, task.result())
-        elif verb == "get one":
-            task = await cancelled_at_await(self.tier.get(keys[0], self.rig.allocate), awaits)
-            if not task.cancelled() and not isinstance(task.exception(), TierError):
-                await self._take_answers(numbers[:1], [task.result()])
-        elif verb == "remove":
-            self.model.unsure(numbers[:1], maybe=(), late=self.late_effects)
-            await cancelled_at_await(self.tier.remove(keys[0]), awaits)
-        else:
-            await cancelled_at_await(self.tier.count_prefix(keys), awaits)
+        if not verb.endswith("many"):
+            numbers = numbers[:1]
+        if verb in {*WRITES, "remove"}:
+            self.model.unsure(numbers, maybe=numbers if verb in WRITES else (), late=self.late_effects)
+        with self.rig.items(numbers) as items:
+            task = await cancelled_at_await(VERBS[verb](self.tier, items, self.rig.allocate), awaits)
+        self.rig.scribble()
+        if verb.startswith("get") and not task.cancelled() and not isinstance(task.exception(), TierError):
+            answers = task.result()
+            await self._take_answers(numbers, answers if isinstance(answers, list) else [answers])
         await turns(5)  # let tasks of the cancelled call end
