@@ -131,7 +131,8 @@ class Arena:
         if not self._fits(nbytes) or self._waiters:
             return None
         slabs = self._take(1)
-        return self._lease(slabs[0], nbytes) if slabs else None
+        self._active += len(slabs)
+        return Buffer(slabs[0], nbytes) if slabs else None
 
     async def lease(self, nbytes: int, *, timeout_s: float) -> Buffer:
         """Lease a slab, waiting for other leases to be released if necessary.
@@ -151,9 +152,9 @@ class Arena:
         buffer = self.lease_nowait(nbytes)
         if buffer is not None:
             return buffer
-        slabs = await self._wait(1, timeout_s)
-        if slabs:
-            return self._lease(slabs[0], nbytes)
+        if slabs := await self._wait(1, timeout_s):
+            self._active += 1
+            return Buffer(slabs[0], nbytes)
         if self._closed:
             raise BudgetExceededError("the arena is closed")
         raise BudgetExceededError(f"none of {self.num_slabs} slabs came free within {timeout_s} s")
@@ -208,10 +209,10 @@ class Arena:
         )
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Block the thread until prefault and pinning have ended.
+        """Block the thread until prefault and pinning have ended, at most `timeout_s` seconds.
 
         Returns:
-            Whether they ended within `timeout_s` seconds.
+            Whether they have ended.
         """
         return self._region.wait_prepared(timeout_s)
 
@@ -247,10 +248,6 @@ class Arena:
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
         return nbytes <= self.slab_bytes
-
-    def _lease(self, slab: Slab, nbytes: int) -> Buffer:
-        self._active += 1
-        return Buffer(slab, nbytes)
 
     async def _wait(self, wanted: int, timeout_s: float) -> list[Slab]:
         """Take up to `wanted` slabs. If cancelled, return all of them."""

@@ -79,7 +79,7 @@ class RecordCipher:
         nonce = os.urandom(_NONCE_BYTES)
         start = (MAGIC, VERSION | ENCRYPTED, header_bytes, ENVELOPE_BYTES, record_bytes - header_bytes)
         _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, b"", b"")
-        cipher = self._first.encryptor(nonce)
+        cipher = self._first.record_cipher(nonce).encryptor()
         cipher.authenticate_additional_data(bytes(into[:_BOUND]) + key)
         cipher.update_into(record[:text_bytes], into[ENVELOPE_BYTES:header_bytes])
         _update(cipher, record[header_bytes:], into[header_bytes:])
@@ -113,7 +113,7 @@ class RecordCipher:
             raise ChunkCorruptError(f"the record's key {key_id.hex()} is none of ours", cause="cipher_key")
         from cryptography.exceptions import InvalidTag
 
-        cipher = ours.decryptor(nonce)
+        cipher = ours.record_cipher(nonce).decryptor()
         cipher.authenticate_additional_data(bytes(record[:_BOUND]) + key)
         text = bytes(record[ENVELOPE_BYTES:header_bytes])  # a copy, because `into` may be `record`
         cipher.update_into(text, into[: len(text)])
@@ -168,7 +168,7 @@ class _Key:
 
     id: bytes
     _block: Any = field(repr=False)
-    _subkey: bytes = field(repr=False)
+    _subkey: int = field(repr=False)
 
     @classmethod
     def of(cls, key: bytes) -> _Key:
@@ -182,33 +182,21 @@ class _Key:
         key_id = hmac.digest(key, b"lmcache-async encryption key id", "sha256")[:8]
         return cls(key_id, block, _subkey(block.encryptor().update(bytes(16))))
 
-    def encryptor(self, nonce: bytes) -> AEADEncryptionContext:
-        encryptor: AEADEncryptionContext = self._record_cipher(nonce).encryptor()
-        return encryptor
-
-    def decryptor(self, nonce: bytes) -> AEADDecryptionContext:
-        decryptor: AEADDecryptionContext = self._record_cipher(nonce).decryptor()
-        return decryptor
-
-    def _record_cipher(self, nonce: bytes) -> Any:
+    def record_cipher(self, nonce: bytes) -> Any:
+        """Return the AES-256-GCM cipher of the record with this nonce."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         encryptor = self._block.encryptor()
         messages = (bytes((0, half)) + b"X\0" + nonce[:12] for half in (1, 2))
-        derived = b"".join(encryptor.update(_xor(message, self._subkey)) for message in messages)
+        blocks = (int.from_bytes(message, "big") ^ self._subkey for message in messages)
+        derived = b"".join(encryptor.update(block.to_bytes(16, "big")) for block in blocks)
         return Cipher(algorithms.AES(derived), modes.GCM(nonce[12:]))
 
 
-def _subkey(block: bytes) -> bytes:
+def _subkey(block: bytes) -> int:
     """Return the first subkey of CMAC (RFC 4493): the encrypted zero block, doubled in GF(2**128)."""
     value = int.from_bytes(block, "big") << 1
-    if value >> 128:
-        value = (value ^ 0x87) & ((1 << 128) - 1)
-    return value.to_bytes(16, "big")
-
-
-def _xor(left: bytes, right: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(left, right, strict=True))
+    return (value ^ 0x87) & ((1 << 128) - 1) if value >> 128 else value
 
 
 def _update(

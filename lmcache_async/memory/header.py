@@ -123,15 +123,7 @@ def read_header(view: memoryview) -> RecordHeader:
 
 
 def _read_prefix(view: memoryview, *, encrypted: bool = False) -> tuple[int, int, int, bytes]:
-    """Read the prefix and check its sizes.
-
-    Args:
-        view: The first page or more.
-        encrypted: The record may be encrypted.
-
-    Returns:
-        Header bytes, msgpack bytes, payload bytes and header checksum.
-    """
+    """Return header bytes, msgpack bytes, payload bytes and header checksum; the sizes are within bounds."""
     if len(view) < PAGE:
         raise corrupt("length", f"{len(view)} bytes do not hold a record's first page")
     magic, version, header_bytes, packed_bytes, payload_bytes, checksum = PREFIX.unpack_from(view)
@@ -157,6 +149,9 @@ def header_checksum(header: memoryview) -> bytes:
     return digest.digest()
 
 
+_T = TypeVar("_T")
+
+
 def _unpack(packed: memoryview) -> dict[Any, Any]:
     try:
         fields = msgpack.unpackb(
@@ -174,9 +169,6 @@ def _unpack(packed: memoryview) -> dict[Any, Any]:
     if not isinstance(fields, dict):
         raise corrupt("header", f"the fields are a {type(fields).__name__}")
     return fields
-
-
-_T = TypeVar("_T")
 
 
 def _field(fields: dict[Any, Any], name: str, kind: type[_T]) -> _T:

@@ -100,14 +100,6 @@ class RecordFormat:
 class HeaderTemplate:
     """Header of records that differ only in key, tokens and checksum. Immutable; any thread.
 
-    Args:
-        format: Record format of the engine.
-        num_tokens: Number of tokens of the chunk.
-        extra: Extra text of the chunk.
-        request_namespace: Text of the request's namespace.
-        shape: Shape of the payload.
-        payload_bytes: Bytes of the payload.
-
     Attributes:
         checksum_at: Position of the payload checksum in the header.
 
@@ -160,12 +152,10 @@ class HeaderTemplate:
     def header(self, chunk: Chunk, checksum: bytes) -> bytes:
         """Return the header of a record, with zeros as the header checksum.
 
-        Args:
-            chunk: Chunk of the record, with the number of tokens and the extra text of the template.
-            checksum: Payload checksum, 16 bytes.
+        The chunk must have the number of tokens and the extra text of the template.
 
         Raises:
-            ValueError: The key or the checksum has the wrong length.
+            ValueError: The key or the payload checksum does not have 16 bytes.
         """
         key = chunk.key
         if len(key) != KEY_BYTES or len(checksum) != _CHECKSUM_BYTES:
@@ -226,12 +216,8 @@ def is_sealed(
     Takes a third of the time of `verify`, which reports the cause of a mismatch.
 
     Args:
-        view: The whole record and nothing else.
-        format: Record format of the engine.
-        chunk: Expected chunk.
-        request_namespace: Text of the namespace of the request.
+        view, format, chunk, request_namespace, payload: As for `verify`.
         shape: Shape of the payload.
-        payload: Verify the payload checksum; else only the header.
     """
     header_bytes = format.header_bytes
     if len(view) < header_bytes:

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -95,11 +95,7 @@ class Region:
         return min(len(self._pinned) * self._step_bytes, self.nbytes)
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Block until the background work has ended.
-
-        Returns:
-            Whether it ended within `timeout_s` seconds.
-        """
+        """Block until the background work has ended, at most `timeout_s` seconds. Return whether it has."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -115,8 +111,10 @@ class Region:
         """Unpin and unmap the memory. Called when no slab is in use, from any thread."""
         self.stop()
         if self._pinned:
+            import torch
+
             with self._cuda_thread():
-                runtime = _cuda_runtime()
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 while self._pinned:
                     runtime.cudaHostUnregister(self._pinned.pop())
         # Not mmap.close(): the last view of the mapping may end within this call. The mapping ends with it.
@@ -150,7 +148,10 @@ class Region:
                 return
 
     def _pin(self, address: int, length: int) -> bool:
-        error = int(_cuda_runtime().cudaHostRegister(address, length, _CUDA_HOST_REGISTER_PORTABLE))
+        import torch
+
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(address, length, _CUDA_HOST_REGISTER_PORTABLE))
         if error:
             logger.warning(
                 "cudaHostRegister failed with error %d after %d of %d bytes: the rest stays pageable, copies"
@@ -188,12 +189,6 @@ def _exchange_capture_mode(mode: int) -> int:
     with contextlib.suppress(OSError, AttributeError):  # not a driver of NVIDIA
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(number))
     return number.value
-
-
-def _cuda_runtime() -> Any:
-    import torch
-
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _cuda_device(device: int | None) -> int | None:

@@ -55,7 +55,7 @@ def cause_of(record: memoryview, cipher: RecordCipher, key: ChunkKey = CHUNK.key
     ],
 )
 def test_the_cipher_is_xaes_256_gcm(key, bound, expected):
-    cipher = _Key.of(key).encryptor(b"ABCDEFGHIJKLMNOPQRSTUVWX")
+    cipher = _Key.of(key).record_cipher(b"ABCDEFGHIJKLMNOPQRSTUVWX").encryptor()
     cipher.authenticate_additional_data(bound)
 
     assert (cipher.update(b"XAES-256-GCM") + cipher.finalize() + cipher.tag).hex() == expected
