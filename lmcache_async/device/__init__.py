@@ -18,7 +18,7 @@ def open_copiers(
     staging_bytes: int = 64 << 20,
     store_priority: int = 0,
     load_priority: int = 0,
-) -> list[Copier]:
+) -> Sequence[Copier]:
     """Open a copier for each layout, for the device of their tensors.
 
     The copiers share their copy threads or their staging memory. Close all of them together.
@@ -42,13 +42,7 @@ def open_copiers(
     if device.type == "cuda":
         from lmcache_async.device.cuda import open_cuda_copiers
 
-        copiers: list[Copier] = [
-            *open_cuda_copiers(
-                layouts,
-                staging_bytes=staging_bytes,
-                store_priority=store_priority,
-                load_priority=load_priority,
-            )
-        ]
-        return copiers
+        return open_cuda_copiers(
+            layouts, staging_bytes=staging_bytes, store_priority=store_priority, load_priority=load_priority
+        )
     raise ValueError(f"the KV cache is on {device}; expected a CPU or CUDA device")

@@ -22,11 +22,8 @@ Payload: TypeAlias = npt.NDArray[np.uint8]
 """Payload of a chunk, `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """An event on the model's stream that a copy waits for on the device. The host never waits for it."""
-
-    event: DeviceEvent
+Fence: TypeAlias = DeviceEvent
+"""Event on the model's stream that a copy waits for on the device. The host never waits for it."""
 
 
 class CopyJob(NamedTuple):
@@ -99,11 +96,7 @@ class Copier(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedJob:
-    """Job with int64 rows within bounds and a payload of the right length and form.
-
-    Attributes:
-        has_skips: Some rows are -1.
-    """
+    """Job with int64 rows within bounds and a payload of the right length and form; -1 rows if `has_skips`."""
 
     rows: BlockIds
     payload: Payload
@@ -111,14 +104,7 @@ class CheckedJob:
 
 
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
-    """Check a whole batch before any byte of it is copied.
-
-    Args:
-        writes_payload: The copy writes to the payloads, so they must be writable.
-
-    Raises:
-        ValueError: See `Copier`.
-    """
+    """Check a whole batch before any byte of it is copied. Raises ValueError; see `Copier`."""
     return [_check(layout, index, job, writes_payload) for index, job in enumerate(jobs)]
 
 
@@ -127,12 +113,8 @@ async def wait_all(
 ) -> None:
     """Wait until every future has ended, even if cancelled, then raise the first error.
 
-    For work that cannot be abandoned. CancelledError takes precedence over errors of the futures. Otherwise
-    the error of the first failed future is raised. Cancelled futures count as ended.
-
-    Args:
-        futures: Futures of the running work.
-        on_cancel: Called on the first cancellation; may withdraw work that has not begun.
+    For work that cannot be abandoned. CancelledError takes precedence over errors of the futures. Cancelled
+    futures count as ended. `on_cancel` may withdraw work that has not begun.
     """
     try:
         if futures:

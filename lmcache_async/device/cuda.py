@@ -156,7 +156,7 @@ class CudaCopier:
         self._entries = _max_entries(layout, lanes.part_bytes)
 
     def fence(self) -> Fence | None:
-        return Fence(self._streams.record_current())
+        return self._streams.record_current()
 
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
@@ -221,16 +221,15 @@ class CudaCopier:
             raise EngineClosedError("the copier is closed")
         steps = self.mover.fill(part.host_table.numpy(), jobs, pieces)
         entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
+        to_host = lane is self._lanes.store
         with self._streams.use(part.stream):
             part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
-            if lane is self._lanes.load:
+            if not to_host:
                 self._copy_payloads(part.staging, jobs, pieces, to_host=False)
             if fence is not None:
-                self._streams.wait(part.stream, fence.event)
-            if lane is self._lanes.load:
-                self.mover.scatter(steps, part.table, part.staging)
-            else:
-                self.mover.gather(steps, part.table, part.staging)
+                self._streams.wait(part.stream, fence)
+            self.mover.move(steps, part.table, part.staging, to_staging=to_host)
+            if to_host:
                 self._copy_payloads(part.staging, jobs, pieces, to_host=True)
 
     def _copy_payloads(

@@ -64,11 +64,10 @@ class Mover(Protocol):
             The device operations of the part.
         """
 
-    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        """Copy from the cache to staging (uint8 of one dimension). Staging of rows at -1 is not written."""
-
-    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        """Copy from staging to the cache. Rows at -1 are skipped."""
+    def move(
+        self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
+    ) -> None:
+        """Copy from the cache to staging (uint8 of one dimension), or back. Rows at -1 are skipped."""
 
 
 class TritonMover:
@@ -106,13 +105,7 @@ class TritonMover:
             table[total : 2 * total] = np.cumsum(words) - words
         return [Step(0, 0, total, 0)]
 
-    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        self._run(steps, table, staging, to_staging=True)
-
-    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        self._run(steps, table, staging, to_staging=False)
-
-    def _run(
+    def move(
         self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
     ) -> None:
         words = staging.view(WORDS[self._word_bytes])
@@ -151,16 +144,16 @@ class TorchMover:
             place += piece.nbytes
         return steps
 
-    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
+    def move(
+        self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
+    ) -> None:
         for step in steps:
             group = self._groups[step.group]
-            target = group.staged(staging, step)
-            torch.index_select(group.rows, 0, table[step.start : step.stop], out=target)
-
-    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        for step in steps:
-            group = self._groups[step.group]
-            group.rows.index_copy_(0, table[step.start : step.stop], group.staged(staging, step))
+            index, staged = table[step.start : step.stop], group.staged(staging, step)
+            if to_staging:
+                torch.index_select(group.rows, 0, index, out=staged)
+            else:
+                group.rows.index_copy_(0, index, staged)
 
 
 class _Group(PlaneGroup):
@@ -199,5 +192,5 @@ def _try(mover: TritonMover, layout: KVLayout) -> None:
     table = torch.full((3,), -1, dtype=torch.int64, device=layout.device)
     staging = torch.empty(16, dtype=torch.uint8, device=layout.device)
     step = Step(0, 0, 1, 0)
-    mover.gather([step], table, staging)
-    mover.scatter([step], table, staging)
+    for to_staging in (True, False):
+        mover.move([step], table, staging, to_staging=to_staging)

@@ -69,14 +69,7 @@ class PlaneTable:
         self._uniform = bool((self._rows_per_block == 1).all())
 
     def locate(self, rows: BlockIds, start: int, stop: int) -> Int64s:
-        """Return the positions of entries `start` to `stop` (exclusive).
-
-        Args:
-            rows: Rows of the job; int64 of shape (num_rows,), at least one.
-
-        Returns:
-            int64 of shape (stop - start,); -1 for entries of skipped rows.
-        """
+        """Return the positions of entries `start` to `stop` (exclusive), -1 for those of skipped rows."""
         first, last = start // len(rows), -(-stop // len(rows))
         part = slice(first, last)
         if self._uniform:
@@ -104,14 +97,7 @@ class PlaneTable:
 
 
 class PlaneGroup:
-    """Consecutive planes of one storage and one row size.
-
-    Attributes:
-        first: First plane.
-        last: Last plane, exclusive.
-        row_bytes: Bytes of one row.
-        table: Row positions of the planes.
-    """
+    """Planes `first` to `last` (exclusive), of one storage and one row size, and the positions of their rows."""
 
     def __init__(self, planes: Sequence[Plane], first: int, *, unit: int = 1) -> None:
         self.first = first
@@ -150,7 +136,7 @@ def cut(
     num_rows: Sequence[int],
     *,
     max_bytes: int,
-    max_entries: int | None = None,
+    max_entries: int = UNBOUNDED,
     planes: tuple[int, int] | None = None,
 ) -> list[list[Piece]]:
     """Cut a batch into parts of at most `max_bytes` and `max_entries`, in the order of the jobs.
@@ -159,14 +145,8 @@ def cut(
     part by itself.
 
     Args:
-        table: Planes of the layout.
         num_rows: Rows of each job.
-        max_bytes: Payload bytes of a part.
-        max_entries: Entries of a part; None for no limit.
         planes: First plane and last plane (exclusive); None for all planes.
-
-    Returns:
-        The pieces of each part.
     """
     parts: list[list[Piece]] = []
     room, entries = 0, 0
@@ -182,7 +162,7 @@ def cut(
                 fresh = not parts or bool(parts[-1])
                 if fresh:
                     parts.append([])
-                    room, entries = max_bytes, max_entries or UNBOUNDED
+                    room, entries = max_bytes, max_entries
                     continue
                 stop = start + 1
             end = table.payload_offset(count, stop)
@@ -203,14 +183,13 @@ def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, 
     ]
 
 
-def plane_steps(table: PlaneTable, step_bytes: int | None) -> list[tuple[int, int]]:
-    """Divide all planes into consecutive ranges of at least `step_bytes` per row; one range for None."""
+def plane_steps(table: PlaneTable, step_bytes: int) -> list[tuple[int, int]]:
+    """Divide all planes into consecutive ranges of at least `step_bytes` per row, if there are as many."""
     ends = [0]
-    if step_bytes is not None:
-        for plane in range(1, len(table.row_bytes)):
-            rest = table.starts[-1] - table.starts[plane]
-            if min(table.starts[plane] - table.starts[ends[-1]], rest) >= step_bytes:
-                ends.append(plane)
+    for plane in range(1, len(table.row_bytes)):
+        rest = table.starts[-1] - table.starts[plane]
+        if min(table.starts[plane] - table.starts[ends[-1]], rest) >= step_bytes:
+            ends.append(plane)
     return list(itertools.pairwise([*ends, len(table.row_bytes)]))
 
 

@@ -52,8 +52,10 @@ class FakeProducts:
 class LossyMover(TorchMover):
     """Loads the first row of each batch nowhere."""
 
-    def scatter(self, steps, table, staging):
-        super().scatter([dataclasses.replace(step, start=step.start + 1) for step in steps], table, staging)
+    def move(self, steps, table, staging, *, to_staging):
+        if not to_staging:
+            steps = [dataclasses.replace(step, start=step.start + 1) for step in steps]
+        super().move(steps, table, staging, to_staging=to_staging)
 
 
 class FakeGpu:

@@ -32,8 +32,10 @@ class TorchGpu(HostGpu):
 class LossyMover(TorchMover):
     """Loads the first row of each batch nowhere."""
 
-    def scatter(self, steps, table, staging):
-        super().scatter([dataclasses.replace(step, start=step.start + 1) for step in steps], table, staging)
+    def move(self, steps, table, staging, *, to_staging):
+        if not to_staging:
+            steps = [dataclasses.replace(step, start=step.start + 1) for step in steps]
+        super().move(steps, table, staging, to_staging=to_staging)
 
 
 class LossyGpu(HostGpu):
@@ -43,8 +45,9 @@ class LossyGpu(HostGpu):
 class ForgetfulMover(TorchMover):
     """Stores what was in staging memory before."""
 
-    def gather(self, steps, table, staging):
-        pass
+    def move(self, steps, table, staging, *, to_staging):
+        if not to_staging:
+            super().move(steps, table, staging, to_staging=False)
 
 
 class ForgetfulGpu(HostGpu):
@@ -58,9 +61,10 @@ class StrayMover(TorchMover):
         super().__init__(layout)
         self.memory = layout.storages[0]
 
-    def scatter(self, steps, table, staging):
-        super().scatter(steps, table, staging)
-        self.memory[:64] = 1
+    def move(self, steps, table, staging, *, to_staging):
+        super().move(steps, table, staging, to_staging=to_staging)
+        if not to_staging:
+            self.memory[:64] = 1
 
 
 class StrayGpu(HostGpu):

@@ -31,18 +31,12 @@ class LoggedMover(TorchMover):
         self.streams = streams
         self.fails_at = None
 
-    def gather(self, steps, table, staging):
-        self._note("gather")
-        super().gather(steps, table, staging)
-
-    def scatter(self, steps, table, staging):
-        self._note("scatter")
-        super().scatter(steps, table, staging)
-
-    def _note(self, what):
+    def move(self, steps, table, staging, *, to_staging):
+        what = "gather" if to_staging else "scatter"
         self.streams.log.append((what, 0))
         if self.fails_at == sum(entry == (what, 0) for entry in self.streams.log):
             raise RuntimeError("launch failed")
+        super().move(steps, table, staging, to_staging=to_staging)
 
 
 def fake_copier(cache, *, staging_bytes=1 << 20):

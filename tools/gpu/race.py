@@ -147,17 +147,16 @@ class PoisoningMover:
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
         return self._inner.fill(table, jobs, part)
 
-    def gather(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        staging.fill_(POISON)
+    def move(
+        self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
+    ) -> None:
+        if to_staging:
+            staging.fill_(POISON)
         self._delays.put()
-        self._inner.gather(steps, table, staging)
+        self._inner.move(steps, table, staging, to_staging=to_staging)
         self._delays.put()
-
-    def scatter(self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor) -> None:
-        self._delays.put()
-        self._inner.scatter(steps, table, staging)
-        self._delays.put()
-        staging.fill_(POISON)
+        if not to_staging:
+            staging.fill_(POISON)
 
 
 class PoisoningCopier:
