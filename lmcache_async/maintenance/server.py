@@ -43,12 +43,18 @@ class Requests:
             self.refused += 1
             self.first_refusal = self.first_refusal or f"{status}: {json.dumps(answer)[:500]}"
             return
-        usage = answer.get("usage") or {} if isinstance(answer, dict) else {}
         self.prompts += 1
-        self.tokens += int(usage.get("prompt_tokens") or 0)
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        self.tokens += _count(answer, "usage", "prompt_tokens") or 0
+        cached = _count(answer, "usage", "prompt_tokens_details", "cached_tokens")
         if cached is not None:
-            self.cached_tokens = (self.cached_tokens or 0) + int(cached)
+            self.cached_tokens = (self.cached_tokens or 0) + cached
+
+
+def _count(answer: Any, *path: str) -> int | None:
+    """Return a number of the answer; None if the server does not report it."""
+    for name in path:
+        answer = answer.get(name) if isinstance(answer, dict) else None
+    return answer if isinstance(answer, int) else None
 
 
 async def warm_server(

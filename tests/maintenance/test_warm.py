@@ -259,6 +259,9 @@ def test_prompts_in_every_form(tmp_path):
     ]
 
 
+ODD_ANSWERS = ("[]", '{"usage": [1]}', '{"usage": {"prompt_tokens": "9", "prompt_tokens_details": 3}}')
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     """Says what vLLM says: models, and completions with their usage."""
 
@@ -277,6 +280,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
             return
         if body["prompt"] == "too long":
             self._say(400, {"message": "the prompt is too long"})
+            return
+        if body["prompt"] in ODD_ANSWERS:
+            self._say(200, json.loads(body["prompt"]))
             return
         usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": 2}}
         self._say(200, {"usage": usage})
@@ -328,6 +334,12 @@ def test_a_server_gets_one_request_per_prompt_for_one_token(vllm, tmp_path, monk
         refused = invoke("warm", "--url", vllm.url, "--prompts", prompts)
         assert refused.exit_code == 2
         assert "VLLM_API_KEY contains characters that a key cannot have" in refused.stderr
+
+
+def test_an_answer_without_a_usage_counts_no_tokens(vllm, tmp_path):
+    done = told("warm", "--url", vllm.url, "--prompts", prompts_of(tmp_path, *ODD_ANSWERS))
+
+    assert (done["prompts"], done["tokens"], done["cached_tokens"]) == (3, 0, None)
 
 
 def test_a_cancelled_request_is_not_awaited(vllm):

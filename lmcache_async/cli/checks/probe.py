@@ -39,8 +39,6 @@ def probe_tier(spec: TierSpec, tier: Tier) -> list[Check]:
 
 
 async def _probe(spec: TierSpec, tier: Tier) -> list[Check]:
-    slab_bytes = FORMAT.record_bytes(PAYLOAD_BYTES)
-    arena = Arena(4 * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
     handle = TierHandle(
         tier,
         name=spec.id,
@@ -48,6 +46,8 @@ async def _probe(spec: TierSpec, tier: Tier) -> list[Check]:
         timeout_s=spec.timeout_s,
         open_timeout_s=spec.open_timeout_s,
     )
+    slab_bytes = FORMAT.record_bytes(PAYLOAD_BYTES)
+    arena = Arena(4 * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
     checks: list[Check] = []
     try:
         handle.bind(arena)
