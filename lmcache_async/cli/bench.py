@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
-from lmcache_async.cli.output import refuse, say
+from lmcache_async.cli.output import progress, refuse, say
 from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.config import TierSpec, load_config
-from lmcache_async.config.validation import Origin
 from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.maintenance.stores import named_tier
 
@@ -123,10 +121,10 @@ def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
     if config is not None:
         loaded = load_config(config)
         return named_tier(name, config, loaded, "TIER"), loaded.plugins.third_party
-    if name.lstrip().startswith("{"):
-        return named_tier(name, None, None, "TIER"), True
-    scheme, is_url, _ = name.partition("://")
-    return TierSpec(name=scheme, options={"url": name} if is_url else {}).placed(Origin("TIER")), True
+    if not name.lstrip().startswith("{"):
+        scheme, is_url, _ = name.partition("://")
+        name = json.dumps({"name": scheme, "url": name} if is_url else {"name": name})
+    return named_tier(name, None, None, "TIER"), True
 
 
 def _settings(base: Any, **given: Any) -> Any:
@@ -142,9 +140,8 @@ def _run(
     rounds: int | None,
     quick: bool,
 ) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with progress(TimeElapsedColumn()) as bar:
             task = bar.add_task(name, total=None)
             frame = Frame(
                 rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),

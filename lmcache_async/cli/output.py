@@ -7,6 +7,8 @@ from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 PASSED, PROBLEM, USAGE, IN_USE, STOPPED = 0, 1, 2, 3, 130
 """Exit codes: success; the command found a problem; it could not run; in use by another process; Ctrl-C."""
@@ -33,6 +35,13 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
     """Print why the command could not run, and exit."""
     say(error, to_stderr=True)
     raise typer.Exit(code) from None
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """Return a progress bar on stderr, which is cleared at the end. Without a terminal there is none."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def human(nbytes: float) -> str:

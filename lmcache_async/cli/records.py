@@ -10,9 +10,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 import uvloop
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from lmcache_async.cli.output import (
     IN_USE,
@@ -22,6 +21,7 @@ from lmcache_async.cli.output import (
     counted,
     number,
     print_json,
+    progress,
     refuse,
     say,
 )
@@ -91,7 +91,7 @@ def selection_of(patterns: list[str] | None) -> Selection:
 
 
 class Bar(Meter):
-    """Progress bar on stderr, cleared at the end."""
+    """Shows the progress of a run in a progress bar."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -120,19 +120,12 @@ def run(
 
     The exit code is 0 if the report has passed, else 1. An expected error ends the command with its message.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[size]}"),
-        TimeRemainingColumn(),
-    )
     try:
         with (
-            Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+            progress(TextColumn("{task.fields[size]}"), TimeRemainingColumn()) as bar,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            report = runner.run(work(Bar(progress)))
+            report = runner.run(work(Bar(bar)))
     except KeyboardInterrupt:
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
     except TierInUseError as error:

@@ -107,6 +107,7 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
     [
         (["tier", "cpu"], "lmcache-async bench memory"),
         (["tier", "nowhere"], "nowhere"),
+        (["tier", ""], "TIER: expected a tier as JSON"),
         (["tier", '{"name": '], "TIER: expected a tier as JSON"),
         (["tier", json.dumps(ABSENT)], "127.0.0.1:1"),
         (["tier", "disk"], "path"),

@@ -144,7 +144,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def told(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """Return the output of the command with --json."""
+    """Return the output of the command with --json, which prints nothing else."""
     result = invoke(*arguments, "--json")
-    assert result.exit_code == code, result.output
+    assert (result.exit_code, result.stderr) == (code, ""), result.output
     return json.loads(result.stdout)
