@@ -512,7 +512,8 @@ class RequestTracker:
             return False
         age = now - max(state.lookup.asked_at, state.answered_at)
         hit = state.answer.hit_tokens(self._policy.chunk_size)
-        complete = hit > state.lookup.num_tokens - self._policy.block_size
+        usable = state.lookup.num_tokens - (not self._policy.only_full)  # see `boundaries`
+        complete = hit > usable - self._policy.block_size
         return age > (self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S)
 
     def _may_wait(self, state: _LookupState, now: float) -> bool:

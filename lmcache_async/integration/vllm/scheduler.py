@@ -632,6 +632,7 @@ class SchedulerConnector:
         """reset_cache: KV that was computed before is not stored any more."""
         mode = self._config.vllm.reset_cache
         self._client.reset(memory_only=mode != "all")
+        self._stores.keys_in_flight.clear()  # workers drop these stores
         former = self._reset_tags
         if mode == "new_namespace":
             self._reset_tags = (("reset", uuid.uuid4().hex),)

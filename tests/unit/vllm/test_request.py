@@ -473,6 +473,15 @@ def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
     assert [span.boundary for span in tracker.plan_boundaries(40)] == [32, 38, 40]
 
 
+@pytest.mark.parametrize(("boundary", "asks"), [(14, False), (12, True)])
+def test_a_hit_of_all_that_vllm_can_use_is_not_looked_up_again_soon(boundary: int, asks: bool) -> None:
+    groups = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=5))
+    tracker = tracker_of(16, policy(groups=groups))
+    answer(tracker, ask(tracker), Answer(2, boundary=boundary))
+
+    assert tracker.refresh_lookup(3.0, 0, may_repeat=True).ask == asks
+
+
 def test_a_hit_of_several_groups_is_loaded_as_a_whole_or_not_at_all() -> None:
     slow = LoadPolicy(PrefillClock(lambda: 0.0, tokens_per_s=10.0), CHUNK)
     costs = ((2, 0.0), (4, 2.0))

@@ -986,6 +986,17 @@ def test_kv_computed_before_a_reset_is_not_stored_after_it():
     assert {job.epoch for job in jobs} == {1}
 
 
+def test_a_chunk_of_a_store_that_a_reset_drops_is_stored_by_the_next_request():
+    bench = Bench()
+    before = bench.request(20)
+    bench.step((before, 20))
+    bench.scheduler.reset()
+    after = Request("after", before.prompt_token_ids, before.sampling_params, None)
+    bench.scheduler.on_new_request(after)
+
+    assert spans(bench.step((after, 20)).stores) == [(0, 16), (16, 20)]
+
+
 def test_a_reset_may_change_the_namespace_of_all_requests():
     bench = Bench(**{"vllm.reset_cache": "new_namespace"})
     waiting = bench.request(20, params={"tags": {"team": "a"}})
