@@ -104,14 +104,14 @@ class Registry:
         offers = [other for other in self._plugins[group] if other.name == name]
         if not plugin.bundled and len(offers) > 1:
             both = " and ".join(f"{offer.distribution} {offer.version}" for offer in offers)
-            raise ConfigError(f"the {_kind(group)} {name} is offered by {both}; uninstall one of them")
+            raise ConfigError(f"the {_KINDS[group]} {name} is offered by {both}; uninstall one of them")
         try:
             loaded: object = EntryPoint(name, plugin.value, group).load()
         except ModuleNotFoundError as error:
             raise self._missing(group, plugin, error) from error
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"the {_kind(group)} {name} of {plugin.distribution} {plugin.version}"
+                f"the {_KINDS[group]} {name} of {plugin.distribution} {plugin.version}"
                 f" cannot be loaded from {plugin.value}: {error}"
             ) from error
         return loaded
@@ -151,7 +151,7 @@ class Registry:
         if group == TIERS and name in REMOVED_TIERS:
             return REMOVED_TIERS[name]
         names = list(self.available(group, third_party=third_party))
-        text = f"there is no {_kind(group)} {name}; there are: {', '.join(names) or 'none'}"
+        text = f"there is no {_KINDS[group]} {name}; there are: {', '.join(names) or 'none'}"
         if not third_party and (hidden := self.available(group).get(name)):
             return f"{text}; {hidden.distribution} has one, but plugins.third_party is off"
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
@@ -162,7 +162,7 @@ class Registry:
     ) -> MissingDependencyError | ConfigError:
         """Return an error with the package to install; a ConfigError if the plug-in itself is missing."""
         module = (error.name or "").partition(".")[0]
-        what = f"the {_kind(group)} {plugin.name} of {plugin.distribution} {plugin.version}"
+        what = f"the {_KINDS[group]} {plugin.name} of {plugin.distribution} {plugin.version}"
         if not module or module == plugin.value.partition(":")[0].partition(".")[0]:
             return ConfigError(f"{what} cannot be loaded from {plugin.value}: {error}")
         extra = _extra_for(module, plugin.name, self._requires[plugin.distribution])
@@ -186,10 +186,6 @@ def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
 def _mentions_plugins(distribution: Distribution) -> bool:
     text = distribution.read_text("entry_points.txt") or ""
     return any(group in text for group in _KINDS)
-
-
-def _kind(group: str) -> str:
-    return _KINDS[group]
 
 
 def _normal(name: str) -> str:

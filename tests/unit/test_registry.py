@@ -60,28 +60,15 @@ def test_available_is_read_from_metadata_without_an_import(site):
     }
 
 
-def test_the_groups_are_apart(site):
-    site.distribution("some-stages", ["x = some_stages:stage"], group=STAGES).module(
-        "some_stages", "stage = 7\n"
-    )
+@pytest.mark.parametrize(("group", "kind"), [(STAGES, "stage"), (LAYERS, "layer")])
+def test_the_groups_are_apart(site, group, kind):
+    site.distribution("others", ["x = others:own"], group=group).module("others", "own = 7\n")
 
     registry = site.registry()
 
-    assert (list(registry.available(TIERS)), list(registry.available(STAGES))) == ([], ["x"])
-    assert registry.load(STAGES, "x") == 7
-    assert refusal(registry, "y", UnknownPluginError, STAGES) == "there is no stage y; there are: x"
-
-
-def test_layers_are_a_group_of_their_own(site):
-    site.distribution("some-layers", ["x = some_layers:Layer"], group=LAYERS).module(
-        "some_layers", "Layer = 7\n"
-    )
-
-    registry = site.registry()
-
-    assert (list(registry.available(LAYERS)), list(registry.available(TIERS))) == (["x"], [])
-    assert registry.load(LAYERS, "x") == 7
-    assert refusal(registry, "y", UnknownPluginError, LAYERS) == "there is no layer y; there are: x"
+    assert (list(registry.available(TIERS)), list(registry.available(group))) == ([], ["x"])
+    assert registry.load(group, "x") == 7
+    assert refusal(registry, "y", UnknownPluginError, group) == f"there is no {kind} y; there are: x"
 
 
 def test_a_plug_in_is_imported_when_it_is_loaded(site):
@@ -94,6 +81,7 @@ def test_a_plug_in_is_imported_when_it_is_loaded(site):
 
 
 def test_an_unknown_name_lists_the_names_and_the_nearest(site):
+    assert refusal(site.registry(), "cpu", UnknownPluginError) == "there is no tier cpu; there are: none"
     site.distribution("some-tiers", ["disk = x:T", "cpu = x:T"])
 
     registry = site.registry()
@@ -103,10 +91,6 @@ def test_an_unknown_name_lists_the_names_and_the_nearest(site):
         == "there is no tier dsk; there are: cpu, disk; did you mean disk?"
     )
     assert refusal(registry, "redis", UnknownPluginError) == "there is no tier redis; there are: cpu, disk"
-
-
-def test_an_unknown_name_where_there_is_none_at_all(site):
-    assert refusal(site.registry(), "cpu", UnknownPluginError) == "there is no tier cpu; there are: none"
 
 
 @pytest.mark.parametrize("name", ["lmcache-async", "LMCache_Async"])
