@@ -233,6 +233,7 @@ def vllm_namespace() -> dict[str, Any]:
             tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4, rank=3
         ),
         load_config=SimpleNamespace(load_format="auto"),
+        lora_config=None,
         speculative_config=SimpleNamespace(method="eagle", model="company/draft"),
         compilation_config=SimpleNamespace(
             static_forward_context={
