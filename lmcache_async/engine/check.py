@@ -56,7 +56,7 @@ def problems(
     `source_of` gives the place where a key was set; None for keys that are not set.
     """
     third_party = config.plugins.third_party
-    layers = LayerMaker(registry, config, default_logger(), EngineMetrics())
+    layer_maker = LayerMaker(registry, config, default_logger(), EngineMetrics())
     of_tiers, rest = _Problems(), _Problems()
     for spec in config.tiers:
         in_arena = False
@@ -65,7 +65,7 @@ def problems(
         for layer in reversed(placed_layers(spec, spec.layers or ())):
             if layer.name != LEFT_OUT:
                 with of_tiers.at(layer.where, layer.origin.part):
-                    layers.layer(spec, layer, in_arena=in_arena)
+                    layer_maker.layer(spec, layer, in_arena=in_arena)
     for where, names_of, takes, gives in (
         ("store.stages", store_stages, StoreRequest, BatchStored),
         ("retrieve.stages", retrieve_stages, RetrieveRequest, RetrieveReport),

@@ -41,7 +41,7 @@ def stacked_tiers(
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
-    makers = LayerMaker(registry, config, logger, metrics or EngineMetrics())
+    layer_maker = LayerMaker(registry, config, logger, metrics or EngineMetrics())
     rank = namespace.rank if namespace.world_size > 1 else None
     stacked = []
     for spec in config.tiers:
@@ -51,7 +51,7 @@ def stacked_tiers(
             tier,
             name=spec.id,
             logger=logger,
-            layers=makers.layers(spec, in_arena=in_arena),
+            layers=layer_maker.layers(spec, in_arena=in_arena),
             timeout_s=spec.timeout_s,
             open_timeout_s=spec.open_timeout_s,
             close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
