@@ -25,7 +25,6 @@ from lmcache_async.config.values import (
     parse_size,
 )
 from lmcache_async.daemon.address import parse_user
-from lmcache_async.daemon.allocator import SEGMENT_BYTES
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import REMOVED_TIERS
 
@@ -69,7 +68,7 @@ class DaemonConfig(BaseModel):
     Attributes:
         socket: Path of the socket for clients; by default one of this user, see `default_socket`.
         max_bytes: Size of the pool. It is shared memory, which counts against a container's limit.
-        segment_bytes: Maximum size of a segment, which holds records of one size.
+        segment_bytes: Without effect; accepted in configurations of earlier versions.
         huge_pages: Request huge pages, if the kernel has them for shared memory.
         prefault: Touch all pages in the background after the start.
         allow_uids: Other users whose processes may connect. The socket's mode is then 0666, and the daemon checks users.
@@ -85,7 +84,7 @@ class DaemonConfig(BaseModel):
 
     socket: SocketPath | None = None
     max_bytes: Size
-    segment_bytes: Size = SEGMENT_BYTES
+    segment_bytes: OptionalSize = None
     huge_pages: Flag = True
     prefault: Flag = True
     allow_uids: tuple[UserNumber, ...] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_async.daemon.allocator import SEGMENT_BYTES, Block, Segment, SegmentAllocator, pages
+from lmcache_async.daemon.allocator import RangeAllocator, pages
 from lmcache_async.daemon.config import TenantOptions
 from lmcache_async.tiers.eviction import LRUPolicy
 
@@ -16,8 +17,40 @@ if TYPE_CHECKING:
 
 MAX_TENANTS = 1024
 """If there are this many tenants, those without memory are removed before another one is added."""
-VICTIM_SCAN_PAUSE = 64
-"""Number of choices without a scan of all segments, after a scan found no segment to empty."""
+MAX_TRIES = 64
+"""Records whose neighbours are examined for one reservation. The pool is full for it if none of them suffices."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory of one record, and its state.
+
+    Attributes:
+        tenant: The tenant that holds it.
+        offset: Offset of its first byte, a multiple of 4096.
+        nbytes: Length of the record.
+        key: Key of the record; of a reservation the intended key, if known.
+        leases: Leases of readers and of the writer.
+        committed: Whether readers find the record.
+        used: Last use, on the pool's own clock.
+    """
+
+    tenant: str
+    offset: int
+    nbytes: int
+    key: ChunkKey | None = None
+    leases: int = 0
+    committed: bool = False
+    used: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that count against quotas: whole pages."""
+        return pages(self.nbytes)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +82,8 @@ class PoolStatistics:
 
     Attributes:
         max_bytes: Size of the pool.
-        unused_bytes: Bytes that belong to no segment.
-        segments: Segments, each divided into blocks of one size.
+        unused_bytes: Bytes that hold no record and are not reserved.
+        segments: Contiguous ranges of unused bytes.
         tenants: By name; without tenants that hold nothing and have no quota of their own.
     """
 
@@ -116,14 +149,13 @@ class Pool:
     """Records by tenant and key in `memory`. Used on one thread; no call waits.
 
     A record is visible to readers from its commit on, and never changes. Memory with a lease is neither
-    evicted nor reused. The least recently used record of the required size is evicted first, a suffix before
-    its prefix. If records of other sizes are older, a segment of theirs is emptied and divided again.
+    evicted nor reused. The least recently used record is evicted first, a suffix before its prefix. If it is
+    smaller than the new record, records beside it in memory are evicted with it.
 
     Args:
         memory: The pool's memory, writable.
         quotas: By tenant.
         other_quota: Quota of each tenant that `quotas` does not name.
-        segment_bytes: See `SegmentAllocator`.
     """
 
     def __init__(
@@ -132,14 +164,14 @@ class Pool:
         *,
         quotas: Mapping[str, TenantOptions] | None = None,
         other_quota: TenantOptions | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._memory = memory
-        self._allocator = SegmentAllocator(memory.nbytes, segment_bytes)
+        self._allocator = RangeAllocator(memory.nbytes)
+        self._by_offset: dict[int, Block] = {}
+        self._by_end: dict[int, Block] = {}
         self._quotas = dict(quotas or {})
         self._other_quota = other_quota or TenantOptions()
         self._tenants: dict[str, Tenant] = {}
-        self._pause = 0  # choices left without a scan of all segments
         self._clock = 0
 
     def contains(self, tenant: str, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -272,8 +304,8 @@ class Pool:
             self._tenant(name)
         return PoolStatistics(
             max_bytes=self._allocator.nbytes,
-            unused_bytes=self._allocator.gap_bytes,
-            segments=self._allocator.segments,
+            unused_bytes=self._allocator.free_bytes,
+            segments=len(self._allocator),
             tenants={
                 name: tenant.statistics()
                 for name, tenant in self._tenants.items()
@@ -313,17 +345,20 @@ class Pool:
         wanted = pages(nbytes)
         if wanted > owner.max_bytes:
             return None
-        while owner.held_bytes + wanted > owner.max_bytes:
+        has_quota = owner.max_bytes < self._allocator.nbytes
+        while has_quota and owner.held_bytes + wanted > owner.max_bytes:
             oldest = owner.policy.oldest(_among(owner, _is_unused))
             if oldest is None:
                 return None
             self._evict(owner.records[oldest])
-        while (block := self._allocator.take(owner.name, nbytes)) is None:
-            victims = self._choose(owner, nbytes, key)
+        while (offset := self._allocator.take(wanted)) is None:
+            victims = self._choose(owner, wanted, key)
             if not victims:
                 return None
             for victim in victims:
                 self._evict(victim)
+        block = Block(owner.name, offset, nbytes)
+        self._by_offset[block.offset] = self._by_end[block.end] = block
         return block
 
     def _evict(self, block: Block) -> None:
@@ -345,73 +380,69 @@ class Pool:
 
     def _free(self, block: Block) -> None:
         self._tenants[block.tenant].held_bytes -= block.held_bytes
-        self._allocator.give(block)
+        del self._by_offset[block.offset], self._by_end[block.end]
+        self._allocator.give(block.offset, block.held_bytes)
 
-    def _choose(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> list[Block]:
-        """Return the records to evict for `nbytes`: one of that size, or those of whole segments.
+    def _choose(self, owner: Tenant, wanted: int, key: ChunkKey | None) -> Sequence[Block]:
+        """Return records to evict for `wanted` bytes: the least recently used one, and neighbours if necessary.
 
-        The least recently used record without a lease is chosen first, a suffix before its prefix. Reserved
-        bytes of other tenants and the chunks that the new chunk continues are never chosen. If records of other
-        sizes are older, a whole segment of theirs is chosen, provided that half of its records are older.
+        Leased records, reserved bytes of other tenants and the chunks that the new chunk continues are never
+        chosen.
         """
-        has_size = self._allocator.has_size_for(nbytes)
-        oldest = self._oldest(owner, lambda block: self._allocator.fits(block, nbytes)) if has_size else None
-        one = [] if oldest is None else [oldest]
-        if has_size and self._pause:
-            self._pause -= 1
-            return one
-        if oldest is not None:
-            any_size = self._oldest(owner, lambda _: True)
-            if any_size is None or any_size.used >= oldest.used:
-                return one
-        return self._segments(owner, nbytes, key, oldest) or one
+        kept = functools.cache(lambda: _ancestors(owner, key))
+        tries = MAX_TRIES
 
-    def _segments(
-        self, owner: Tenant, nbytes: int, key: ChunkKey | None, oldest: Block | None
-    ) -> list[Block]:
-        """Return all records of the segments to empty; none if they were used more recently than `oldest`."""
-        before = _ancestors(owner, key)
+        def evictable(block: Block) -> bool:
+            nonlocal tries
+            if not tries or not self._may_take(owner, block, {}):
+                return False
+            tries -= 1
+            return bool(self._around(owner, block, wanted, kept))
 
-        def price(segment: Segment) -> int | None:
-            blocks = segment.taken.values()
-            if not self._may_take(owner, blocks) or any(id(block) in before for block in blocks):
-                return None
-            return sorted(block.used for block in blocks)[len(blocks) // 2]
-
-        cost, segments = self._allocator.cheapest(pages(nbytes), price)
-        victims = [block for segment in segments for block in segment.taken.values()]
-        if not self._may_take(owner, victims) or (oldest is not None and cost >= oldest.used):
-            victims = []
-        if not victims:
-            self._pause = VICTIM_SCAN_PAUSE
-        return victims
-
-    def _oldest(self, owner: Tenant, wanted: Callable[[Block], bool]) -> Block | None:
-        def may_go(block: Block) -> bool:
-            return wanted(block) and self._may_take(owner, [block])
-
-        found: list[Block] = []
+        oldest: list[Block] = []
         for tenant in self._tenants.values():
             spare_bytes = tenant.held_bytes - tenant.reserved_bytes
             if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
                 continue  # not even its smallest record, so its records need no scan
-            key = tenant.policy.oldest(_among(tenant, may_go))
-            if key is not None:
-                found.append(tenant.records[key])
-        return min(found, key=lambda block: block.used, default=None)
+            found = tenant.policy.oldest(_among(tenant, evictable))
+            if found is not None:
+                oldest.append(tenant.records[found])
+        if not oldest:
+            return ()
+        return self._around(owner, min(oldest, key=lambda block: block.used), wanted, kept)
 
-    def _may_take(self, owner: Tenant, blocks: Iterable[Block]) -> bool:
-        """Whether these records can be evicted for a record of `owner`."""
-        taken: dict[str, int] = {}
-        for block in blocks:
-            if not _is_unused(block):
-                return False
-            taken[block.tenant] = taken.get(block.tenant, 0) + block.held_bytes
-        taken.pop(owner.name, None)
-        return all(
-            self._tenants[name].held_bytes - nbytes >= self._tenants[name].reserved_bytes
-            for name, nbytes in taken.items()
-        )
+    def _around(
+        self, owner: Tenant, block: Block, wanted: int, kept: Callable[[], set[int]]
+    ) -> Sequence[Block]:
+        """Return the record and the neighbours to evict with it so that `wanted` bytes are unused; () if none do.
+
+        Of two neighbours, the less recently used one is chosen.
+        """
+        victims: list[Block] = []
+        taken: Counter[str] = Counter()  # bytes of the victims by tenant
+        start, end = block.offset, block.end
+        while True:
+            victims.append(block)
+            taken[block.tenant] += block.held_bytes
+            start, end = self._allocator.unused_around(min(start, block.offset), max(end, block.end))
+            if end - start >= wanted:
+                return victims
+            beside = [
+                each
+                for each in (self._by_end.get(start), self._by_offset.get(end))
+                if each is not None and self._may_take(owner, each, taken) and id(each) not in kept()
+            ]
+            if not beside:
+                return ()
+            block = min(beside, key=lambda block: block.used)
+
+    def _may_take(self, owner: Tenant, block: Block, taken: Mapping[str, int]) -> bool:
+        """Whether the record can be evicted for a record of `owner`, with `taken` bytes of each tenant."""
+        if not _is_unused(block) or block.tenant == owner.name:
+            return _is_unused(block)
+        tenant = self._tenants[block.tenant]
+        left_bytes = tenant.held_bytes - taken.get(tenant.name, 0) - block.held_bytes
+        return left_bytes >= tenant.reserved_bytes
 
 
 def _forget(owner: Tenant, key: ChunkKey) -> None:

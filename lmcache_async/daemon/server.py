@@ -12,7 +12,6 @@ import stat
 from typing import TYPE_CHECKING, Self
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
-from lmcache_async.daemon.memory import SharedMemory
 from lmcache_async.daemon.messages import (
     HELLO_BYTES,
     ID_BYTES,
@@ -30,6 +29,7 @@ from lmcache_async.daemon.status import DaemonSource
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.region import Region
 from lmcache_async.metrics.endpoint import status_server
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Daemon:
         self.path: Path = config.socket or default_socket()
         self.id = os.urandom(ID_BYTES)
         self._config = config
-        self._memory: SharedMemory
+        self._nbytes = config.max_bytes // PAGE * PAGE
+        self._memory_fd = -1
         self._sessions: set[Session] = set()
         self._greetings: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
@@ -87,15 +88,10 @@ class Daemon:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(_held(self.path))
-            nbytes = config.max_bytes // PAGE * PAGE
-            self._memory = SharedMemory(nbytes, huge_pages=config.huge_pages, prefault=config.prefault)
-            stack.callback(self._memory.close)
-            self.pool = Pool(
-                self._memory.view,
-                quotas=config.tenants,
-                other_quota=config.other_tenants,
-                segment_bytes=config.segment_bytes,
+            self._memory_fd, memory = stack.enter_context(
+                shared_memory(self._nbytes, huge_pages=config.huge_pages, prefault=config.prefault)
             )
+            self.pool = Pool(memory, quotas=config.tenants, other_quota=config.other_tenants)
             if config.http.listen is not None:
                 page = status_server(DaemonSource(self.pool, self.path, lambda: self.clients), config.http)
                 self.status_url = (await stack.enter_async_context(page)).url
@@ -143,7 +139,7 @@ class Daemon:
                     welcome = self._answer(hello)
                     served = welcome.refusal is Refusal.NONE
                     # The empty socket buffer takes the whole message.
-                    descriptors = [self._memory.fd] if served else []
+                    descriptors = [self._memory_fd] if served else []
                     socket.send_fds(connection, [pack_welcome(welcome)], descriptors)
                     if served:
                         undo.pop_all()
@@ -160,7 +156,7 @@ class Daemon:
         elif len(self._sessions) >= self._config.max_clients:
             refusal = Refusal.TOO_MUCH
         most = min(self._config.client_bytes, hello.max_lease_bytes or self._config.client_bytes)
-        return Welcome(PROTOCOL, refusal, self.id, self._memory.nbytes, most)
+        return Welcome(PROTOCOL, refusal, self.id, self._nbytes, most)
 
     async def _begin(
         self, tenant: str, max_lease_bytes: int, connection: socket.socket, process: int
@@ -195,6 +191,38 @@ class Daemon:
             session.close()
         async with asyncio.timeout(_CLOSE_S):
             await self._empty.wait()
+
+
+@contextlib.contextmanager
+def shared_memory(nbytes: int, *, huge_pages: bool, prefault: bool) -> Iterator[tuple[int, memoryview]]:
+    """Zeroed memory in an anonymous file, and its descriptor, which is sent to clients.
+
+    The length of the file is sealed, because access beyond the end of a truncated file kills the process. The
+    memory exists as long as a process maps it.
+    """
+    descriptor = os.memfd_create("lmcache-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        try:
+            os.ftruncate(descriptor, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            region = Region(
+                nbytes,
+                grain_bytes=nbytes,
+                pin=False,
+                pin_device=None,
+                huge_pages=huge_pages,
+                prefault=prefault,
+                fd=descriptor,
+            )
+        except OSError as error:
+            raise ConfigError(f"max_bytes: cannot allocate {nbytes} bytes of shared memory") from error
+        try:
+            yield descriptor, region.view
+        finally:
+            region.close()
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

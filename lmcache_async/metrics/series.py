@@ -171,8 +171,8 @@ SCHEDULER_SERIES = (
 
 DAEMON_SERIES = (
     _gauge("pool_max_bytes", "Memory of the pool."),
-    _gauge("pool_unused_bytes", "Memory of the pool that is not assigned to a record size yet."),
-    _gauge("pool_segments", "Segments of the pool; each holds records of one size."),
+    _gauge("pool_unused_bytes", "Memory of the pool that holds no record and is not reserved."),
+    _gauge("pool_segments", "Contiguous ranges of unused memory in the pool."),
     _gauge("pool_tenant_chunks", "Records that can be read.", "tenant"),
     _gauge("pool_tenant_record_bytes", "Bytes of these records, in whole pages.", "tenant"),
     _gauge(

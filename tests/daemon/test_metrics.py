@@ -23,7 +23,7 @@ def put(pool, tenant, number):
 
 
 def test_the_pool_is_exported_by_tenant():
-    pool = Pool(memoryview(bytearray(64 << 10)), segment_bytes=16 << 10)
+    pool = Pool(memoryview(bytearray(64 << 10)))
     for number in range(20):
         put(pool, "team", number)
     pool.lease("team", key_of(19))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmcache_async.daemon import pool as pool_module
-from lmcache_async.daemon.allocator import Block, SegmentAllocator
+from lmcache_async.daemon.allocator import RangeAllocator
 from lmcache_async.daemon.config import TenantOptions
-from lmcache_async.daemon.pool import MAX_TENANTS, Pool
+from lmcache_async.daemon.pool import MAX_TENANTS, Block, Pool
 from lmcache_async.testing.records import key_of
 
 PAGE = 4096
@@ -211,40 +214,79 @@ def test_the_oldest_records_of_all_tenants_are_evicted() -> None:
     assert held(pool, "t") == [0, 1, 2, 10, 11, 12]
 
 
-def test_records_of_another_size_replace_older_ones() -> None:
-    pool = pool_of(240, segment_bytes=12 * PAGE)
-    put(pool, range(80), pages=3)
-    assert len(held(pool)) == 80
-    for number in range(1000, 1060):
-        assert put(pool, [number], pages=4) == [number]
+@pytest.mark.parametrize(("old", "new"), [(3, 4), (4, 3), (1, 13), (13, 1), (40, 41)])
+def test_records_of_another_size_replace_the_least_recently_used(old: int, new: int) -> None:
+    pool = pool_of(240)
+    put(pool, range(240 // old), pages=old)
+    assert held(pool) == list(range(240 // old))
 
-    assert held(pool)[-60:] == list(range(1000, 1060))
-    assert pool.statistics().max_bytes == 240 * PAGE
+    for number in range(1000, 1000 + 120 // new):
+        assert put(pool, [number], pages=new) == [number]
 
-
-def test_a_size_that_has_some_room_grows_when_others_are_older() -> None:
-    pool = pool_of(240, segment_bytes=12 * PAGE)
-    put(pool, [5000], pages=4)
-    put(pool, range(80), pages=3)
-    put(pool, range(1000, 1300), pages=4)
-
-    assert len([number for number in held(pool) if number >= 1000]) > 40
+    count = 120 // new
+    assert held(pool)[-count:] == list(range(1000, 1000 + count))
+    kept = held(pool)[:-count]
+    assert kept == list(range(240 // old))[-len(kept) :]
+    assert pool.tenant_statistics("t").bytes >= (240 - 2 * max(old, new)) * PAGE  # no more than necessary
 
 
-def test_ends_of_prompts_do_not_take_a_segment_of_64_mib_each() -> None:
-    allocator = SegmentAllocator(1 << 30)
-    for size in range(1, 17):
-        assert allocator.take("t", size * 256 * 1024) is not None
+def test_records_are_evicted_around_leased_ones() -> None:
+    pool = pool_of(12)
+    put(pool, range(12))
+    slots = [pool.lease("t", key_of(number)) for number in (2, 8)]
 
-    assert allocator.gap_bytes > 6 << 27
+    assert put(pool, [20], pages=6) == []
+    assert put(pool, [21], pages=5) == [21]
+    assert held(pool) == [0, 1, 2, 8, 9, 10, 11, 21]
+    for slot in slots:
+        assert slot is not None
+        pool.release(slot)
 
 
-def test_a_record_larger_than_a_segment_has_one_of_its_own() -> None:
-    pool = pool_of(40, segment_bytes=4 * PAGE)
-    assert put(pool, range(3), pages=13) == [0, 1, 2]
-    assert put(pool, [3], pages=13) == [3]
-    assert held(pool) == [1, 2, 3]
-    assert put(pool, [4], pages=41) == []
+def test_a_neighbour_that_the_new_chunk_continues_is_not_evicted() -> None:
+    pool = pool_of(6)
+    pool.contains("t", [key_of(number) for number in (0, 1)])
+    put(pool, [10, 0, 11, 12, 13, 14])
+
+    assert put(pool, [1], pages=2) == [1]
+    assert held(pool) == [0, 1, 10, 13, 14]
+
+
+def test_a_record_that_no_neighbours_make_room_for_is_refused_after_a_bounded_search() -> None:
+    pool = pool_of(2000)
+    put(pool, range(2000))
+    slots = [pool.lease("t", key_of(number)) for number in range(0, 2000, 2)]
+
+    assert put(pool, [5000], pages=2) == []
+    assert put(pool, [5001]) == [5001]
+    assert put(pool, [5002], pages=2001) == []
+    assert all(slots)
+
+
+@given(st.lists(st.integers(1, 8), max_size=40), st.data())
+def test_unused_ranges_are_merged_and_taken_best_fit(sizes: list[int], data: st.DataObject) -> None:
+    allocator = RangeAllocator(64 * PAGE + 100)
+    taken: dict[int, int] = {}
+    for size in sizes:
+        if taken and data.draw(st.booleans()):
+            start = data.draw(st.sampled_from(sorted(taken)))
+            allocator.give(start, taken.pop(start))
+        used = sorted(taken.items())
+        edges = [(0, 0), *used, (64 * PAGE, 0)]
+        gaps = [
+            (right - left - length, left + length)
+            for (left, length), (right, _) in itertools.pairwise(edges)
+            if right > left + length
+        ]
+        start = allocator.take(size * PAGE)
+        assert start == min((gap for gap in gaps if gap[0] >= size * PAGE), default=(0, None))[1]
+        if start is not None:
+            taken[start] = size * PAGE
+        assert allocator.free_bytes == 64 * PAGE - sum(taken.values())
+    for start, nbytes in taken.items():
+        allocator.give(start, nbytes)
+
+    assert (len(allocator), allocator.free_bytes) == (1, 64 * PAGE)
 
 
 def test_tenants_that_hold_nothing_are_forgotten() -> None:

@@ -24,7 +24,7 @@ class HostMachine(TierMachine):
         if not hasattr(self, "daemon"):
             wanted = max_bytes or 8 << 20
             self.daemon = ThreadedDaemon(directory / "s")
-            limits = {"max_bytes": wanted, "max_client_bytes": wanted, "segment_bytes": 1 << 18}
+            limits = {"max_bytes": wanted, "max_client_bytes": wanted}
             self.daemon.config = self.daemon.config.model_copy(update=limits)
             self.daemon.__enter__()
         return host_tier(self.daemon.path, tenant="t")

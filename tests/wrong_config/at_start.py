@@ -14,8 +14,7 @@ import torch
 from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.daemon.address import check_directory
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
-from lmcache_async.daemon.memory import SharedMemory
-from lmcache_async.daemon.server import Daemon
+from lmcache_async.daemon.server import Daemon, shared_memory
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.builder import EngineGroup, build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
@@ -47,6 +46,11 @@ def long_socket(folder: Path) -> None:
 
 def directory_under_a_file(folder: Path) -> None:
     check_directory(folder / "key" / "kv" / "s", make=True)
+
+
+def allocate_shared(nbytes: int) -> None:
+    with shared_memory(nbytes, huge_pages=False, prefault=False):
+        pass
 
 
 def open_directory(folder: Path) -> None:
@@ -130,8 +134,8 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         open_directory,
         "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
     ),
-    (lambda _: SharedMemory(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory"),
-    (lambda _: SharedMemory(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
+    (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory"),
+    (lambda _: allocate_shared(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
     (
         socket_is_a_directory,
