@@ -254,7 +254,7 @@ def _check_blocks(name: str, tensor: torch.Tensor, num_blocks: int, block_size: 
         return
     if len(shape) not in (3, 4):
         raise ValueError(
-            f'{title}: shape {shape} is neither [B, H, N, C] nor [B, N, C]; opaque pages need kind="pages"'
+            f'{title(name)}: shape {shape} is neither [B, H, N, C] nor [B, N, C]; opaque pages need kind="pages"'
         )
     tokens = shape[0] // num_blocks * shape[-2]
     if tokens != block_size:

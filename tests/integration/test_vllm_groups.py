@@ -98,7 +98,7 @@ def engine(engines: Engines, options: dict[str, Any], tmp_path_factory: pytest.T
     return engines.start(connector(disk=tmp_path_factory.mktemp("kv")), **options)
 
 
-@pytest.mark.parametrize("blocks", [2, 2 * CHUNK // BLOCK, 10])
+@pytest.mark.parametrize("blocks", [WINDOW // BLOCK, 2 * CHUNK // BLOCK, 10])
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_a_prompt_is_loaded_as_far_as_vllm_would_use_it(
     engine: Engine, plain: Reference, family: Family, blocks: int, more: int

@@ -46,6 +46,26 @@ def test_hits_across_processes_and_a_kill(engines: Engines, reference: Reference
     assert complaints(log) == []
 
 
+@pytest.mark.parametrize(("reset_cache", "hit"), [("memory", 480), ("all", 0)])
+def test_sleep_keeps_or_drops_what_is_stored_as_configured(
+    engines: Engines, reference: Reference, tmp_path: Path, reset_cache: str, hit: int
+) -> None:
+    question = Question(tokens("sleep", 500))
+    transfer = connector(disk=tmp_path, **{"vllm.reset_cache": reset_cache})
+    with engines.started(transfer, processes=True) as engine:
+        engine.wait_for_hit()
+        answers = [engine.ask(question)]
+        engine.call("sleep_and_wake")  # blocks are still held for the store
+        engine.settle()
+        answers.append(engine.ask(question))
+        engine.settle()
+        answers.append(engine.ask(question))
+
+    assert [answer.cached_tokens for answer in answers] == [0, hit, 480]
+    for answer in answers:
+        assert_same(answer, reference(question))
+
+
 def until_told(engine: Engine, name: str, least: float) -> dict[tuple[str, ...], float]:
     """Our series of vLLM's /metrics, by name and our own labels' values, once one of them is so large.
 

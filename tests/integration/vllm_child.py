@@ -122,6 +122,11 @@ class Child:
         """Reset vLLM's prefix cache, with `connector` ours too. Return False while a block of it is held."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
+    def sleep_and_wake(self) -> None:
+        """Sleep with the weights kept, as between two tasks of a GPU, and wake up."""
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+
     def counters(self) -> dict[str, float]:
         """Return vLLM's metrics by name."""
         metrics = self._llm.get_metrics()
