@@ -13,7 +13,7 @@ from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, encrypte
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import RecordCipher, check_encrypted, envelope_key_id, is_encrypted
 from lmcache_async.memory.header import RecordHeader, peek_sizes, read_header
-from lmcache_async.memory.proof import prove
+from lmcache_async.memory.record import prove
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey
 
@@ -104,7 +104,7 @@ def check(
 
     Args:
         stored: The record's entry in the listing.
-        pieces: The record, in pieces as `memory.proof.prove` takes them.
+        pieces: The record, in pieces as `memory.record.prove` takes them.
         selection: Records of other namespaces are not verified.
         cipher: Decrypts encrypted records; without it only their outer checksum is verified.
     """

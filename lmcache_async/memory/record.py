@@ -8,7 +8,9 @@ the header. The functions are stateless and may run in worker threads.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -16,6 +18,7 @@ import numpy as np
 import xxhash
 
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.encryption import ENVELOPE_BYTES, envelope_checksum, is_encrypted
 from lmcache_async.memory.header import (
     CHECKSUM,
     MAGIC,
@@ -27,9 +30,13 @@ from lmcache_async.memory.header import (
     RecordHeader,
     corrupt,
     header_digest,
+    peek_sizes,
     read_header,
 )
-from lmcache_async.types import KEY_BYTES, Chunk, Tokens
+from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
+
+PIECE_BYTES = MAX_HEADER_BYTES
+"""Size of the pieces for `prove`. The first piece contains any header."""
 
 _MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
@@ -264,6 +271,52 @@ def verify(
     if payload and xxhash.xxh3_128_digest(view[header.header_bytes :]) != header.checksum:
         raise corrupt("checksum", f"the payload of key {chunk.key.hex()} is not what was sealed")
     return header
+
+
+def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
+    """Verify that a record is complete, unchanged and, unless it is encrypted, of this key.
+
+    The tokens and the namespace are verified by `verify`, on a load.
+
+    Args:
+        pieces: The record, in pieces of `PIECE_BYTES` or in one piece. Bytes after its end are ignored. A
+            piece may be overwritten when the next one is requested.
+        key: Key under which the record is stored.
+
+    Returns:
+        Bytes of the record.
+
+    Raises:
+        ChunkCorruptError: The verification failed.
+    """
+    rest = iter(pieces)
+    first = next(rest, memoryview(b""))
+    _, record_bytes = peek_sizes(first)
+    if is_encrypted(first):
+        start, checksum = ENVELOPE_BYTES, envelope_checksum(first)
+    else:
+        header = read_header(first)
+        start, checksum = header.header_bytes, header.checksum
+        if header.key != key:
+            raise corrupt("key", f"record {key.hex()} says it is of key {header.key.hex()}")
+    left, digest = _digest(first[start:], rest, record_bytes - start)
+    if left:
+        raise corrupt("length", f"record {key.hex()} ends {left} bytes early")
+    if digest != checksum:
+        raise corrupt("checksum", f"record {key.hex()}: it is not what was sealed")
+    return record_bytes
+
+
+def _digest(piece: memoryview, rest: Iterator[memoryview], nbytes: int) -> tuple[int, bytes]:
+    """Return the number of missing bytes of `nbytes`, and the checksum of the others."""
+    digest = xxhash.xxh3_128()
+    left = nbytes
+    for part in chain((piece,), rest):
+        digest.update(part[:left])
+        left -= min(left, len(part))
+        if not left:
+            break
+    return left, digest.digest()
 
 
 def _pack(fields: dict[str, Any]) -> bytes:

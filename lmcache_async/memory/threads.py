@@ -1,4 +1,4 @@
-"""Thread pool that drops references to arguments before the future resolves, and uncancellable waits."""
+"""Thread pool that drops references to arguments before the future resolves, and waits under cancellation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Task: TypeAlias = "asyncio.Task[Any] | None"
 
 
 class WorkerPool(ThreadPoolExecutor):
@@ -123,3 +125,26 @@ async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
         if not (abandon or all(withdrawn)):
             await wait_done(ended)
         raise
+
+
+def running_task() -> Task:
+    """Return the running task; None if there is none."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no running loop
+        return None
+
+
+def is_ending(error: BaseException, task: Task) -> bool:
+    """Whether `error` ends the task of the caller, so that it must propagate.
+
+    A CancelledError does if cancellation of the task was requested; otherwise the client of a plug-in raised
+    it. A GeneratorExit does if the task is not running, because its coroutine is being closed.
+
+    Args:
+        error: Exception raised by the call.
+        task: Task that made the call.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        return task is None or task.cancelling() > 0
+    return isinstance(error, GeneratorExit) and (task is None or running_task() is not task)

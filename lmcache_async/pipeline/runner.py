@@ -19,7 +19,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.logging import describe
 from lmcache_async.memory.budget import ByteBudget
-from lmcache_async.memory.tasks import Task, is_ending
+from lmcache_async.memory.threads import Task, is_ending
 from lmcache_async.pipeline.batch import Batch, Request, Scope
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.stage import StageInfo

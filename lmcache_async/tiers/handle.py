@@ -21,7 +21,7 @@ from lmcache_async.errors import (
 from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.tasks import is_ending, running_task
+from lmcache_async.memory.threads import is_ending, running_task
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierStatistics
 from lmcache_async.tiers.middleware.base import (
     Call,

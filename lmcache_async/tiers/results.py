@@ -11,7 +11,7 @@ import numpy as np
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.logging import describe
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.tasks import is_ending, running_task
+from lmcache_async.memory.threads import is_ending, running_task
 
 E = TypeVar("E", bound=BaseException)
 

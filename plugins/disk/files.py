@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
-from lmcache_async.memory.proof import prove
+from lmcache_async.memory.record import prove
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey

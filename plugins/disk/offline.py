@@ -25,7 +25,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
-from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.plugins.disk.directory import (
     QUARANTINE_FOLDER,

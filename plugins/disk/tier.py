@@ -24,7 +24,7 @@ from lmcache_async.errors import (
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
-from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct

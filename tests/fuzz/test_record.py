@@ -15,8 +15,7 @@ from lmcache_async.memory import header as header_module
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher, check_encrypted, is_encrypted
 from lmcache_async.memory.header import peek_sizes, read_header
-from lmcache_async.memory.proof import prove
-from lmcache_async.memory.record import RecordFormat, is_sealed, seal, verify
+from lmcache_async.memory.record import RecordFormat, is_sealed, prove, seal, verify
 from lmcache_async.testing.records import chunk_of, key_of, payload_of
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages, flip
 from tests.fuzz.effort import effort, keep_at_it

@@ -12,7 +12,7 @@ import uvloop
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.stores import StoreSpec, open_store
 from lmcache_async.maintenance.verification import verify
-from lmcache_async.memory.proof import PIECE_BYTES
+from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import ChunkKey

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from lmcache_async.errors import TierClosedError, TierUnavailableError
-from lmcache_async.memory import proof
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import tier as disk_tier
@@ -406,13 +406,13 @@ async def test_a_scrub_hashes_in_threads_alone(
     config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
-    real = proof.xxhash.xxh3_128
+    real = xxhash.xxh3_128
 
     def hash_here() -> object:
         threads.add(threading.get_ident())
         return real()
 
-    monkeypatch.setattr(proof.xxhash, "xxh3_128", hash_here)
+    monkeypatch.setattr(xxhash, "xxh3_128", hash_here)
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         await tier.scrub()

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.memory import proof, record
+from lmcache_async.memory import record
 from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.testing.rig import Rig
@@ -171,7 +171,6 @@ async def test_checksums_are_never_computed_on_the_event_loop(
     names = ("xxh3_64", "xxh3_128", "xxh3_128_digest")
     hashes = SimpleNamespace(**{name: noting(getattr(xxhash, name)) for name in names})
     monkeypatch.setattr(record, "xxhash", hashes)
-    monkeypatch.setattr(proof, "xxhash", hashes)
     made = {"cpu": "cpu", "disk": settings(tmp_path)["tiers"][0]}
     rig = Rig()
     async with rig.open(**{"tiers": [made[name] for name in tiers], "retrieve.verify_arena": True}) as engine:
