@@ -203,12 +203,7 @@ class Pool:
         await in_thread(self._requests, self._join_blocking)
 
     def _join_blocking(self) -> None:
-        """Join the pool, and register the memory that records are read into and written from.
-
-        Raises:
-            TierUnavailableError: The master does not answer.
-            TierError: The engine refuses the options or the memory.
-        """
+        """Join the pool, and register the memory that records are read into and written from."""
         if self._is_own:
             self._set_up()
         nbytes = len(self._arena.region)
@@ -283,11 +278,7 @@ async def _cancel(task: asyncio.Future[None]) -> None:
 
 
 def _engine() -> Any:
-    """Import the engine on first use, because it needs system libraries that may be missing.
-
-    Raises:
-        MissingDependencyError: It cannot be loaded. The message names what to install.
-    """
+    """Import the engine on first use, because it needs system libraries that may be missing."""
     try:
         from mooncake import store
     except ModuleNotFoundError as error:

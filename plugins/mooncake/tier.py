@@ -77,15 +77,10 @@ class MooncakeTier(Tier):
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         with self._call() as pool, read_results(len(keys)) as results:
-            try:
-                stored = await pool.contains(keys) if keys else []
-            except TierError as error:
-                return [error] * len(keys)
-
             async def get(positions: Sequence[int]) -> None:
                 await self._get_batch(pool, keys, positions, allocate, results)
 
-            for positions in _rounds(keys, [i for i, present in enumerate(stored) if present]):
+            for positions in _rounds(keys):
                 await self._in_batches(positions, get, results)
         return results
 
@@ -104,7 +99,7 @@ class MooncakeTier(Tier):
                 for position, key, code in zip(positions, keys, codes, strict=True):
                     results[position] = pool.error("put", key, code) if code else None
 
-            for positions in _rounds([key for key, _ in items], range(len(items))):
+            for positions in _rounds([key for key, _ in items]):
                 await self._in_batches(positions, put, results)
         return results
 
@@ -224,13 +219,13 @@ class MooncakeTier(Tier):
             yield self._opened
 
 
-def _rounds(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[list[int]]:
+def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:
     """Divide the positions into rounds without repeated keys, of which the engine fills only one buffer."""
     seen: collections.Counter[ChunkKey] = collections.Counter()
     rounds: list[list[int]] = []
-    for position in positions:
-        number = seen[keys[position]]
-        seen[keys[position]] += 1
+    for position, key in enumerate(keys):
+        number = seen[key]
+        seen[key] += 1
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(position)

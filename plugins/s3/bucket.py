@@ -51,12 +51,7 @@ class Bucket:
         self._slots = asyncio.Semaphore(config.concurrency)
 
     async def check(self) -> None:
-        """Check that the bucket can be used.
-
-        Raises:
-            TierError: There is no such bucket, or the credentials are refused.
-            TierUnavailableError: It does not answer.
-        """
+        """Raise TierError if the bucket does not exist, refuses the credentials or does not answer."""
         async with self._request(f"use {self._url}"):
             await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
 

@@ -17,25 +17,15 @@ _EXPECTED = "expected s3://bucket/prefix, gs://bucket/prefix or az://container/p
 
 
 class Location(NamedTuple):
-    """Location of records.
+    """Location of records."""
 
-    Attributes:
-        kind: `s3`, `gs` or `az`.
-        bucket: The bucket, or Azure's container.
-        prefix: Common prefix of object names, without slashes at its ends; may be empty.
-    """
-
-    kind: str
-    bucket: str
-    prefix: str
+    kind: str  # `s3`, `gs` or `az`
+    bucket: str  # or Azure's container
+    prefix: str  # common prefix of object names, without slashes at its ends; may be empty
 
 
 def parse_location(url: str) -> Location:
-    """Parse a URL such as s3://bucket/prefix.
-
-    Raises:
-        ValueError: It is not such a URL.
-    """
+    """Parse a URL such as s3://bucket/prefix. Raise ValueError if it is not such a URL."""
     parts = urlsplit(url)
     kind = _SCHEMES.get(parts.scheme)
     if kind is None or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
