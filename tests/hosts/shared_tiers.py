@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.hosts.networks import HOSTS, Network
-from tests.support.valkey_servers import free_port, wait_until
+from tests.support.processes import free_port, wait_until
 
 Tiers = dict[str, dict[str, Any]]
 """The tier's settings by host."""

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.valkey_servers import free_port
+from tests.support.processes import free_port
 
 START_S, END_S, DEADLINE_S = 300.0, 30.0, 120.0
 ROOT = Path(__file__).parents[2]

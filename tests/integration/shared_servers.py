@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store
 from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 
 class SharedServer(Protocol):
-    """One server, as a context manager.
+    """One server.
 
     Attributes:
         tier: The settings of the tier, the same for every engine.
@@ -41,25 +41,8 @@ class SharedServer(Protocol):
     def stop(self) -> None:
         """Stop it and remove its files."""
 
-    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *error: object) -> None: ...
-
-
-class _Started(SharedServer):
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-
-class ValkeyShared(_Started):
+class ValkeyShared(SharedServer):
     """One Valkey server. It loses its records when it is killed."""
 
     def __init__(self, directory: Path) -> None:
@@ -80,7 +63,7 @@ class ValkeyShared(_Started):
         self._server.stop()
 
 
-class S3Shared(_Started):
+class S3Shared(SharedServer):
     """SeaweedFS. Only the S3 gateway is killed, so the records remain."""
 
     def __init__(self, directory: Path) -> None:
@@ -116,7 +99,7 @@ class S3Shared(_Started):
         self._server.stop()
 
 
-class MooncakeShared(_Started):
+class MooncakeShared(SharedServer):
     """Mooncake's master and a process with memory. Both are killed together and lose their records."""
 
     def __init__(self, directory: Path) -> None:
@@ -169,7 +152,7 @@ class Daemon:
         self._process.send_signal(signal.SIGSTOP)
 
 
-class HostShared(_Started):
+class HostShared(SharedServer):
     """The daemon of a host."""
 
     def __init__(self, directory: Path) -> None:

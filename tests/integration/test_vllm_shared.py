@@ -13,6 +13,7 @@ import pytest
 from tests.integration.shared_servers import PATIENCE_S, SERVERS, SharedServer
 from tests.integration.vllm_answers import Answer, Question, assert_same, tokens
 from tests.integration.vllm_driver import Engine, Engines, Reference, connector
+from tests.support.processes import started
 from tools.torture.outcome import Outcome
 from tools.torture.vllm import compare, rounds
 
@@ -67,7 +68,7 @@ class Shared:
 def shared(
     request: pytest.FixtureRequest, engines: Engines, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shared]:
-    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
+    with started(SERVERS[request.param](tmp_path_factory.mktemp(request.param))) as server:
         shared = Shared(engines, server)
         yield shared
         shared.close()

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib.util
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_async.plugins.mooncake import MooncakeConfig
 from tests.support import native
+from tests.support.processes import accepts, free_ports, started, wait_until
 from tools.benchmarks import mooncake_store
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
-_UP_S = 60.0
 _STORE = Path(mooncake_store.__file__)
 
 
@@ -41,10 +40,7 @@ class MooncakePool:
         assert package is not None
         assert package.origin is not None
         self._program = Path(package.origin).with_name("mooncake_master")
-        with socket.socket() as first, socket.socket() as second:
-            for one in (first, second):
-                one.bind(("127.0.0.1", 0))
-            self.port, self._metrics_port = first.getsockname()[1], second.getsockname()[1]
+        self.port, self._metrics_port = free_ports(2)
         self._nbytes = nbytes
         self._flags = flags
         self._log = (directory / "mooncake.log").open("w")
@@ -88,16 +84,7 @@ class MooncakePool:
             stderr=subprocess.STDOUT,
             env=native.environment(),
         )
-        deadline = time.monotonic() + _UP_S
-        while True:
-            assert self._master.poll() is None, f"the master has ended; see {self._log.name}"
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-            except OSError:
-                assert time.monotonic() < deadline, f"the master did not answer in {_UP_S} s"
-                time.sleep(0.02)  # another process: there is no event to wait for
-            else:
-                return
+        wait_until(lambda: accepts(self.port), self._master)
 
     def start_segment(self) -> None:
         self._segment = subprocess.Popen(
@@ -126,14 +113,10 @@ class MooncakePool:
         self._log.close()
 
 
-@contextlib.contextmanager
-def running(directory: Path, nbytes: int = 512 << 20, *flags: str) -> Iterator[MooncakePool]:
-    pool = MooncakePool(directory, nbytes, *flags)
-    try:
-        pool.start()
-        yield pool
-    finally:
-        pool.stop()
+def running(
+    directory: Path, nbytes: int = 512 << 20, *flags: str
+) -> contextlib.AbstractContextManager[MooncakePool]:
+    return started(MooncakePool(directory, nbytes, *flags))
 
 
 def make_config(pool: MooncakePool, **options: object) -> MooncakeConfig:

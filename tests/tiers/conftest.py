@@ -13,6 +13,7 @@ from lmcache_async.plugins.disk import DiskConfig
 from lmcache_async.testing.records import SLAB_BYTES, small_arena
 from lmcache_async.tiers.base import Allocate
 from tests.support.mooncake_pool import MooncakePool, running
+from tests.support.processes import started
 from tests.support.s3_server import S3Server
 
 
@@ -41,12 +42,8 @@ def config(tmp_path: Path) -> DiskConfig:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server, one for all tests; each takes a prefix of its own."""
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    try:
-        server.start()
+    with started(S3Server(tmp_path_factory.mktemp("s3"))) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

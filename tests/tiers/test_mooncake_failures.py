@@ -19,9 +19,10 @@ from lmcache_async.testing.conformance.base import TierRig
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store, make_config, running
-from tests.support.outages import Traffic, hanging
 from tests.support.outcomes import get, put, until_hit
+from tests.support.processes import hanging
 from tests.support.tiers import handle_of
+from tests.support.traffic import Traffic
 
 # Mooncake's own threads do what the tier awaits; the event loop has no part in it.
 pytestmark = pytest.mark.one_loop

@@ -16,7 +16,8 @@ from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
 from tests.support.outcomes import get, put
-from tests.support.valkey_servers import Server, free_port, running
+from tests.support.processes import free_port
+from tests.support.valkey_servers import Server, running
 from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 

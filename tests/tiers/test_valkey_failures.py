@@ -24,16 +24,10 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.support.outages import Traffic, hanging
 from tests.support.outcomes import get, put, until_hit
-from tests.support.valkey_servers import (
-    Server,
-    ServerCluster,
-    free_port,
-    running,
-    running_cluster,
-    wait_until,
-)
+from tests.support.processes import free_port, hanging, wait_until
+from tests.support.traffic import Traffic
+from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
 from tests.tiers.valkey_tools import config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}

@@ -14,6 +14,7 @@ from lmcache_async.errors import ConfigError
 from tests.support import mooncake_pool as mooncake
 from tests.support import s3_server as s3
 from tests.support import valkey_servers as valkey
+from tests.support.processes import started
 from tools.benchmarks.host_daemon import READY
 
 if TYPE_CHECKING:
@@ -31,13 +32,8 @@ def valkey_server() -> Iterator[str]:
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
     """Start a SeaweedFS that accepts unsigned requests, and yield the URL of a bucket."""
-    with _directory() as directory:
-        server = s3.S3Server(directory, signed=False)
-        try:
-            server.start()
-            yield f"http://127.0.0.1:{server.port}/{s3.BUCKET}"
-        finally:
-            server.stop()
+    with _directory() as directory, started(s3.S3Server(directory, signed=False)) as server:
+        yield f"http://127.0.0.1:{server.port}/{s3.BUCKET}"
 
 
 @contextlib.contextmanager

@@ -1,12 +1,11 @@
-"""Outages of servers: a process that hangs, and calls of a tier while its server is killed and restarted."""
+"""Calls of a tier while its server is killed and restarted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
@@ -18,16 +17,6 @@ from tests.support.outcomes import outcome
 
 Put = Callable[[Sequence[tuple[ChunkKey, Buffer]]], Awaitable[list[TierError | None]]]
 Get = Callable[[Sequence[ChunkKey], Allocate], Awaitable[list[Buffer | TierError | None]]]
-
-
-@contextlib.contextmanager
-def hanging(send: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Stop the process that `send` sends signals to, for the duration of the block."""
-    send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send(signal.SIGCONT)
 
 
 class Traffic:

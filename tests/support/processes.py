@@ -1,0 +1,75 @@
+"""Server processes of tests: start and stop, free ports, waits, hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+WAIT_S = 60.0
+
+
+class Startable(Protocol):
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+S = TypeVar("S", bound=Startable)
+
+
+@contextlib.contextmanager
+def started(server: S) -> Iterator[S]:
+    """Start a server, and stop it at the end of the block, also if it did not start."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def hanging(send: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Stop the process that `send` sends signals to, for the duration of the block."""
+    send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(signal.SIGCONT)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def free_port() -> int:
+    return free_ports(1)[0]
+
+
+def accepts(port: int) -> bool:
+    """Whether a server listens on the port. Raise OSError if not."""
+    socket.create_connection(("127.0.0.1", port)).close()
+    return True
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[Any] | None = None) -> None:
+    """Poll a condition of another process, which sends no event. An OSError counts as not yet true.
+
+    Fail after `WAIT_S`, or when `process` has ended.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        assert process is None or process.poll() is None, "the server has ended; see its log"
+        with contextlib.suppress(OSError):
+            if true():
+                return
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s"
+        time.sleep(0.01)
