@@ -77,6 +77,7 @@ class MooncakeTier(Tier):
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         with self._call() as pool, read_results(len(keys)) as results:
+
             async def get(positions: Sequence[int]) -> None:
                 await self._get_batch(pool, keys, positions, allocate, results)
 

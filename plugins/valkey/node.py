@@ -50,6 +50,8 @@ class Node:
         self._access = access
         self._config = config
         self._on_failure = on_failure
+        # Several Sentinels that hang must not take the time to ask the next one.
+        self._answer_option = "connect_timeout_s" if access.kind == "sentinel" else "lookup_timeout_s"
         self._pause_s = config.node_pause_s if config.effective_mode == "cluster" else 0.0
         self._shared: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -72,8 +74,10 @@ class Node:
     async def call(self, message: bytes, count: int) -> list[Reply]:
         """Send commands on the shared connection and return their replies. If they are late, it is aborted."""
         line: Connection | None = None
+        option = self._answer_option
+        seconds: float = getattr(self._config, option)
         try:
-            async with deadline(self._config.lookup_timeout_s, self.where, "answer", "lookup_timeout_s"):
+            async with deadline(seconds, self.where, "answer", option):
                 async with self._connecting:
                     if self._shared is None or not self._shared.usable:
                         self._shared = await self._connect()
