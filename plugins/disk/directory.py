@@ -21,14 +21,16 @@ import itertools
 import mmap
 import os
 import re
+import secrets
 import stat
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from lmcache_async.errors import ConfigError, TierInUseError, TierUnavailableError
 from lmcache_async.memory.buffer import PAGE
+from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 if TYPE_CHECKING:
@@ -42,26 +44,6 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CANNOT_LOCK_DIRECTORIES = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP})
-_TRIAL_KEY = ChunkKey(bytes(KEY_BYTES))
-_TRIAL_NAMES = 100
-
-
-class RecordFile(NamedTuple):
-    """A record file found in the directory. A tuple, as there may be a hundred thousand.
-
-    Attributes:
-        nbytes: Size of the file.
-        stamp: Time of its last use, in ns since the epoch: its mtime.
-    """
-
-    key: ChunkKey
-    nbytes: int
-    stamp: int
-
-    @property
-    def whole_pages(self) -> bool:
-        """Whether the size is one of a record. A file system that lost power may leave another."""
-        return self.nbytes > 0 and self.nbytes % PAGE == 0
 
 
 class RecordDirectory:
@@ -101,7 +83,7 @@ class RecordDirectory:
     def temporary_name(self, key: ChunkKey) -> str:
         return f"{TEMPORARY_FOLDER}/{_hex(key)}.{next(self._numbers)}"
 
-    def open(self) -> list[RecordFile]:
+    def open(self) -> list[StoredRecord]:
         """Lock the directory, delete temporary files of ended writers, and list the records.
 
         Raises:
@@ -110,7 +92,7 @@ class RecordDirectory:
         """
         self.prepare()
         _close_in_children(self)
-        for name in self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME):
+        for name, _ in list(self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME)):
             os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
         return list(self.scan())
 
@@ -147,31 +129,24 @@ class RecordDirectory:
         finally:
             os.close(descriptor)
 
-    def list_files(self, folder: str, names: re.Pattern[str]) -> list[str]:
-        """List the regular files with matching names in a directory of the root."""
+    def list_files(self, folder: str, names: re.Pattern[str]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the regular files with matching names in a directory of the root."""
         with self.folder(folder) as descriptor, os.scandir(descriptor) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-            ]
+            for entry in entries:
+                if names.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            yield entry.name, status
 
-    def scan(self) -> Iterator[RecordFile]:
-        """Yield the record files."""
+    def scan(self) -> Iterator[StoredRecord]:
+        """Yield the record files. Their time of use is their mtime."""
         with os.scandir(self.fd) as entries:
             shards = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         for shard in shards:
-            with self.folder(shard) as descriptor, os.scandir(descriptor) as entries:
-                for entry in entries:
-                    if not (_RECORD.fullmatch(entry.name) and entry.name.startswith(shard)):
-                        continue
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    if stat.S_ISREG(status.st_mode):
-                        key = ChunkKey(bytes.fromhex(entry.name))
-                        yield RecordFile(key, status.st_size, status.st_mtime_ns)
+            for name, status in self.list_files(shard, _RECORD):
+                if name.startswith(shard):
+                    yield StoredRecord(ChunkKey(bytes.fromhex(name)), status.st_size, status.st_mtime_ns)
 
     def close(self) -> None:
         """Release the locks at once, also if a forked child has copies of the descriptors, and close."""
@@ -237,18 +212,16 @@ class Quarantine:
             self._trim()
 
     def _trim(self) -> None:
-        with self._directory.folder(QUARANTINE_FOLDER) as folder:
-            files = []
-            for name in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME):
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    files.append((status.st_ctime_ns, name, status.st_size))
-            excess = sum(nbytes for _, _, nbytes in files) - self._max_bytes
-            for _, name, nbytes in sorted(files):
-                if excess <= 0:
-                    break
-                os.unlink(name, dir_fd=folder)
-                excess -= nbytes
+        files = sorted(
+            (status.st_ctime_ns, name, status.st_size)
+            for name, status in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME)
+        )
+        excess = sum(nbytes for _, _, nbytes in files) - self._max_bytes
+        for _, name, nbytes in files:
+            if excess <= 0:
+                break
+            os.unlink(f"{QUARANTINE_FOLDER}/{name}", dir_fd=self._directory.fd)
+            excess -= nbytes
 
 
 def lock_holder(directory: int) -> str:
@@ -283,17 +256,31 @@ def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) ->
     """
     if wanted is False:
         return False
-    error = _try_direct(directory)
-    if error is None:
-        return True
-    if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-        raise error
-    if wanted is True:
-        raise ConfigError(
-            f"odirect is true, but the file system of {directory.root} refuses direct I/O:"
-            " set odirect to auto or false"
-        ) from error
-    return False
+    name = f"{TEMPORARY_FOLDER}/{secrets.token_hex(KEY_BYTES)}.0"
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    # Without O_DIRECT: some file systems create the file before they refuse it.
+    os.close(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd))
+    try:
+        descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=directory.fd)
+        try:
+            with contextlib.closing(mmap.mmap(-1, PAGE)) as page:  # aligned
+                os.pwrite(descriptor, page, 0)
+                os.preadv(descriptor, [page], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        if wanted is True:
+            raise ConfigError(
+                f"odirect is true, but the file system of {directory.root} refuses direct I/O:"
+                " set odirect to auto or false"
+            ) from error
+        return False
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory.fd)
+    return True
 
 
 def _lock_directory(directory: int, path: Path) -> int:
@@ -341,39 +328,6 @@ def _lock_file(descriptor: int) -> None:
 def _read_holder(descriptor: int) -> str:
     text = os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip()
     return text if text.isdigit() else "unknown"
-
-
-def _try_direct(directory: RecordDirectory) -> OSError | None:
-    """Write and read a temporary file by direct I/O and return its error."""
-    error: OSError | None = None
-    for _ in range(_TRIAL_NAMES):
-        error = _try_direct_file(directory.temporary_name(_TRIAL_KEY), directory.fd)
-        if not isinstance(error, FileExistsError):  # a file that is not ours stays
-            break
-    return error
-
-
-def _try_direct_file(name: str, root: int) -> OSError | None:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    with contextlib.closing(mmap.mmap(-1, PAGE)) as page:  # aligned
-        try:
-            # Without O_DIRECT: some file systems create the file before they refuse it.
-            os.close(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=root))
-        except OSError as error:
-            return error
-        try:
-            descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=root)
-            try:
-                os.pwrite(descriptor, page, 0)
-                os.preadv(descriptor, [page], 0)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            return error
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=root)
-    return None
 
 
 def _hex(key: ChunkKey) -> str:

@@ -15,7 +15,7 @@ from lmcache_async.tiers.eviction import LRUPolicy
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 
-    from lmcache_async.plugins.disk.directory import RecordFile
+    from lmcache_async.tiers.offline import StoredRecord
     from lmcache_async.types import ChunkKey
 
 # Between the stamps of a chunk and the next chunk of its prompt. Larger than the time resolution of file systems.
@@ -93,7 +93,7 @@ class DiskIndex:
     def entry(self, key: ChunkKey) -> Entry | None:
         return self._entries.get(key)
 
-    def load(self, files: Sequence[RecordFile]) -> list[ChunkKey]:
+    def load(self, files: Sequence[StoredRecord]) -> list[ChunkKey]:
         """Add the records of the directory. Return those to delete: the least recently used beyond `max_bytes`.
 
         Stamps in the future or before the epoch come from another clock or an edited file. They keep their
@@ -102,9 +102,9 @@ class DiskIndex:
         now = self._clock_ns()
         # A file larger than `max_bytes` is deleted by itself; the others need not be evicted for it.
         too_large = [file.key for file in files if file.nbytes > self.max_bytes]
-        for file in sorted(files, key=lambda file: file.stamp):
+        for file in sorted(files, key=lambda file: file.used_ns):
             if file.nbytes <= self.max_bytes:
-                self._insert(file.key, Entry(file.nbytes, min(max(file.stamp, 0), now)))
+                self._insert(file.key, Entry(file.nbytes, min(max(file.used_ns, 0), now)))
         victims = self._policy.evict(self.used_bytes - self.max_bytes, lambda _: True)
         for key in victims:
             self.used_bytes -= self._entries.pop(key).nbytes

@@ -87,7 +87,7 @@ class DiskRecords(OfflineStore):
         found = await self._run(lambda: tuple(self._directory.scan()))
         self._sizes = {each.key: each.nbytes for each in found}
         self._used_bytes = sum(self._sizes.values())
-        return [StoredRecord(each.key, each.nbytes, each.stamp) for each in found]
+        return found
 
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
         return await self._run(functools.partial(self._examine, record.key, visit, header_only))
@@ -99,16 +99,14 @@ class DiskRecords(OfflineStore):
                 f"record {record.key.hex()} has {record.nbytes} bytes, more than the {self._slab_bytes} of"
                 " --max-record-bytes"
             )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(buffer.release)
             read = await self._run(functools.partial(self._read, record.key, buffer.padded_view))
-            if read is not None:
-                buffer.resize(min(read, record.nbytes))
-                return buffer
-        except BaseException:
-            buffer.release()
-            raise
-        buffer.release()
-        return None
+            if read is None:
+                return None
+            buffer.resize(min(read, record.nbytes))
+            undo.pop_all()
+        return buffer
 
     async def allocate(self, nbytes: int) -> Buffer | None:
         if nbytes > min(self._slab_bytes, MAX_RECORD_BYTES):
@@ -275,8 +273,7 @@ class DiskRecords(OfflineStore):
     def _files_in(self, folder: str, names: re.Pattern[str]) -> Sequence[LeftoverFile]:
         try:
             found = self._directory.list_files(folder, names)
-            with self._directory.folder(folder) as descriptor:
-                return [LeftoverFile(f"{folder}/{name}", _size(name, descriptor)) for name in found]
+            return [LeftoverFile(f"{folder}/{name}", status.st_size) for name, status in found]
         except FileNotFoundError:
             return []
 
@@ -309,13 +306,6 @@ def _pieces(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
         yield scratch
         offset += read
     yield scratch[:read]
-
-
-def _size(name: str, folder: int) -> int:
-    try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-    except FileNotFoundError:  # renamed or deleted meanwhile
-        return 0
 
 
 def _check_ranks(path: Path) -> None:

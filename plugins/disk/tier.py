@@ -22,7 +22,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
-    from lmcache_async.plugins.disk.directory import RecordFile
     from lmcache_async.plugins.disk.files import Failure
     from lmcache_async.plugins.disk.index import Entry
     from lmcache_async.tiers.diagnosis import Check
-    from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
+    from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord
     from lmcache_async.types import ChunkKey
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,6 @@ class DiskTier(Tier):
         super().__init__(config)
         self._config = config
         self._opened: RecordStore | None = None
-        self._scrubs: set[asyncio.Task[ScrubReport]] = set()
         self._scrubbing: asyncio.Task[None] | None = None
         self._max_record_bytes = MAX_RECORD_BYTES
         self._calls = Calls()
@@ -169,16 +167,7 @@ class DiskTier(Tier):
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
         """Verify every record in the order of the index. Closing the tier ends it with TierClosedError."""
         with self._call() as store:
-            task = asyncio.ensure_future(store.scrub(max_bytes_per_s))
-            self._scrubs.add(task)
-            task.add_done_callback(self._scrubs.discard)
-            try:
-                return await task
-            except asyncio.CancelledError:
-                caller = asyncio.current_task()
-                if self._opened is store or (caller is not None and caller.cancelling()):
-                    raise
-                raise TierClosedError(f"the disk tier of {self._config.root} was closed") from None
+            return await store.scrub(max_bytes_per_s)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         for key in tuple(self._store.index):
@@ -228,8 +217,7 @@ class DiskTier(Tier):
         self._opened = None
         if self._scrubbing is not None:
             self._scrubbing.cancel()
-        for scrubbing in self._scrubs:
-            scrubbing.cancel()
+        store.closing.set()
         try:
             await self._calls.wait_ended()
         except BaseException:
@@ -270,6 +258,7 @@ class RecordStore:
     Attributes:
         directory: Locked by this process; not open in a forked child.
         corrupt: Number of corrupt records, by cause.
+        closing: Set when the tier is closed; ends scrubs.
     """
 
     def __init__(
@@ -278,6 +267,7 @@ class RecordStore:
         self.index = DiskIndex(config.max_bytes)
         self.corrupt: collections.Counter[str] = collections.Counter()
         self.directory = directory
+        self.closing = asyncio.Event()
         self._max_record_bytes = max_record_bytes
         self._threads = threads
         self._quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
@@ -319,9 +309,10 @@ class RecordStore:
             threads.close()
             raise
 
-    def load(self, found: Sequence[RecordFile]) -> None:
+    def load(self, found: Sequence[StoredRecord]) -> None:
         """Add the records of the directory to the index, and delete excess and corrupt ones. Blocking."""
-        whole = [record for record in found if record.whole_pages and record.nbytes <= MAX_RECORD_BYTES]
+        # A file system that lost power may leave a size that no record has.
+        whole = [each for each in found if 0 < each.nbytes <= MAX_RECORD_BYTES and each.nbytes % PAGE == 0]
         kept = {record.key for record in whole}
         corrupt = [record.key for record in found if record.key not in kept]
         for key in corrupt:
@@ -495,8 +486,16 @@ class RecordStore:
             nbytes += record_bytes
             if max_bytes_per_s is not None:
                 due = max(due, loop.time() - 1) + record_bytes / max_bytes_per_s
-                await asyncio.sleep(max(0.0, due - loop.time()))
+            await self._pause(max(0.0, due - loop.time()))
         return ScrubReport(chunks=chunks, bytes=nbytes, corrupt=dict(corrupt), errors=errors)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait. Raise TierClosedError when the tier is closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.closing.wait()
+        if self.closing.is_set():
+            raise TierClosedError(f"the disk tier of {self.directory.root} was closed")
 
     async def _verify(self, key: ChunkKey, entry: Entry, scratch: memoryview) -> Failure | None:
         with self.index.reading(key):

@@ -338,15 +338,15 @@ async def test_a_scrub_keeps_its_rate(
     config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    sleep = asyncio.sleep
+    timeout = asyncio.timeout
 
-    async def note(seconds: float) -> None:
+    def note(seconds: float) -> asyncio.Timeout:
         pauses.append(seconds)
-        await sleep(0)
+        return timeout(0)
 
     async with DiskTier(config) as tier:
         await put(tier, arena, *range(4))
-        monkeypatch.setattr(disk_tier.asyncio, "sleep", note)
+        monkeypatch.setattr(disk_tier.asyncio, "timeout", note)
         await tier.scrub(max_bytes_per_s=RECORD_BYTES // 96)
         monkeypatch.undo()
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import TierFullError
-from lmcache_async.plugins.disk.directory import RecordFile
 from lmcache_async.plugins.disk.index import STAMP_AGE_NS, DiskIndex, Entry, Reservation
 from lmcache_async.testing.records import key_of
+from lmcache_async.tiers.offline import StoredRecord
 
 PAGE = 4096
 
@@ -88,7 +88,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
 
 def test_a_record_read_or_busy_is_not_evicted() -> None:
     index = DiskIndex(2 * PAGE)
-    index.load([RecordFile(key_of(1), PAGE, 1), RecordFile(key_of(2), PAGE, 2)])
+    index.load([StoredRecord(key_of(1), PAGE, 1), StoredRecord(key_of(2), PAGE, 2)])
 
     with index.reading(key_of(1)), index.reading(key_of(1)):
         with pytest.raises(TierFullError, match="in use"):
@@ -100,9 +100,9 @@ def test_a_record_read_or_busy_is_not_evicted() -> None:
 def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
     index = DiskIndex(4 * PAGE)
     found = [
-        RecordFile(key_of(1), PAGE, 1),
-        RecordFile(key_of(2), 1 << 50, 3),
-        RecordFile(key_of(3), 4 * PAGE, 2),
+        StoredRecord(key_of(1), PAGE, 1),
+        StoredRecord(key_of(2), 1 << 50, 3),
+        StoredRecord(key_of(3), 4 * PAGE, 2),
     ]
 
     assert index.load(found) == [key_of(1), key_of(2)]
@@ -115,7 +115,8 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
     index = DiskIndex(5 * PAGE, clock_ns=clock)
     stamps = [-(2**90), -1, clock.now, clock.now + 1, 2**90]
     assert (
-        index.load([RecordFile(key_of(n), PAGE, stamp) for n, stamp in reversed([*enumerate(stamps)])]) == []
+        index.load([StoredRecord(key_of(n), PAGE, stamp) for n, stamp in reversed([*enumerate(stamps)])])
+        == []
     )
 
     assert [index.entry(key_of(n)).stamp for n in range(5)] == [0, 0, clock.now, clock.now, clock.now]
@@ -126,7 +127,7 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
 
 def test_what_a_record_continues_is_not_evicted_for_it() -> None:
     index = DiskIndex(2 * PAGE)
-    index.load([RecordFile(key_of(1), PAGE, 2), RecordFile(key_of(2), PAGE, 1)])
+    index.load([StoredRecord(key_of(1), PAGE, 2), StoredRecord(key_of(2), PAGE, 1)])
     index.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
 
     with pytest.raises(TierFullError):

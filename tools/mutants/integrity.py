@@ -202,9 +202,9 @@ DISK = (
     ),
     Mutation(
         "the start does not detect files truncated by a power failure",
-        DIRECTORY,
-        "return self.nbytes > 0 and self.nbytes % PAGE == 0",
-        "return True",
+        TIER,
+        "if 0 < each.nbytes <= MAX_RECORD_BYTES and each.nbytes % PAGE == 0]",
+        "if each.nbytes <= MAX_RECORD_BYTES]",
         ("tests/tiers/test_disk.py::test_a_file_that_is_no_whole_pages_is_removed_at_the_start",),
     ),
     Mutation(
