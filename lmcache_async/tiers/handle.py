@@ -78,7 +78,7 @@ class CallLeases:
         foreign: Whether the tier returns leases of memory that is not from `allocate`.
     """
 
-    __slots__ = ("_allocate", "_ended", "_foreign", "_further", "_leases", "_most")
+    __slots__ = ("_allocate", "_ended", "_foreign", "_further", "_leases", "_most", "_waiting")
 
     def __init__(self, call: Call, *, foreign: bool) -> None:
         self._allocate = call.allocate
@@ -86,6 +86,7 @@ class CallLeases:
         self._foreign = foreign
         self._leases: list[Buffer] = []
         self._further: list[Buffer] = []
+        self._waiting = 0  # calls of `allocate` that have not returned
         self._ended = False
 
     async def allocate(self, nbytes: int) -> Buffer:
@@ -93,7 +94,11 @@ class CallLeases:
         wanted = operator.index(nbytes)
         self._check_room()
         assert self._allocate is not None
-        buffer = await self._allocate(wanted)
+        self._waiting += 1
+        try:
+            buffer = await self._allocate(wanted)
+        finally:
+            self._waiting -= 1
         if self._ended:
             buffer.release()
             raise BudgetExceededError("the call of the tier ended while it waited for memory")
@@ -132,9 +137,9 @@ class CallLeases:
     def _check_room(self) -> None:
         if self._ended:
             raise BudgetExceededError("the call of the tier has ended; memory is only leased during a call")
-        if len(self._leases) >= self._most:
+        if len(self._leases) + self._waiting >= self._most:
             self._leases = [lease for lease in self._leases if not lease.released]
-            if len(self._leases) >= self._most:
+            if len(self._leases) + self._waiting >= self._most:
                 raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the maximum")
 
 

@@ -125,9 +125,13 @@ class TierStack:
 
         Return False if `timeout_s` has passed before.
         """
-        waits = [s.writer.flush(timeout_s=timeout_s) for s in self.tiers if s.writer is not None]
-        waits += [stacked.tier.drain(timeout_s=timeout_s) for stacked in self.tiers]
-        return all(await asyncio.gather(*waits))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        writers = [stacked.writer for stacked in self.tiers if stacked.writer is not None]
+        written = await asyncio.gather(*(writer.flush(timeout_s=timeout_s) for writer in writers))
+        left_s = max(0.0, deadline - loop.time())  # a write may have been abandoned in the meantime
+        ended = await asyncio.gather(*(stacked.tier.drain(timeout_s=left_s) for stacked in self.tiers))
+        return all(written) and all(ended)
 
     async def plan(self, keys: Sequence[ChunkKey], in_arena: bool = False) -> tuple[tuple[int, ...], str]:
         """Find the longest stored prefix and, for each of its chunks, the fastest tier that has it.

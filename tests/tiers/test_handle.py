@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
@@ -104,6 +105,22 @@ async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
         await task
     while tier.late_calls:
         await asyncio.sleep(0)
+
+
+async def test_a_read_has_at_most_two_buffers_per_key_also_if_it_asks_for_many_at_once(arena):
+    given = []
+
+    class Greedy(DictTier):
+        async def get(self, key, allocate):
+            wanted = await asyncio.gather(*(allocate(10) for _ in range(9)), return_exceptions=True)
+            given.extend(one for one in wanted if isinstance(one, Buffer))
+
+    async def allocate(nbytes):
+        await asyncio.sleep(0)
+        return await arena.lease(nbytes, timeout_s=1)
+
+    assert await guard(Greedy()).get(KEY, allocate) is None
+    assert len(given) == 2
 
 
 async def test_whatever_a_tier_raises_becomes_a_tier_error_and_is_told_once(arena, caplog):

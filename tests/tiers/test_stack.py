@@ -1,6 +1,7 @@
 """The tiers as one: falling back, writing everywhere, promoting; failures are values and leases come back."""
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 
@@ -63,11 +64,11 @@ def holding(numbers, kind=DictTier):
     return tier
 
 
-def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encrypted=False):
+def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encrypted=False, timeout_s=60.0):
     """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
     stacked = []
     for index, tier in enumerate(tiers):
-        handle = handle_of(tier, name=f"t{index}")
+        handle = handle_of(tier, name=f"t{index}", timeout_s=timeout_s)
         writer = None
         if handle.capabilities.writes and not handle.capabilities.in_arena:
             writer = TierWriter(handle, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
@@ -514,6 +515,27 @@ async def test_what_was_queued_is_written_before_the_tiers_are_closed(arena):
         release(buffer for _, buffer in items)
 
     assert len(tier.records) == 4
+
+
+async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
+    ended = asyncio.Event()
+
+    class Stuck(DictTier):
+        async def put_many(self, items):
+            while not ended.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ended.wait()
+            return [None] * len(items)
+
+    async with Opened(arena, Stuck(), timeout_s=0.01) as stack:
+        items = filled(arena, [0])
+        await stack.write(items, lambda position, cause: None)
+        release(buffer for _, buffer in items)
+
+        flushed, late = await stack.flush(timeout_s=0.05), stack.late_calls
+        ended.set()
+        assert (flushed, late) == (False, 1)
+        assert await stack.flush(timeout_s=5)
 
 
 async def test_nothing_is_leased_for_a_pin_where_that_would_be_a_copy(arena):
