@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.device import cpu, open_copiers
 from lmcache_async.device import rows as row_copies
-from lmcache_async.device.copier import CopyJob, wait_all
+from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
@@ -295,18 +295,6 @@ async def test_an_empty_load_is_written_in_all_planes(layers, monkeypatch):
     assert (progress.told[-1], other.told[-1]) == (4, 4)
 
 
-async def test_a_wrong_job_is_refused_before_a_plane_is_told(layers):
-    cache, copier = layers
-    before = cache.snapshot()
-    progress = Told(4)
-
-    with pytest.raises(ValueError, match="out of bounds"):
-        await copier.scatter([*copy_jobs(cache.layout, [0]), *copy_jobs(cache.layout, [8])], None, progress)
-
-    assert progress.told == []
-    assert all(map(torch.equal, cache.storages, before))
-
-
 async def test_a_load_that_nobody_has_begun_is_withdrawn_by_cancellation(layers):
     cache, copier = layers
     before = cache.snapshot()
@@ -343,7 +331,7 @@ async def test_cancelled_a_load_withdraws_the_rest_and_waits_for_the_part_that_r
     progress.begin()
     loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
     await asyncio.sleep(0)
-    help_it = started.wait if helpers else functools.partial(progress.wait, 4, deadline=time.monotonic())
+    help_it = started.wait if helpers else partial(progress.wait, 4, deadline=time.monotonic())
     helping = asyncio.ensure_future(asyncio.to_thread(help_it))
     await asyncio.to_thread(started.wait, LONG_S)
 
@@ -379,14 +367,6 @@ async def test_an_error_of_a_part_is_the_loads_and_later_planes_are_not_told(lay
         await copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress)
 
     assert (len(parts), progress.told) == (2, [1])
-
-
-async def test_a_closed_copier_refuses_loads_that_are_waited_for(layers):
-    cache, copier = layers
-    copier.close()
-
-    with pytest.raises(EngineClosedError):
-        await copier.scatter(copy_jobs(cache.layout, [0]), None, Told(4))
 
 
 @pytest.mark.parametrize("helpers", [0, 1])
@@ -441,7 +421,7 @@ async def test_a_payload_is_plane_by_plane():
     assert job.payload.tobytes() == b"".join(page.view(torch.uint8).numpy().tobytes() for page in pages)
 
 
-@pytest.mark.parametrize("direction", ["gather", "scatter"])
+@pytest.mark.parametrize("direction", ["gather", "scatter", "scatter in order"])
 @pytest.mark.parametrize(
     ("rows", "payload", "message"),
     [
@@ -459,11 +439,14 @@ async def test_a_wrong_job_moves_nothing_of_its_batch(direction, rows, payload, 
     before = cache.snapshot()
     copier = CpuCopier(cache.layout)
     (good,) = copy_jobs(cache.layout, [2, 3])
+    progress = Told(cache.layout.num_planes)
+    options = {"progress": progress} if direction == "scatter in order" else {}
 
     with pytest.raises(ValueError, match=message):
-        await getattr(copier, direction)([good, CopyJob(rows, payload)])
+        await getattr(copier, direction.split()[0])([good, CopyJob(rows, payload)], **options)
     copier.close()
 
+    assert progress.told == []
     assert (good.payload == 0xA5).all()
     assert all(map(torch.equal, cache.storages, before))
 
@@ -497,15 +480,10 @@ async def test_a_closed_copier_refuses():
     copier.close()
     copier.close()
 
-    with pytest.raises(EngineClosedError):
-        await copier.gather(copy_jobs(copier.layout, [0]))
-
-
-def test_a_cache_in_host_memory_has_no_fence():
-    copier = CpuCopier(CacheForm().build(2).layout)
-
-    assert copier.fence() is None
-    copier.close()
+    for call in (copier.gather, copier.scatter, partial(copier.scatter, progress=Told(2))):
+        with pytest.raises(EngineClosedError):
+            await call(copy_jobs(copier.layout, [0]))
+    assert copier.fence() is None  # in host memory work is complete when the call returns
 
 
 async def test_copiers_of_several_layouts_share_threads():
@@ -561,22 +539,6 @@ async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(
         await running
     copier.close()
     assert len(ended) == 1
-
-
-async def test_wait_all_waits_for_every_future_and_raises_the_first_error():
-    loop = asyncio.get_running_loop()
-    futures = [loop.create_future() for _ in range(3)]
-    waiting = asyncio.ensure_future(wait_all(futures))
-
-    futures[1].set_exception(OSError("second"))
-    futures[0].set_exception(OSError("first"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    futures[2].set_result(None)
-
-    with pytest.raises(OSError, match="first"):
-        await waiting
 
 
 async def test_a_load_that_nobody_began_ends_when_the_copier_was_closed_meanwhile(monkeypatch):

@@ -125,27 +125,6 @@ def test_padding_between_blocks_changes_nothing_in_the_text():
     assert padded.layout.bytes_per_row == plain.layout.bytes_per_row
 
 
-def test_layers_that_share_their_tensor_are_kept_once():
-    assert CacheForm(shared_layers=2).build(4).layout.num_planes == 2
-
-
-@pytest.mark.parametrize(
-    ("order", "ends"),
-    [
-        ("LBNHC", [1, 2, 3]),
-        ("LBHNC", [1, 2, 3]),
-        ("LHBNC", [2, 4, 6]),
-        ("BLHNC", [1, 1, 1]),
-        ("BLNHC", [1, 1, 1]),
-        ("BHLNC", [1, 1, 1]),
-    ],
-)
-def test_a_layer_ends_with_its_last_plane(order, ends):
-    assert vllm_cache(order).layout.layer_ends == dict(
-        zip(["layer.0", "layer.1", "layer.2"], ends, strict=True)
-    )
-
-
 @given(cache_forms(), st.integers(1, 4))
 def test_every_layer_of_its_own_is_whole_by_its_end_and_not_before(form, num_blocks):
     cache = form.build(num_blocks)
