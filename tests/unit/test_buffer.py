@@ -120,24 +120,6 @@ def test_a_view_kept_beyond_the_release_is_unusable(arena: Arena) -> None:
     assert arena.statistics().leased_slabs == 0
 
 
-@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS.keys())
-def test_a_slab_is_not_used_again_while_a_view_of_it_lives(arena: Arena, take: Any) -> None:
-    buffer = leased(arena)
-    address = buffer.address
-    view = take(buffer)
-    buffer.release()
-
-    assert arena.statistics().lingering_slabs == 1
-    with leased(arena) as other:
-        assert other.address != address
-        assert arena.lease_nowait(1) is None
-    del view
-    gc.collect()
-    assert arena.statistics().lingering_slabs == 0
-    with leased(arena) as again, leased(arena):
-        assert again.address in {address, other.address}
-
-
 class Owner:
     """Notes the leases that were retained."""
 
@@ -146,6 +128,29 @@ class Owner:
 
     def retained(self, lease: Buffer) -> None:
         self.leases.append(lease)
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS.keys())
+def test_a_slab_is_not_used_again_while_a_view_of_it_lives(arena: Arena, take: Any, readonly: bool) -> None:
+    buffer = leased(arena)
+    address = buffer.address
+    lease = buffer.lend(Owner()) if readonly else buffer.retain()
+    view = take(lease)
+    lease.release()
+    buffer.release()
+
+    is_copy = readonly and isinstance(view, torch.Tensor)
+    assert arena.statistics().lingering_slabs == (0 if is_copy else 1)
+    if not is_copy:
+        with leased(arena) as other:
+            assert other.address != address
+            assert arena.lease_nowait(1) is None
+    del view
+    gc.collect()
+    assert arena.statistics().lingering_slabs == 0
+    with leased(arena) as one, leased(arena) as two:
+        assert address in {one.address, two.address}
 
 
 def test_a_lent_lease_cannot_be_written_through(arena: Arena) -> None:
@@ -215,18 +220,3 @@ def test_a_lease_that_is_taken_over_is_out_of_reach_of_the_former_buffer(arena: 
     buffer.view[:] = b"w" * 50
     assert arena.statistics().leased_slabs == 1
     buffer.release()
-
-
-@pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS.keys())
-def test_a_slab_is_not_used_again_while_a_read_only_view_of_it_lives(arena: Arena, take: Any) -> None:
-    buffer = leased(arena)
-    lease = buffer.lend(Owner())
-    view = take(lease)
-    lease.release()
-    buffer.release()
-
-    is_copy = isinstance(view, torch.Tensor)
-    assert arena.statistics().lingering_slabs == (0 if is_copy else 1)
-    del view
-    gc.collect()
-    assert arena.statistics().leased_slabs == 0

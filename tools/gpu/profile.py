@@ -28,7 +28,7 @@ WAITS = {
     "waits for streams": ("cudaStreamSynchronize", "cuStreamSynchronize"),
     "waits for the device": ("cudaDeviceSynchronize", "cuCtxSynchronize"),
 }
-"""Names of CUDA calls that block a thread. The reapers wait for events; the profiler itself waits for the device."""
+"""Names of CUDA calls that block a thread. The threads of the lanes wait for events; the profiler itself waits for the device."""
 
 KINDS = ("kernels", "copies", *WAITS)
 
