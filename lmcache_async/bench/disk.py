@@ -50,7 +50,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             raw_path = Path(directory) / f"raw-{mib}"
             raw_path.mkdir()
             async with open_disk(cache, Path(directory) / f"records-{mib}", settings.threads) as engine:
-                with RawFiles.open(raw_path, cache.slab_bytes, cache.num_chunks, settings.threads) as raw:
+                with RawFiles(raw_path, cache.slab_bytes, cache.num_chunks, settings.threads) as raw:
                     name = f"records of {mib} MiB"
                     facts: dict[str, Parameter] = {
                         "record_bytes": cache.slab_bytes,

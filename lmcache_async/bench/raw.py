@@ -42,44 +42,39 @@ def move_all(
         return rate(nbytes, start)
 
 
-class RawFiles:
-    """Files of one size in a directory.
+class RawFiles(contextlib.ExitStack):
+    """Files of one size in a directory, as a context.
 
     Args:
         path: The directory.
+        nbytes: Size of each file, a multiple of the page size.
         count: Number of files.
-        memory: A buffer of their size for each thread.
+        threads: Number of threads, each with a buffer of this size.
 
     Attributes:
         direct: Whether the file system takes O_DIRECT. Without it the page cache is used.
     """
 
-    def __init__(self, path: Path, count: int, memory: list[memoryview]) -> None:
+    def __init__(self, path: Path, nbytes: int, count: int, threads: int) -> None:
+        super().__init__()
         self._names = [path / f"{index}.record" for index in range(count)]
-        self._memory = memory
-        self.direct = True
-        trial = path / "trial"
-        try:
-            with self._opened(trial, "wb") as file:
-                file.write(memory[0][: mmap.PAGESIZE])
-        except OSError:
-            self.direct = False
-        finally:
-            trial.unlink(missing_ok=True)
-
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, path: Path, nbytes: int, count: int, threads: int) -> Iterator[RawFiles]:
-        """Use a directory for `count` files of `nbytes` each, a multiple of the page size."""
         # Huge pages, as in the arena: direct I/O with them is faster.
         region = Region(
             threads * nbytes, grain_bytes=nbytes, pin=False, pin_device=None, huge_pages=True, prefault=True
         )
-        with contextlib.closing(region):
-            memory = [region.view[at : at + nbytes] for at in range(0, threads * nbytes, nbytes)]
-            for piece in memory:
-                piece[:] = bytes(range(256)) * (nbytes // 256)
-            yield cls(path, count, memory)
+        self.enter_context(contextlib.closing(region))
+        self._memory = [region.view[at : at + nbytes] for at in range(0, threads * nbytes, nbytes)]
+        for piece in self._memory:
+            piece[:] = bytes(range(256)) * (nbytes // 256)
+        self.direct = True
+        trial = path / "trial"
+        try:
+            with self._opened(trial, "wb") as file:
+                file.write(self._memory[0][: mmap.PAGESIZE])
+        except OSError:
+            self.direct = False
+        finally:
+            trial.unlink(missing_ok=True)
 
     async def put(self) -> float:
         """Write all files again. Return GB/s."""

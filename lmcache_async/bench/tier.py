@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +68,7 @@ async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: 
     """Measure the tier that the settings name."""
     parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
     for mib in settings.record_mib:
-        with Records.made(mib, max(settings.mib // mib, 1)) as records:
+        with Records(mib, max(settings.mib // mib, 1)) as records:
             async with (
                 open_tier(spec, records.arena, third_party=third_party) as tier,
                 contextlib.AsyncExitStack() as stack,
@@ -97,43 +97,35 @@ async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -
         yield tier
 
 
-@dataclass(slots=True, eq=False)
-class Records:
-    """Sealed records that probes move, in an arena with room for as many reads.
+class Records(contextlib.ExitStack):
+    """Sealed records that probes move, in an arena with room for as many reads, as a context.
+
+    Args:
+        mib: MiB of each payload.
+        count: Number of records.
 
     Attributes:
         keys: Keys that the records are sealed with; new ones for each put through the tier.
         names: Names for the clients of raw limits.
     """
 
-    mib: int
-    arena: Arena
-    buffers: list[Buffer]
-    stack: contextlib.ExitStack
-    names: list[str]
-    keys: list[ChunkKey] = field(default_factory=list)
-
-    @classmethod
-    @contextlib.contextmanager
-    def made(cls, mib: int, count: int) -> Iterator[Records]:
-        """`count` records with payloads of `mib` MiB."""
+    def __init__(self, mib: int, count: int) -> None:
+        super().__init__()
+        self.mib = mib
         nbytes = FORMAT.record_bytes(mib * MIB)
         arena = Arena(2 * count * nbytes, nbytes, huge_pages=True, prefault=True)
-        with contextlib.closing(arena), contextlib.ExitStack() as stack:
-            buffers = []
-            for number in range(count):
-                buffer = arena.lease_nowait(nbytes)
-                if buffer is None:
-                    raise RuntimeError("the arena has no room for the records")
-                stack.callback(buffer.release)
-                buffer.array[FORMAT.header_bytes :] = number % 251
-                buffers.append(buffer)
-            run = os.urandom(8).hex()
-            records = cls(
-                mib, arena, buffers, stack, [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
-            )
-            records.seal()
-            yield records
+        self.arena = self.enter_context(contextlib.closing(arena))
+        self.buffers: list[Buffer] = []
+        for number in range(count):
+            buffer = arena.lease_nowait(nbytes)
+            if buffer is None:
+                raise RuntimeError("the arena has no room for the records")
+            buffer.array[FORMAT.header_bytes :] = number % 251
+            self.buffers.append(self.enter_context(buffer))
+        run = os.urandom(8).hex()
+        self.names = [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
+        self.keys: list[ChunkKey] = []
+        self.seal()
 
     @property
     def count(self) -> int:
@@ -212,7 +204,7 @@ class Records:
     def copier(self, threads: int) -> Callable[[Sequence[Buffer]], Awaitable[None]]:
         """A coroutine function that copies buffers to private memory on `threads` threads."""
         target = np.ones((self.count, self.record_bytes), dtype=np.uint8)  # written, so that its pages exist
-        pool = self.stack.enter_context(ThreadPoolExecutor(threads))
+        pool = self.enter_context(ThreadPoolExecutor(threads))
 
         def part(sources: Sequence[Buffer], first: int) -> None:
             for index in range(first, len(sources), threads):
@@ -319,11 +311,9 @@ def _raw_limit(
                 parent = Path(path).expanduser().absolute().parent
                 directory = tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
                 nbytes = -(-records.record_bytes // PAGE) * PAGE
-                files = RawFiles.open(
-                    Path(stack.enter_context(directory)), nbytes, records.count, connections
-                )
-                raw = stack.enter_context(files)
-                puts[name], gets[name] = raw.put, raw.get
+                folder = Path(stack.enter_context(directory))
+                files = stack.enter_context(RawFiles(folder, nbytes, records.count, connections))
+                puts[name], gets[name] = files.put, files.get
             elif isinstance(url, str) and urlsplit(url).scheme in RESP_SCHEMES and "@" not in url:
                 sockets = RespSockets(
                     url, connections, records.names, [buffer.view for buffer in records.buffers]

@@ -101,7 +101,7 @@ class Remote(ABC):
             return
         with contextlib.nullcontext(settings.url) if settings.url else self.server(settings) as url:
             for mib in settings.record_mib:
-                with Records.made(mib, max(settings.mib // mib, 1)) as records:
+                with Records(mib, max(settings.mib // mib, 1)) as records:
                     spec = TierSpec(name=self.name, options=self.options(url, settings))
                     async with (
                         open_tier(spec, records.arena) as tier,
