@@ -14,12 +14,7 @@ Unit: TypeAlias = Literal["share", "bytes", "bytes/s", "tokens/s", "count"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Values at one moment.
-
-    Attributes:
-        time: Monotonic time in seconds.
-        values: Counters and gauges, by a name that only the source knows.
-    """
+    """Counters and gauges at one moment (monotonic, in seconds), by names that only the source knows."""
 
     time: float
     values: Mapping[str, float]
@@ -35,15 +30,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Values over time, oldest first; all series have the same length.
-
-    Attributes:
-        title: Title of the chart.
-        unit: Unit of the values.
-        series: Lines, in stacking order.
-        stacked: Whether the lines are parts of one whole.
-        note: Explanation of the values.
-    """
+    """Values over time, oldest first; all series have the same length. Stacked lines are parts of one whole."""
 
     title: str
     unit: Unit

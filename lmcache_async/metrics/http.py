@@ -49,11 +49,7 @@ _FRESH_S = 0.2
 
 
 class Tokens:
-    """Access tokens. The repr does not contain them.
-
-    Args:
-        digests: SHA-256 of each token; empty if no token is required.
-    """
+    """Access tokens, by the SHA-256 of each; none are required if it is empty. The repr does not contain them."""
 
     def __init__(self, digests: Sequence[bytes] = ()) -> None:
         self._digests = tuple(digests)
@@ -136,13 +132,8 @@ class Response:
 class Responder:
     """Responds to requests for one source.
 
-    Args:
-        source: Content of the page.
-        samples: Samples for the charts.
-        tokens: Access tokens.
-        loopback: Whether only this machine may connect; requests for other host names are rejected.
-        interval_s: Seconds between two samples.
-        clock: Monotonic clock in seconds.
+    With `loopback`, only this machine may connect, and requests for other host names are rejected. `interval_s` is
+    the time between two samples.
     """
 
     def __init__(

@@ -47,12 +47,7 @@ class Counter:
 
 
 class Histogram:
-    """Observations by bucket.
-
-    Attributes:
-        sum: Sum of the observations.
-        counts: Observations in each bucket, not cumulative; the last entry counts those above all bounds.
-    """
+    """Observations by bucket, not cumulative; the last of `counts` counts those above all bounds."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -74,16 +69,11 @@ class CallMetrics:
     """Calls of one method of a tier.
 
     Attributes:
-        calls: Ended calls, with or without success.
-        in_flight: Running calls.
+        calls: Ended calls, with or without success. `chunks` and `seconds` are theirs.
         cancelled: Calls cancelled by their caller, at a deadline or before.
-        chunks: Chunks of the ended calls.
         found: Chunks that were found by lookups, reads and removals.
-        bytes: Bytes of the chunks read or written.
         errors: Failed calls, and failed chunks of batches, by class name of the error.
-        seconds: Total duration of the ended calls in seconds.
-        latency: Ended calls per bucket of `CALL_BUCKETS_S`, not cumulative; the last entry counts the calls
-            above all bounds.
+        latency: Ended calls per bucket of `CALL_BUCKETS_S`, as in `Histogram.counts`.
     """
 
     calls: int = 0
@@ -250,10 +240,6 @@ class EngineMetrics(Metrics, Instrument):
 class TierMetrics:
     """Metrics of one tier.
 
-    Args:
-        metrics: Metrics of the engine.
-        name: Tier id.
-
     Attributes:
         by_verb: Calls of the tier by method, as its outermost `metrics` layer sees them.
     """
@@ -273,11 +259,7 @@ class TierMetrics:
         metrics.sources.append(self._add_calls)
 
     def written(self, outcomes: Iterable[Exception | None]) -> None:
-        """Count the chunks of a write.
-
-        Args:
-            outcomes: For each chunk None, or why the tier did not store it.
-        """
+        """Count the chunks of a write: for each None, or why the tier did not store it."""
         for error in outcomes:
             if error is None:
                 self.stored_chunks.value += 1
