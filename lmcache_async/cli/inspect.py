@@ -18,7 +18,7 @@ from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, counted, human, number, plain
 from lmcache_async.errors import TierError
 from lmcache_async.maintenance.inspection import Inspection, describe, inspect
-from lmcache_async.maintenance.record import ERROR, GONE, header_of
+from lmcache_async.maintenance.record import ERROR, GONE, examine
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -72,7 +72,7 @@ async def _one(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
     stored = StoredRecord(key)
     if store.knows_use:  # the listing has the size and the time of use
         stored = next((one for one in await store.list() if one.key == key), stored)
-    info = await header_of(store, stored)
+    info = await examine(store, stored, header_only=True)
     if info.cause in {GONE, ERROR}:
         raise TierError(info.message or f"{store.name} has no record {key.hex()}")
     return describe(info, time.time_ns())

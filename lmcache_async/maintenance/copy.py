@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, for_each
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, check, header_of
+from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, check, examine
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
@@ -179,7 +179,7 @@ class Copier:
             counts.skipped += 1
             return 0
         if self.selection.patterns and (self.source.reads_headers or self.dry_run):
-            info = await header_of(self.source, stored, self.selection)
+            info = await examine(self.source, stored, self.selection, header_only=True)
             if info.cause:
                 return self._leave(info)
             nbytes = nbytes or info.record_bytes

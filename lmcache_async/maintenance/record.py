@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableError
@@ -60,15 +59,28 @@ class RecordInfo:
             listed.append({"key": self.stored.key.hex(), "cause": self.cause, "message": self.message})
 
 
-async def header_of(
-    store: OfflineStore, stored: StoredRecord, selection: Selection = EVERYTHING
+async def examine(
+    store: OfflineStore,
+    stored: StoredRecord,
+    selection: Selection = EVERYTHING,
+    *,
+    header_only: bool = False,
+    cipher: RecordCipher | None = None,
 ) -> RecordInfo:
-    """Read the header of a record."""
+    """Read and verify a record, or only its header."""
 
-    def read(pieces: Iterator[memoryview]) -> RecordInfo:
-        return _parsed(stored, next(pieces, memoryview(b"")), selection)
+    def visit(pieces: Iterator[memoryview]) -> RecordInfo:
+        if header_only:
+            return _parsed(stored, next(pieces, memoryview(b"")), selection)
+        return check(stored, pieces, selection=selection, cipher=cipher)
 
-    return await _examined(store, stored, read, header_only=True)
+    try:
+        info = await store.examine(stored, visit, header_only=header_only)
+    except TierUnavailableError:
+        raise
+    except TierError as error:
+        return RecordInfo(stored, cause=ERROR, message=str(error))
+    return info or RecordInfo(stored, cause=GONE)
 
 
 async def read_headers(
@@ -77,20 +89,10 @@ async def read_headers(
     """Call `visit` with the header of each record, in no order."""
 
     async def work(stored: StoredRecord) -> int:
-        visit(await header_of(store, stored))
+        visit(await examine(store, stored, header_only=True))
         return 0
 
     await for_each("headers", records, work, meter, in_flight=store.in_flight)
-
-
-async def verify_record(
-    store: OfflineStore,
-    stored: StoredRecord,
-    selection: Selection = EVERYTHING,
-    cipher: RecordCipher | None = None,
-) -> RecordInfo:
-    """Read and verify a record."""
-    return await _examined(store, stored, partial(check, stored, selection=selection, cipher=cipher))
 
 
 def check(
@@ -126,22 +128,6 @@ def check(
     except ChunkCorruptError as error:
         return replace(info, cause=error.cause, message=str(error))
     return replace(info, header=header)
-
-
-async def _examined(
-    store: OfflineStore,
-    stored: StoredRecord,
-    visit: Callable[[Iterator[memoryview]], RecordInfo],
-    *,
-    header_only: bool = False,
-) -> RecordInfo:
-    try:
-        info = await store.examine(stored, visit, header_only=header_only)
-    except TierUnavailableError:
-        raise
-    except TierError as error:
-        return RecordInfo(stored, cause=ERROR, message=str(error))
-    return info or RecordInfo(stored, cause=GONE)
 
 
 def _parsed(stored: StoredRecord, head: memoryview, selection: Selection) -> RecordInfo:

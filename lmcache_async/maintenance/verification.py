@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from lmcache_async.maintenance.concurrency import Meter, for_each
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, verify_record
+from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, examine
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 
@@ -80,7 +80,7 @@ async def verify(
     report = Verification(store.name, store.holder or None)
 
     async def work(stored: StoredRecord) -> int:
-        info = await verify_record(store, stored, selection, cipher)
+        info = await examine(store, stored, selection, cipher=cipher)
         nbytes = report.add(info)
         if remedy is not None and info.damaged:
             if remedy == "remove":

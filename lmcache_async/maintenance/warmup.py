@@ -16,7 +16,7 @@ from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import Copier, CopyCounts
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of
 from lmcache_async.maintenance.prompts import Encode, Prompt
-from lmcache_async.maintenance.record import RecordInfo, check, read_headers, verify_record
+from lmcache_async.maintenance.record import RecordInfo, check, examine, read_headers
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import Chunk, ChunkKey, Tokens
@@ -170,7 +170,7 @@ async def _namespaces(
     else:
         hidden += records
     for one in hidden[:: max(1, len(hidden) // SAMPLES)][:SAMPLES]:
-        add(await verify_record(store, one, cipher=cipher))
+        add(await examine(store, one, cipher=cipher))
     return list(found)
 
 
