@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from lmcache_async.cli.config import check_file, flatten, format_value
 from lmcache_async.config import EngineConfig
 from lmcache_async.registry import Registry
+from tests.fuzz.test_config import names, values
 
 FILE = """\
 chunk_size: 128
@@ -36,7 +37,7 @@ def file(tmp_path):
     return path
 
 
-def values(result) -> dict[str, tuple[str, str]]:
+def shown_values(result) -> dict[str, tuple[str, str]]:
     assert result.exit_code == 0, result.output
     return {one["key"]: (one["value"], one["source"]) for one in json.loads(result.stdout)["values"]}
 
@@ -46,7 +47,7 @@ def test_each_value_has_its_source(invoke, file, monkeypatch):
     monkeypatch.setenv("SOME_PASSWORD", SECRET)
     extra = json.dumps({"store.timeout_s": 5})
 
-    shown = values(invoke("config", "show", file, "--extra", extra, "--json"))
+    shown = shown_values(invoke("config", "show", file, "--extra", extra, "--json"))
     valid = invoke("config", "check", file)
     invalid = invoke("config", "show", file, "--extra", '{"chunk_size": 0}')
 
@@ -70,7 +71,7 @@ def test_each_value_has_its_source(invoke, file, monkeypatch):
 
 
 def test_every_key_of_the_config_is_shown(invoke):
-    shown = values(invoke("config", "show", "--json"))
+    shown = shown_values(invoke("config", "show", "--json"))
 
     for name, info in EngineConfig.model_fields.items():
         section = getattr(info.annotation, "model_fields", None)
@@ -153,7 +154,7 @@ def test_no_message_shows_a_secret_inside_an_invalid_value(invoke, tmp_path):
 
 
 def test_defaults_can_be_omitted(invoke, file):
-    assert set(values(invoke("config", "show", file, "--changed", "--json"))) == {
+    assert set(shown_values(invoke("config", "show", file, "--changed", "--json"))) == {
         "chunk_size",
         "arena.max_bytes",
         "store.batch_bytes",
@@ -178,7 +179,7 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     file = tmp_path / "host.yaml"
     file.write_text("max_bytes: 2GiB\ntenants:\n  chat:\n    reserved_bytes: 1GiB\n")
 
-    shown = values(invoke("config", "show", file, "--daemon", "--json"))
+    shown = shown_values(invoke("config", "show", file, "--daemon", "--json"))
 
     assert shown["max_bytes"] == ("2GiB", f"{file}, line 1")
     assert shown["tenants.chat.reserved_bytes"] == ("1GiB", f"{file}, line 4")
@@ -198,34 +199,12 @@ def test_an_extra_config_that_is_not_a_json_mapping_is_refused(invoke, file, ext
         assert result.stderr.startswith(told)
 
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-names = st.sampled_from(
-    [
-        *EngineConfig.model_fields,
-        "name",
-        "path",
-        "url",
-        "layers",
-        "options",
-        "max_bytes",
-        "id",
-        "stages",
-        "keys",
-    ]
-)
 plugins = st.sampled_from(["cpu", "disk", "s3", "valkey", "host", "mooncake", "retry", "limit", "hash"])
-trees = st.recursive(
-    leaves | plugins,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(names | st.text(max_size=6), inner, max_size=4)
-    ),
-    max_leaves=15,
-)
-tier = st.fixed_dictionaries(
-    {"name": plugins}, optional={"path": trees, "url": trees, "max_bytes": trees, "layers": trees}
-)
-documents = st.dictionaries(names | st.text(max_size=6), trees, max_size=4) | st.fixed_dictionaries(
-    {"tiers": st.lists(tier | plugins, max_size=3)}
+options = st.dictionaries(st.sampled_from(["path", "url", "max_bytes", "layers", "id"]), values | plugins)
+tier = st.builds(lambda name, given: {**given, "name": name}, plugins, options)
+tiers = st.lists(tier | plugins, max_size=3)
+documents = st.dictionaries(names | st.text(max_size=6), values, max_size=4) | st.fixed_dictionaries(
+    {"tiers": tiers}
 )
 
 
@@ -252,7 +231,7 @@ def test_no_password_or_key_is_shown(invoke, monkeypatch, password):
 
     shown = invoke("config", "show").stdout
 
-    assert values(invoke("config", "show", "--json"))["hash_key"] == ("***", "LMCACHE_ASYNC_HASH_KEY")
+    assert shown_values(invoke("config", "show", "--json"))["hash_key"] == ("***", "LMCACHE_ASYNC_HASH_KEY")
     assert SECRET not in shown
     assert "/tmp/a�31mb" in shown, "values cannot control the terminal"
 
