@@ -185,10 +185,6 @@ async def test_a_tier_without_an_arena_does_not_open() -> None:
         await CPUTier(CPUConfig()).__aenter__()
 
 
-def test_the_limit_is_read_as_people_write_it() -> None:
-    assert CPUConfig.model_validate({"max_bytes": "1.5 GiB"}).max_bytes == 3 << 29
-
-
 @given(st.lists(st.tuples(st.sampled_from("lrpgdf"), st.integers(0, 9)), max_size=60))
 async def test_any_use_gives_every_slab_back(steps: list[tuple[str, int]]) -> None:
     """Lease, release, put, get, drop (remove) and fill, in any order, against a dict."""

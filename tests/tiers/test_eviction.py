@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_async.testing.records import key_of as key
 from lmcache_async.tiers.eviction import MIN_HINTS, LRUPolicy
 from lmcache_async.types import ChunkKey
-
-
-def key(number: int) -> ChunkKey:
-    return ChunkKey(number.to_bytes(16, "big"))
 
 
 def anyone(_: ChunkKey) -> bool:

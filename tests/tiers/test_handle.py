@@ -73,12 +73,11 @@ async def test_a_late_call_that_cannot_be_stopped_keeps_its_lease_until_it_has_e
     assert inner.records[KEY] == b"0123456789"
 
 
-@pytest.mark.parametrize("verb", ["put", "put_many"])
-async def test_a_put_that_has_ended_holds_nothing(arena, verb):
+async def test_a_put_that_has_ended_holds_nothing(arena):
     tier = guard(DictTier())
     buffer = arena.lease_nowait(10)
 
-    await (tier.put(KEY, buffer) if verb == "put" else tier.put_many([(KEY, buffer)]))
+    await tier.put(KEY, buffer)
 
     buffer.release()
     assert arena.statistics().leased_slabs == 0

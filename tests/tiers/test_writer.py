@@ -134,36 +134,34 @@ def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
 
 async def test_a_chunk_waits_for_room_within_its_deadline(arena):
     gated = GatedTier(DictTier())
-    writer = open_writer(gated, max_bytes=100, workers=1)
-    with Items(arena, [60, 60]) as items:
-        submit = asyncio.ensure_future(writer.submit(items, timeout_s=5))
-        await gated.parked.wait()
-        await turns(3)
-        assert not submit.done()
-        assert writer.statistics().queued_chunks == 1
+    async with opened(gated, max_bytes=100, workers=1) as writer:
+        with Items(arena, [60, 60]) as items:
+            submit = asyncio.ensure_future(writer.submit(items, timeout_s=5))
+            await gated.parked.wait()
+            await turns(3)
+            assert not submit.done()
+            assert writer.statistics().queued_chunks == 1
 
-        gated.open_gate()
-        futures = await submit
-    assert await writer.flush(timeout_s=5)
+            gated.open_gate()
+            futures = await submit
+        assert await writer.flush(timeout_s=5)
 
-    assert results_of(futures) == [None, None]
-    assert gated.inner.records[key_of(1)] == bytes([1]) * 60
-    await writer.aclose(timeout_s=1)
+        assert results_of(futures) == [None, None]
+        assert gated.inner.records[key_of(1)] == bytes([1]) * 60
 
 
 async def test_a_chunk_larger_than_the_bound_is_refused_at_once_with_both_numbers(arena):
-    writer = open_writer(DictTier(), max_bytes=100)
-    with Items(arena, [50, 101, 10]) as items:
-        futures = await asyncio.wait_for(writer.submit(items, timeout_s=3600), 5)
-    await writer.flush(timeout_s=5)
+    async with opened(DictTier(), max_bytes=100) as writer:
+        with Items(arena, [50, 101, 10]) as items:
+            futures = await asyncio.wait_for(writer.submit(items, timeout_s=3600), 5)
+        await writer.flush(timeout_s=5)
 
-    stored, too_large, behind = results_of(futures)
-    assert stored is None
-    assert isinstance(too_large, TierFullError)
-    assert "101 bytes are more than the whole budget of 100" in str(too_large)
-    assert behind is too_large
-    assert writer.statistics().refused == 2
-    await writer.aclose(timeout_s=1)
+        stored, too_large, behind = results_of(futures)
+        assert stored is None
+        assert isinstance(too_large, TierFullError)
+        assert "101 bytes are more than the whole budget of 100" in str(too_large)
+        assert behind is too_large
+        assert writer.statistics().refused == 2
 
 
 class OddTier(DictTier):
@@ -197,29 +195,27 @@ def _raise(error):
 )
 async def test_a_failure_is_the_chunks_value_and_the_next_chunk_is_written(arena, answer, kinds):
     tier = OddTier(answer)
-    writer = open_writer(tier, workers=1)
-    futures = await submit(writer, arena, [10, 20, 30])
-    assert await writer.flush(timeout_s=5)
-    futures += await submit(writer, arena, [40], first=3)
+    async with opened(tier, workers=1) as writer:
+        futures = await submit(writer, arena, [10, 20, 30])
+        assert await writer.flush(timeout_s=5)
+        futures += await submit(writer, arena, [40], first=3)
 
-    assert await writer.flush(timeout_s=5), "the writer has stopped"
-    assert [type(result) for result in results_of(futures)] == [*kinds, type(None)]
-    assert key_of(3) in tier.records
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
+        assert await writer.flush(timeout_s=5), "the writer has stopped"
+        assert [type(result) for result in results_of(futures)] == [*kinds, type(None)]
+        assert key_of(3) in tier.records
+        assert writer.statistics().queued_bytes == 0
 
 
 async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena):
     gated = GatedTier(DictTier())
-    writer = open_writer(gated)
-    assert await writer.flush(timeout_s=0)
-    await submit(writer, arena, [10, 10])
-    await gated.parked.wait()
+    async with opened(gated) as writer:
+        assert await writer.flush(timeout_s=0)
+        await submit(writer, arena, [10, 10])
+        await gated.parked.wait()
 
-    assert not await writer.flush(timeout_s=0.01)
-    gated.open_gate()
-    assert await writer.flush(timeout_s=5)
-    await writer.aclose(timeout_s=1)
+        assert not await writer.flush(timeout_s=0.01)
+        gated.open_gate()
+        assert await writer.flush(timeout_s=5)
 
 
 async def test_closing_writes_what_is_queued(arena):
@@ -308,36 +304,34 @@ async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
 
 async def test_who_stops_waiting_for_a_result_does_not_stop_the_write(arena):
     gated = GatedTier(DictTier())
-    writer = open_writer(gated)
-    (future,) = await submit(writer, arena, [10])
-    await gated.parked.wait()
-    future.cancel()
-    gated.open_gate()
+    async with opened(gated) as writer:
+        (future,) = await submit(writer, arena, [10])
+        await gated.parked.wait()
+        future.cancel()
+        gated.open_gate()
 
-    assert await writer.flush(timeout_s=5)
-    await turns(5)
-    assert key_of(0) in gated.inner.records
-    await writer.aclose(timeout_s=1)
+        assert await writer.flush(timeout_s=5)
+        await turns(5)
+        assert key_of(0) in gated.inner.records
 
 
 async def test_a_submit_cancelled_at_any_step_leaves_queued_what_is_queued(arena):
     tier = CallsTier()
-    writer = open_writer(tier, max_bytes=25, call_bytes=10, workers=1)
+    async with opened(tier, max_bytes=25, call_bytes=10, workers=1) as writer:
 
-    async def submit():
-        with Items(arena, [10] * 8) as items:
-            return await writer.submit(items, timeout_s=5)
+        async def submit():
+            with Items(arena, [10] * 8) as items:
+                return await writer.submit(items, timeout_s=5)
 
-    last = None
-    async for task in cancelled_at_each_step(submit):
-        last = task
-        assert await writer.flush(timeout_s=5)
-        assert arena.statistics().leased_slabs == 0
-        assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
-        assert tier.keys_in_order == [key_of(number) for number in range(len(tier.calls))]
-        tier.calls.clear()
-    assert results_of(last.result()) == [None] * 8
-    await writer.aclose(timeout_s=1)
+        last = None
+        async for task in cancelled_at_each_step(submit):
+            last = task
+            assert await writer.flush(timeout_s=5)
+            assert arena.statistics().leased_slabs == 0
+            assert writer.statistics().queued_chunks == writer.statistics().queued_bytes == 0
+            assert tier.keys_in_order == [key_of(number) for number in range(len(tier.calls))]
+            tier.calls.clear()
+        assert results_of(last.result()) == [None] * 8
 
 
 @pytest.mark.parametrize("parked", [False, True], ids=["working", "parked"])
@@ -365,21 +359,20 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
 
 async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_the_rest(arena):
     tier = GatedTier(DictTier())
-    writer = open_writer(tier, max_bytes=4 * SLAB, chunk_bytes=SLAB)
-    reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
-    with Items(arena, [SLAB] * 3, first=10) as others:
-        refused = await writer.submit(others, timeout_s=0)
-    taken = await submit(writer, arena, [SLAB, 100])
-    assert isinstance(refused[-1].result(), TierFullError)
-    assert writer.statistics().queued_bytes == 3 * SLAB + 100
-    reservation.release()
-    assert writer.statistics().queued_bytes == 3 * SLAB + 100
+    async with opened(tier, max_bytes=4 * SLAB, chunk_bytes=SLAB) as writer:
+        reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
+        with Items(arena, [SLAB] * 3, first=10) as others:
+            refused = await writer.submit(others, timeout_s=0)
+        taken = await submit(writer, arena, [SLAB, 100])
+        assert isinstance(refused[-1].result(), TierFullError)
+        assert writer.statistics().queued_bytes == 3 * SLAB + 100
+        reservation.release()
+        assert writer.statistics().queued_bytes == 3 * SLAB + 100
 
-    tier.open_gate()
-    assert await writer.flush(timeout_s=5)
-    assert results_of([*taken, *refused[:2]]) == [None] * 4
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
+        tier.open_gate()
+        assert await writer.flush(timeout_s=5)
+        assert results_of([*taken, *refused[:2]]) == [None] * 4
+        assert writer.statistics().queued_bytes == 0
 
 
 @given(
@@ -430,30 +423,28 @@ async def test_a_reservation_keeps_room_for_its_chunks_until_they_are_submitted_
 
 async def test_no_room_within_the_deadline_reserves_nothing(arena):
     tier = GatedTier(DictTier())
-    writer = open_writer(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB)
-    await submit(writer, arena, [SLAB], first=5)
-    for keys in ([key_of(0), key_of(1)], [key_of(number) for number in range(3)]):
-        with pytest.raises(BudgetExceededError):
-            await writer.reserve(keys, timeout_s=0)
-    waiting = asyncio.ensure_future(writer.reserve([key_of(0), key_of(1)], timeout_s=5))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    assert writer.statistics().queued_bytes == SLAB
+    async with opened(tier, max_bytes=2 * SLAB, chunk_bytes=SLAB) as writer:
+        await submit(writer, arena, [SLAB], first=5)
+        for keys in ([key_of(0), key_of(1)], [key_of(number) for number in range(3)]):
+            with pytest.raises(BudgetExceededError):
+                await writer.reserve(keys, timeout_s=0)
+        waiting = asyncio.ensure_future(writer.reserve([key_of(0), key_of(1)], timeout_s=5))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert writer.statistics().queued_bytes == SLAB
 
-    tier.open_gate()
-    assert await writer.flush(timeout_s=5)
-    (await writer.reserve([key_of(0), key_of(1)], timeout_s=0)).release()
-    assert writer.statistics().queued_bytes == 0
-    await writer.aclose(timeout_s=1)
+        tier.open_gate()
+        assert await writer.flush(timeout_s=5)
+        (await writer.reserve([key_of(0), key_of(1)], timeout_s=0)).release()
+        assert writer.statistics().queued_bytes == 0
 
 
 async def test_a_queue_has_room_for_one_chunk_however_small_its_bound_is(arena):
-    writer = open_writer(DictTier(), max_bytes=10, chunk_bytes=SLAB)
-    [future] = await submit(writer, arena, [SLAB])
+    async with opened(DictTier(), max_bytes=10, chunk_bytes=SLAB) as writer:
+        [future] = await submit(writer, arena, [SLAB])
 
-    assert await future is None
-    await writer.aclose(timeout_s=1)
+        assert await future is None
 
 
 class TimedTier(DictTier):
@@ -498,38 +489,36 @@ async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(arena, 
 @in_virtual_time
 async def test_a_tier_that_becomes_fast_again_gets_its_queue_back(arena):
     tier = TimedTier(1)
-    writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
-    assert await written(writer, arena, 1) == 1
-    assert await writer.flush(timeout_s=10_000)
-    assert (
-        await written(writer, arena, 20) == 1
-    )  # one chunk may always wait, or the rate would never be known
-    assert await writer.flush(timeout_s=10_000)
-
-    tier.bytes_per_s = 10_000
-    for _ in range(30):
-        await written(writer, arena, 1)
+    async with opened(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1) as writer:
+        assert await written(writer, arena, 1) == 1
+        assert await writer.flush(timeout_s=10_000)
+        assert (
+            await written(writer, arena, 20) == 1
+        )  # one chunk may always wait, or the rate would never be known
         assert await writer.flush(timeout_s=10_000)
 
-    assert await written(writer, arena, 20) == 20
-    await writer.aclose(timeout_s=1)
+        tier.bytes_per_s = 10_000
+        for _ in range(30):
+            await written(writer, arena, 1)
+            assert await writer.flush(timeout_s=10_000)
+
+        assert await written(writer, arena, 20) == 20
 
 
 @in_virtual_time
 async def test_calls_that_refuse_every_chunk_do_not_change_the_bound(arena):
     tier = TimedTier(50)
-    writer = open_writer(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1)
-    await written(writer, arena, 4)
-    assert await writer.flush(timeout_s=10_000)
-    before = writer.statistics().max_bytes
+    async with opened(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1) as writer:
+        await written(writer, arena, 4)
+        assert await writer.flush(timeout_s=10_000)
+        before = writer.statistics().max_bytes
 
-    async def refuse(items):
-        await asyncio.sleep(100)
-        raise TierError("away")
+        async def refuse(items):
+            await asyncio.sleep(100)
+            raise TierError("away")
 
-    tier.put_many = refuse
-    await written(writer, arena, 4)
-    assert await writer.flush(timeout_s=10_000)
+        tier.put_many = refuse
+        await written(writer, arena, 4)
+        assert await writer.flush(timeout_s=10_000)
 
-    assert writer.statistics().max_bytes == before == 1000
-    await writer.aclose(timeout_s=1)
+        assert writer.statistics().max_bytes == before == 1000
