@@ -67,14 +67,10 @@ class Registry:
                 self._read(name, next(iter(distributions(name=name, **context))))
 
     def available(self, group: str, *, third_party: bool = True) -> dict[str, Plugin]:
-        """Return the plug-ins of a group by name.
+        """Return the plug-ins of a group by name, without those of other distributions unless `third_party`.
 
         If several distributions offer a name, the bundled plug-in takes precedence, then the first
         distribution in alphabetical order.
-
-        Args:
-            group: `TIERS`, `STAGES` or `LAYERS`.
-            third_party: Include plug-ins of other distributions.
         """
         found: dict[str, Plugin] = {}
         for plugin in sorted(
@@ -86,11 +82,6 @@ class Registry:
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
         """Import a plug-in.
-
-        Args:
-            group: `TIERS`, `STAGES` or `LAYERS`.
-            name: Name of the entry point.
-            third_party: Include plug-ins of other distributions.
 
         Raises:
             UnknownPluginError: No plug-in has this name.
@@ -119,19 +110,7 @@ class Registry:
     def load_class(
         self, group: str, name: str, base: type[T], *, where: str = "", third_party: bool = True
     ) -> type[T]:
-        """Import a plug-in that must be a subclass of `base`.
-
-        Args:
-            group: `TIERS` or `LAYERS`.
-            name: Name of the entry point.
-            base: The base class.
-            where: Place of the name in the configuration, for the error message.
-            third_party: Include plug-ins of other distributions.
-
-        Raises:
-            ConfigError: As for `load`, or the plug-in is not a subclass of `base`.
-            MissingDependencyError: The plug-in needs a package that is not installed.
-        """
+        """Import a plug-in that must be a subclass of `base`; errors as in `load`, with the place `where`."""
         loaded = self.load(group, name, third_party=third_party)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             place = f"{where}: " if where else ""

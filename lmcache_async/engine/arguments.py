@@ -69,12 +69,7 @@ def check_arguments(call: str, given: RequestArguments, *others: str) -> Argumen
     """Check the keyword arguments of a call.
 
     An unknown one is refused, because it might be the misspelt name of a tenant. So is a salt of 0, for example, because
-    treating it as no salt would share the chunks of a tenant.
-
-    Args:
-        call: Name of the call.
-        given: The keyword arguments.
-        others: Arguments of the call besides `RequestArguments`, for the message.
+    treating it as no salt would share the chunks of a tenant. `others` are further arguments of the call.
 
     Raises:
         TypeError: An argument is unknown, has the wrong type, or is given by both of its names. The message contains the
@@ -133,13 +128,7 @@ def leading_false(mask: Mask | None, num_tokens: int) -> int:
 
 
 def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> BlockIds:
-    """Return the rows of the tokens as an int64 copy.
-
-    Args:
-        rows: A tensor, an array or a sequence of integers; extra rows are ignored.
-        num_tokens: Number of tokens.
-        tokens_per_row: Tokens of a row.
-        num_rows: Rows of the KV cache.
+    """Return the rows of the tokens as an int64 copy, of a tensor, an array or a sequence; extra rows are ignored.
 
     Raises:
         TypeError: The rows are not integers.
@@ -172,15 +161,9 @@ def _by_name(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
 def _host_array(
     values: Any, name: str, item: str, kinds: str, types: tuple[type, ...], expected: str
 ) -> npt.NDArray[Any]:
-    """Return the values as an array; of dtype object if no NumPy type holds all of them.
+    """Return a tensor, an array or a sequence as an array; of dtype object if no NumPy type holds all values.
 
-    Args:
-        values: A tensor, an array or a sequence.
-        name: Name of the values with a verb, for messages.
-        item: Name of one value, for messages.
-        kinds: Accepted kinds of NumPy types.
-        types: Accepted Python types.
-        expected: Name of the accepted types, for messages.
+    Values must be of these NumPy `kinds` or Python `types`; the texts are for messages.
     """
     if isinstance(values, torch.Tensor):
         is_real = values.is_floating_point() or values.is_complex()
