@@ -226,7 +226,7 @@ class CacheEngine:
         wanted = np.flatnonzero(is_wanted)
         if len(wanted):
             skip = int(wanted[0]) * self.layout.tokens_per_row
-            end = skip - skip % self.config.chunk_size + report.hit_tokens
+            end = skip - skip % self.namespace.chunk_size + report.hit_tokens
             written = np.repeat(is_wanted, self.layout.tokens_per_row)
             result[skip:end] = torch.from_numpy(written[skip:end])
         return result
