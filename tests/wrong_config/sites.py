@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import trace
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("lmcache_async", "plugins", "stages")
 ERRORS = frozenset({"ConfigError", "MissingDependencyError", "UnknownPluginError", "disagree"})
 VALIDATORS = (
     "lmcache_async/config",
@@ -57,7 +56,7 @@ class Site:
 def sites() -> list[Site]:
     """Every place, in order."""
     found = []
-    for folder in ("lmcache_async", "plugins", "stages"):
+    for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             name = str(file.relative_to(ROOT))
             if not name.startswith(NOT_OF_CONFIGS):
@@ -65,50 +64,21 @@ def sites() -> list[Site]:
     return sorted(found)
 
 
-@contextmanager
-def passed(wanted: Iterable[Site]) -> Iterator[set[tuple[str, int]]]:
-    """Record the executed lines, as file and number, of every function that contains one of these places.
-
-    Other functions are not traced line by line: that would take most of the time.
-    """
-    by_file: dict[str, list[Site]] = {}
-    for site in wanted:
-        by_file.setdefault(str((ROOT / site.file).resolve()), []).append(site)
-    lines: set[tuple[str, int]] = set()
-    names: dict[CodeType, str] = {}
-
-    def local(frame: FrameType, event: str, argument: Any) -> Any:
-        del argument
-        if event == "line":
-            lines.add((names[frame.f_code], frame.f_lineno))
-        return local
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        del event, argument
-        code = frame.f_code
-        if code not in names:
-            names[code] = _file_of(code, by_file.get(str(Path(code.co_filename).resolve()), []))
-        return local if names[code] else None
-
+def executed(runs: Iterable[Callable[[], object]]) -> set[tuple[str, int]]:
+    """Return the executed lines of the source, as file and number."""
+    tracer = trace.Trace(trace=False, ignoredirs=[sys.prefix, sys.base_prefix])
     before = sys.gettrace()
-    sys.settrace(trace)
     try:
-        yield lines
+        for run in runs:
+            tracer.runfunc(run)
     finally:
         sys.settrace(before)
+    found = {(Path(file).resolve(), line) for file, line in tracer.results().counts}
+    return {(str(file.relative_to(ROOT)), line) for file, line in found if file.is_relative_to(ROOT)}
 
 
 def was_passed(site: Site, lines: set[tuple[str, int]]) -> bool:
     return any((site.file, line) in lines for line in range(site.first, site.last + 1))
-
-
-def _file_of(code: CodeType, sites: Sequence[Site]) -> str:
-    """Return the file of the sites if one of them is within the lines of `code`, else an empty string."""
-    numbers = [number for _, _, number in code.co_lines() if number]
-    for site in sites:
-        if min(numbers, default=0) <= site.last and site.first <= max(numbers, default=0):
-            return site.file
-    return ""
 
 
 def _in_file(name: str, tree: ast.Module) -> Iterator[Site]:

@@ -21,7 +21,7 @@ from tests.unit import test_config_errors as errors
 from tests.wrong_config.at_start import AT_START, LONG
 from tests.wrong_config.cases import DAEMON, ENGINE
 from tests.wrong_config.elsewhere import ELSEWHERE
-from tests.wrong_config.sites import ROOT, passed, sites, was_passed
+from tests.wrong_config.sites import ROOT, executed, sites, was_passed
 
 REGISTRY = Registry()
 KEY = bytes(range(32)).hex()
@@ -101,9 +101,7 @@ def test_the_command_prints_the_lines_and_ends_with_1(folder):
 
 def test_no_place_that_refuses_a_config_is_without_a_test(folder):
     everywhere = sites()
-    with passed(everywhere) as lines:
-        for run in runs(folder):
-            run()
+    lines = executed(runs(folder))
     missed = {site.name for site in everywhere if not was_passed(site, lines)}
     named = {}
     for file, part, *_ in ELSEWHERE:
