@@ -21,6 +21,7 @@ from lmcache_async.hashing.namespace import canonical_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from io import FileIO
     from pathlib import Path
 
 FingerprintMode: TypeAlias = Literal["sampled", "full"]
@@ -139,12 +140,11 @@ def _describe(new: Callable[[], Any], path: Path, *, sampled: bool = False) -> t
         size = os.fstat(file.fileno()).st_size
         if sampled:
             digest = new()
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_RANDOM
-            )  # no read-ahead, which is 32 times a sample
-            sample = _sample_safetensors if path.suffix == ".safetensors" else _sample_any
-            for part in sample(file.fileno(), size, str(path)):
-                digest.update(part)
+            # No read-ahead, which is 32 times a sample.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            samples = _of_safetensors(file, size) if path.suffix == ".safetensors" else _of_any(size)
+            for offset, nbytes in samples:
+                digest.update(_read(file, offset, nbytes))
         else:
             digest = hashlib.file_digest(file, new)
             if file.tell() != size:
@@ -152,35 +152,32 @@ def _describe(new: Callable[[], Any], path: Path, *, sampled: bool = False) -> t
     return path.name, size, digest.hexdigest()
 
 
-def _sample_any(descriptor: int, size: int, name: str) -> Iterator[bytes]:
-    """Yield both ends, and 4 KiB at each stride between them."""
-    stride = max(_STRIDE_BYTES, size // _MAX_SAMPLES)
-    yield _read(descriptor, 0, min(size, _END_BYTES), name)
-    for offset in range(_END_BYTES, size - _END_BYTES, stride):
-        yield _read(descriptor, offset, _SAMPLE_BYTES, name)
+def _of_any(size: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of both ends, and of 4 KiB at each stride between them."""
+    yield 0, min(size, _END_BYTES)
+    for offset in range(_END_BYTES, size - _END_BYTES, max(_STRIDE_BYTES, size // _MAX_SAMPLES)):
+        yield offset, _SAMPLE_BYTES
     if size > _END_BYTES:
-        yield _read(descriptor, size - _END_BYTES, _END_BYTES, name)
+        yield size - _END_BYTES, _END_BYTES
 
 
-def _sample_safetensors(descriptor: int, size: int, name: str) -> Iterator[bytes]:
-    """Yield the header, and 4 KiB at the start, middle and end of each tensor."""
+def _of_safetensors(file: FileIO, size: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of the header, and of 4 KiB at the start, middle and end of each tensor."""
     if size < 8:
-        raise ValueError(f"{name} is not a safetensors file: it has only {size} bytes")
-    header_bytes = int.from_bytes(_read(descriptor, 0, 8, name), "little")
+        raise ValueError(f"{file.name} is not a safetensors file: it has only {size} bytes")
+    header_bytes = int.from_bytes(_read(file, 0, 8), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, size - 8):
         raise ValueError(
-            f"{name} is not a safetensors file: its header has {header_bytes} bytes, the file {size}"
+            f"{file.name} is not a safetensors file: its header has {header_bytes} bytes, the file {size}"
         )
-    header = _read(descriptor, 8, header_bytes, name)
-    yield header
-    data_start = 8 + header_bytes
-    for begin, end in _spans(header, size - data_start, name):
-        length = end - begin
-        if length <= 3 * _SAMPLE_BYTES:
-            yield _read(descriptor, data_start + begin, length, name)
+    yield 8, header_bytes
+    start = 8 + header_bytes
+    for begin, end in _spans(_read(file, 8, header_bytes), size - start, str(file.name)):
+        if end - begin <= 3 * _SAMPLE_BYTES:
+            yield start + begin, end - begin
             continue
-        for at in (begin, begin + (length - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
-            yield _read(descriptor, data_start + at, _SAMPLE_BYTES, name)
+        for at in (begin, begin + (end - begin - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+            yield start + at, _SAMPLE_BYTES
 
 
 def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
@@ -205,11 +202,9 @@ def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
     return sorted(spans)
 
 
-def _read(descriptor: int, offset: int, nbytes: int, name: str) -> bytes:
-    data = os.pread(descriptor, nbytes, offset)
-    while len(data) < nbytes:
-        more = os.pread(descriptor, nbytes - len(data), offset + len(data))
-        if not more:
-            raise ValueError(f"{name} was truncated while it was read")
-        data += more
+def _read(file: FileIO, offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    data = file.read(nbytes)
+    if len(data) < nbytes:
+        raise ValueError(f"{file.name} was truncated while it was read")
     return data
