@@ -15,6 +15,7 @@ from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
 from lmcache_async.testing.fakes import FaultyTier
+from lmcache_async.testing.rig import Rig
 from tests.support.tiers import Made, ParkingTier, installed, registry_of
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
@@ -34,38 +35,23 @@ def config(**settings):
     return load_config(env={}, extra=base | settings)
 
 
-class Paged:
+class Paged(Rig):
     """A paged KV cache as LMCache's users have it: [2, blocks, block size, heads, head size] a layer."""
 
     def __init__(self):
-        self.tensors = [torch.zeros(2, BLOCKS, BLOCK_SIZE, 1, WIDTH) for _ in range(LAYERS)]
-
-    def slots(self, tensor):
-        return tensor.view(2, SLOTS, WIDTH)
+        super().__init__(layers=LAYERS, blocks=BLOCKS, block_size=BLOCK_SIZE, head_dim=WIDTH)
+        self.caches = [torch.zeros(2, BLOCKS, BLOCK_SIZE, 1, WIDTH) for _ in range(LAYERS)]
+        self.tensors = [(cache[0], cache[1]) for cache in self.caches]
 
     def fill(self, tokens, slots):
-        for layer, tensor in enumerate(self.tensors):
-            self.slots(tensor)[:, list(slots)] = content(tokens, layer)
-
-    def wipe(self):
-        for tensor in self.tensors:
-            tensor.fill_(-7.0)
+        self.write(slots, self.content(tokens))
 
     def check(self, tokens, slots, hit):
         """Those tokens are in their slots, and no other slot was touched."""
         slots, hit = list(slots), list(hit)
         used = [slots[i] for i in hit]
-        others = sorted(set(range(SLOTS)) - set(used))
-        for layer, tensor in enumerate(self.tensors):
-            assert torch.equal(self.slots(tensor)[:, used], content(tokens, layer)[:, hit])
-            assert (self.slots(tensor)[:, others] == -7.0).all()
-
-
-def content(tokens, layer):
-    history = np.cumsum(np.asarray(tokens, np.float64) * (1 + np.arange(len(tokens))))
-    base = torch.as_tensor(np.sin(history + 1), dtype=torch.float32)
-    scale = torch.arange(1, 2 * WIDTH + 1, dtype=torch.float32).view(2, 1, WIDTH) + 10 * layer
-    return base.view(1, -1, 1) * scale
+        assert torch.equal(self.read(used), self.content(tokens)[:, :, hit])
+        assert (self.read(sorted(set(range(SLOTS)) - set(used))) == -7.0).all()
 
 
 @pytest.fixture
@@ -88,7 +74,7 @@ def our_threads(before):
 
 @pytest.fixture
 def engine(paged):
-    with LMCacheEngine(config(), kv_caches=paged.tensors) as engine:
+    with LMCacheEngine(config(), kv_caches=paged.caches) as engine:
         yield engine
 
 
@@ -157,13 +143,13 @@ def test_slots_may_have_any_usual_form(engine, paged, form):
 @pytest.mark.parametrize("name", ["kv_caches", "kvcaches"])
 def test_the_cache_may_come_with_the_first_store_by_either_name(paged, name):
     with LMCacheEngine(config()) as engine:
-        store(engine, paged, **{name: paged.tensors})
+        store(engine, paged, **{name: paged.caches})
 
-        check_retrieve(engine, paged, expected=[True] * 40, **{name: paged.tensors})
+        check_retrieve(engine, paged, expected=[True] * 40, **{name: paged.caches})
 
 
 def test_the_cache_may_be_named_layers(paged):
-    layers = {f"layer.{index}": tensor for index, tensor in enumerate(paged.tensors)}
+    layers = {f"layer.{index}": tensor for index, tensor in enumerate(paged.caches)}
     with LMCacheEngine(config(), kv_caches=layers) as engine:
         store(engine, paged)
 
@@ -171,7 +157,7 @@ def test_the_cache_may_be_named_layers(paged):
 
 
 def test_the_cache_may_be_pairs_of_k_and_v(paged):
-    pairs = [(tensor[0], tensor[1]) for tensor in paged.tensors]
+    pairs = [(tensor[0], tensor[1]) for tensor in paged.caches]
     metadata = LMCacheEngineMetadata(block_size=BLOCK_SIZE)
     with LMCacheEngine(config(), metadata, kv_caches=pairs) as engine:
         store(engine, paged)
@@ -202,10 +188,10 @@ def test_another_cache_than_the_first_is_refused_and_not_written(engine, paged):
     other.wipe()
     for verb in (engine.store, engine.retrieve):
         with pytest.raises(ValueError, match="kv_caches"):
-            verb(TOKENS, slot_mapping=torch.arange(40), kvcaches=other.tensors)
+            verb(TOKENS, slot_mapping=torch.arange(40), kvcaches=other.caches)
     other.check(TOKENS, range(40), [])
 
-    views = [tensor.view(tensor.shape) for tensor in paged.tensors]  # the same memory
+    views = [tensor.view(tensor.shape) for tensor in paged.caches]  # the same memory
     check_retrieve(engine, paged, expected=[True] * 40, kvcaches=views)
 
 
@@ -213,7 +199,7 @@ def test_a_cache_of_no_known_form_is_refused_and_a_right_one_taken_later(paged):
     with LMCacheEngine(config()) as engine:
         with pytest.raises(ValueError, match="shape"):
             engine.store(TOKENS, slot_mapping=torch.arange(40), kvcaches=[torch.zeros(3, 3)])
-        store(engine, paged, kvcaches=paged.tensors)
+        store(engine, paged, kvcaches=paged.caches)
 
         assert engine.lookup(TOKENS) == 40
 
@@ -293,7 +279,7 @@ def test_an_unknown_argument_is_refused_before_the_cache_is_known(paged):
 
 def test_the_arguments_of_a_store_fit_every_call(engine, paged):
     arguments = {
-        "kvcaches": paged.tensors,
+        "kvcaches": paged.caches,
         "slot_mapping": torch.arange(40),
         "req_id": "r1",
         "cache_salt": "a",
@@ -317,14 +303,14 @@ def test_arguments_that_are_none_are_not_there(engine, paged):
 
 def test_the_cache_by_one_name_counts_when_the_other_is_none(paged):
     with LMCacheEngine(config()) as engine:
-        store(engine, paged, kv_caches=None, kvcaches=paged.tensors)
+        store(engine, paged, kv_caches=None, kvcaches=paged.caches)
 
         assert engine.lookup(TOKENS) == 40
 
 
 def test_the_cache_by_both_names_is_refused(engine, paged):
     with pytest.raises(TypeError, match="are the same argument"):
-        store(engine, paged, kv_caches=paged.tensors, kvcaches=paged.tensors)
+        store(engine, paged, kv_caches=paged.caches, kvcaches=paged.caches)
 
 
 # What else the KV depends on.
@@ -392,7 +378,7 @@ def test_settings_of_a_request_that_are_no_tags_change_nothing(engine, paged):
 def test_a_pinned_lookup_keeps_its_chunks_until_it_is_unpinned(paged):
     settings = {"arena.max_bytes": 5 * 8192, "vllm.max_pinned_fraction": 1.0}
     others = [token + 1000 for token in TOKENS]
-    with LMCacheEngine(config(**settings), kv_caches=paged.tensors) as engine:
+    with LMCacheEngine(config(**settings), kv_caches=paged.caches) as engine:
         store(engine, paged)
         assert engine.statistics().arena.num_slabs == 5
         assert engine.lookup(TOKENS, lookup_id="a", pin=True) == 40
@@ -415,7 +401,7 @@ def test_a_pin_needs_an_id(engine):
 
 
 def test_clear_forgets_memory_alone_or_everything(made, paged):
-    with LMCacheEngine(config(tiers=["cpu", "dict"]), kv_caches=paged.tensors) as engine:
+    with LMCacheEngine(config(tiers=["cpu", "dict"]), kv_caches=paged.caches) as engine:
         store(engine, paged)
         assert engine.clear(memory_only=True) == 5
         assert (engine.lookup(TOKENS), len(made.records)) == (40, 5)
@@ -431,7 +417,7 @@ def test_one_tier_that_cannot_be_cleared_does_not_keep_the_others(monkeypatch, p
     async def away():
         raise TierUnavailableError("away")
 
-    with LMCacheEngine(config(tiers=["dict", "second"]), kv_caches=paged.tensors) as engine:
+    with LMCacheEngine(config(tiers=["dict", "second"]), kv_caches=paged.caches) as engine:
         store(engine, paged)
         first.tier.clear = away
         with pytest.raises(TierUnavailableError, match="away"):
@@ -483,7 +469,7 @@ def test_another_config_or_other_metadata_under_one_id_are_refused(builder):
 
 def test_a_later_call_may_bring_the_cache(builder, paged):
     builder.get_or_create("a", config())
-    engine = builder.get_or_create("a", kv_caches=paged.tensors)
+    engine = builder.get_or_create("a", kv_caches=paged.caches)
     store(engine, paged)
 
     assert engine.lookup(TOKENS) == 40
@@ -491,10 +477,10 @@ def test_a_later_call_may_bring_the_cache(builder, paged):
 
 def test_an_engine_that_cannot_open_is_not_kept(builder, paged):
     with pytest.raises(ConfigError, match="one chunk needs"):
-        builder.get_or_create("a", config(**{"arena.max_bytes": 4096}), kv_caches=paged.tensors)
+        builder.get_or_create("a", config(**{"arena.max_bytes": 4096}), kv_caches=paged.caches)
     assert builder.get("a") is None
 
-    builder.get_or_create("a", config(), kv_caches=paged.tensors)
+    builder.get_or_create("a", config(), kv_caches=paged.caches)
 
 
 def test_a_closed_engine_is_not_given_out_again(builder):
@@ -520,11 +506,11 @@ def test_after_destroy_the_id_is_free_and_unknown_ids_are_fine(builder):
 
 @pytest.mark.parametrize("clear", [False, True])
 def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, made, paged, clear):
-    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.tensors)
+    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.caches)
     store(engine, paged)
     builder.destroy("a", clear=clear)
 
-    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.tensors)
+    engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.caches)
     hit = 0 if clear else 40
     assert engine.lookup(TOKENS) == hit
     check_retrieve(engine, paged, expected=[True] * hit + [False] * (40 - hit))
@@ -532,7 +518,7 @@ def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, 
 
 def test_destroy_writes_what_is_queued_first(builder, made, paged):
     engine = builder.get_or_create(
-        "a", config(tiers=["cpu", "dict"], shutdown_timeout_s=5), kv_caches=paged.tensors
+        "a", config(tiers=["cpu", "dict"], shutdown_timeout_s=5), kv_caches=paged.caches
     )
     made.tier.close_gate("put")
     storing = in_thread(store, engine, paged)
@@ -550,7 +536,7 @@ def test_destroy_writes_what_is_queued_first(builder, made, paged):
 def test_destroy_frees_threads_and_memory(builder, paged):
     before = set(threading.enumerate())
     engine = builder.get_or_create(
-        "a", config(**{"arena.prefault": True, "arena.huge_pages": True}), kv_caches=paged.tensors
+        "a", config(**{"arena.prefault": True, "arena.huge_pages": True}), kv_caches=paged.caches
     )
     store(engine, paged)
     check_retrieve(engine, paged, expected=[True] * 40)
@@ -567,7 +553,7 @@ def test_destroy_frees_threads_and_memory(builder, paged):
 def test_a_failed_opening_frees_threads_and_memory(paged):
     before = set(threading.enumerate())
     with pytest.raises(ChainError):
-        LMCacheEngine(config(**{"store.stages": ["hash"], "arena.prefault": True}), kv_caches=paged.tensors)
+        LMCacheEngine(config(**{"store.stages": ["hash"], "arena.prefault": True}), kv_caches=paged.caches)
 
     assert our_threads(before) == []
 
@@ -583,11 +569,9 @@ def test_calls_may_come_from_several_threads(engine, paged):
         for _ in range(3):
             engine.store(tokens, slot_mapping=slots)
             assert engine.lookup(tokens, lookup_id=str(number), pin=True) == 16
-            for tensor in paged.tensors:
-                paged.slots(tensor)[:, slots] = -7.0
+            paged.write(slots, torch.full_like(paged.read(slots), -7.0))
             assert engine.retrieve(tokens, slot_mapping=slots).all()
-            for layer, tensor in enumerate(paged.tensors):
-                assert torch.equal(paged.slots(tensor)[:, slots], content(tokens, layer))
+            assert torch.equal(paged.read(slots), paged.content(tokens))
             engine.lookup_unpin(str(number))
 
     with ThreadPoolExecutor(6) as pool:
@@ -600,7 +584,7 @@ def test_calls_may_come_from_several_threads(engine, paged):
 def test_several_first_calls_open_one_engine(paged):
     with LMCacheEngine(config()) as engine:
         with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(lambda _: engine.lookup(TOKENS, kvcaches=paged.tensors), range(12)))
+            found = list(pool.map(lambda _: engine.lookup(TOKENS, kvcaches=paged.caches), range(12)))
 
         assert found == [0] * 12
         assert sum(t.name.startswith("lmcache-async-copy") for t in threading.enumerate()) <= 2
@@ -617,7 +601,7 @@ def test_several_threads_get_one_engine_of_an_id(builder):
     ("verb", "parks_at"), [("store", "put"), ("retrieve", "get"), ("lookup", "contains")]
 )
 def test_a_call_that_meets_the_closing_ends(made, paged, verb, parks_at):
-    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.caches)
     store(engine, paged)
     engine.clear(memory_only=True)
     if verb == "store":
@@ -638,7 +622,7 @@ def test_a_call_that_meets_the_closing_ends(made, paged, verb, parks_at):
 
 
 def test_a_pinning_lookup_that_meets_the_closing_leaves_no_lease(made, paged):
-    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.caches)
     store(engine, paged)
     memory = weakref.ref(engine._engine._parts.arena.region.obj)
     made.tier.close_gate("contains")
@@ -655,7 +639,7 @@ def test_a_pinning_lookup_that_meets_the_closing_leaves_no_lease(made, paged):
 
 
 def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(made, paged):
-    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.tensors)
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"], shutdown_timeout_s=0.05), kv_caches=paged.caches)
     made.tier.close_gate("put")
     made.tier.stubborn = True
     storing = in_thread(store, engine, paged)
@@ -667,7 +651,7 @@ def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(made, paged):
 
 
 def test_closing_from_several_threads_closes_once(paged):
-    engine = LMCacheEngine(config(), kv_caches=paged.tensors)
+    engine = LMCacheEngine(config(), kv_caches=paged.caches)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: engine.close(), range(8)))
 
