@@ -12,7 +12,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
-from tests.support.chunks import chunks_of
+from tests.support.engines import chunks_of
 from tests.support.tiers import Made, ParkingTier, installed
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8

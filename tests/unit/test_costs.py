@@ -11,7 +11,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import RetrieveReport
-from tests.support.chunks import chunks_of
+from tests.support.engines import chunks_of, store
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
@@ -25,9 +25,7 @@ def report(seconds, **by_tier):
 async def engine():
     rig, made = Rig(), Made()
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
-        rig.write(range(40), rig.content(TOKENS))
-        await engine.store(TOKENS, range(40))
-        assert await engine.flush(timeout_s=5)
+        await store(rig, engine, TOKENS)
         engine.made = made
         yield engine
 

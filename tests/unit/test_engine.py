@@ -11,7 +11,8 @@ from lmcache_async.device import open_copiers
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
-from tests.support.chunks import chunks_of
+from tests.support import engines
+from tests.support.engines import chunks_of, leased
 from tests.support.tiers import Made, ParkingTier
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
@@ -21,31 +22,12 @@ def disk(tmp_path, **options):
     return {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB", **options}
 
 
-async def store(rig, engine, tokens=TOKENS, slots=None, **kwargs):
-    slots = slots if slots is not None else list(range(len(tokens)))
-    rig.write(slots, rig.content(tokens))
-    return await engine.store(tokens, slots, **kwargs)
+async def store(rig, engine, tokens=TOKENS, **options):
+    return await engines.store(rig, engine, tokens, **options)
 
 
-async def check_retrieve(rig, engine, tokens=TOKENS, *, expected, mask=None, **kwargs):
-    """Retrieve into other slots; the mask, the content and the silence elsewhere must be right."""
-    rig.wipe()
-    slots = list(range(rig.num_slots - 1, rig.num_slots - 1 - len(tokens), -1))
-
-    result = await engine.retrieve(tokens, slots, mask=mask, **kwargs)
-
-    assert result.tolist() == expected
-    hit = [i for i, there in enumerate(expected) if there]
-    assert torch.equal(rig.read([slots[i] for i in hit]), rig.content(tokens)[:, :, hit])
-    others = sorted(set(range(rig.num_slots)) - {slots[i] for i in hit})
-    assert (rig.read(others) == -7.0).all()
-
-
-def leased(engine):
-    """Slabs that are not free and not the cpu tier's."""
-    statistics = engine.statistics()
-    kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
-    return statistics.arena.leased_slabs - kept
+async def check_retrieve(rig, engine, tokens=TOKENS, *, expected, **options):
+    assert await engines.retrieve(rig, engine, tokens, **options) == expected
 
 
 async def cancel_after(call, steps):

@@ -12,7 +12,7 @@ import torch
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.pipeline.batch import RetrieveRequest
 from lmcache_async.testing.rig import Rig
-from tests.support.chunks import chunks_of
+from tests.support.engines import chunks_of
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks

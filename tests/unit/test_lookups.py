@@ -7,7 +7,8 @@ import asyncio
 from lmcache_async.engine.lookup import FirstPresent
 from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
-from tests.support.chunks import chunks_of
+from tests.support import engines
+from tests.support.engines import chunks_of
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
@@ -15,11 +16,7 @@ OTHERS = [token + 1000 for token in TOKENS]
 
 
 async def store(rig, engine, tokens=TOKENS):
-    slots = range(len(tokens))
-    rig.write(slots, rig.content(tokens))
-    report = await engine.store(tokens, slots)
-    assert await engine.flush(timeout_s=5)
-    return report.stored
+    return (await engines.store(rig, engine, tokens)).stored
 
 
 def keys_of(engine, tokens=TOKENS):

@@ -19,6 +19,7 @@ from lmcache_async.pipeline.batch import (
     SealedBatch,
 )
 from lmcache_async.testing.rig import Rig
+from tests.support.engines import leased
 from tests.support.tiers import installed
 
 TOKENS = list(range(100, 132))  # 4 chunks of 8
@@ -99,11 +100,6 @@ def opened(rig, chain, stage, behind, stages):
         tiers=["cpu"],
         **{f"{chain}.stages": names[chain] for chain in names},
     )
-
-
-def leased(engine):
-    statistics = engine.statistics()
-    return statistics.arena.leased_slabs - statistics.tiers["cpu"].chunks
 
 
 @pytest.mark.parametrize("error", RAISED)
