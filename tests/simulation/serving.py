@@ -19,7 +19,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.integration.vllm.config import namespace_of
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
-from lmcache_async.integration.vllm.worker import WorkerConnector
+from lmcache_async.integration.vllm.worker import RankEngine
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.registry import Registry
 from tests.simulation.base import SimulatedRegistry, Simulation, run_simulation
@@ -36,20 +36,20 @@ async def open_vllm(
     setup: Setup, registry: Registry, loop: SimulatedLoop, network: Network
 ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
     """Run a simulated vLLM with our connector, whose threads and sockets are on this loop."""
-    workers: list[tuple[WorkerConnector, Any]] = []
+    workers: list[tuple[RankEngine, Any]] = []
     clients: list[LookupClient] = []
 
     def client(*args: Any, **options: Any) -> LookupClient:
         clients.append(LookupClient(*args, **options, clock=loop.time, loop=loop))
         return clients[-1]
 
-    def opened(side: WorkerConnector, config: Any, cache_config: Any, caches: Any) -> bool:
+    def opened(side: RankEngine, config: Any, cache_config: Any, caches: Any, _: object) -> bool:
         workers.append((side, (config, cache_config, caches)))
         return True
 
     with (
         patch("lmcache_async.integration.vllm.scheduler.LookupClient", client),
-        patch.object(WorkerConnector, "register", opened),
+        patch.object(RankEngine, "register", opened),
     ):
         sim = SimulatedVLLM(setup)
     async with contextlib.AsyncExitStack() as stack:
@@ -71,7 +71,7 @@ async def _open_rank(
     loop: SimulatedLoop,
     network: Network,
     stack: contextlib.AsyncExitStack,
-    side: WorkerConnector,
+    side: RankEngine,
     config: Any,
     cache_config: Any,
     caches: Any,

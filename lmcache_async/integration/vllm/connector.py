@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lmcache_async.integration.vllm.jobs import WorkerReport
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
-    from lmcache_async.integration.vllm.worker import Worker, WorkerConnector
+    from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         super().__init__(vllm_config, role, kv_cache_config)
         _log_to_vllm()
         self.scheduler: SchedulerConnector | None = None
-        self.worker: Worker | None = None
+        self.worker: WorkerConnector | None = None
         # A process imports only its own side.
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
@@ -63,9 +63,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             if self.scheduler.roles.loads:
                 _defer_frees(vllm_config.kv_transfer_config)
         else:
-            from lmcache_async.integration.vllm.worker import open_worker
+            from lmcache_async.integration.vllm.worker import WorkerConnector
 
-            self.worker = open_worker(vllm_config, kv_cache_config)
+            self.worker = WorkerConnector.of_vllm(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -179,12 +179,12 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         if (side := self.worker) is not None and isinstance(connector_metadata, StepMetadata):
-            self._guard_step(side, lambda: side.begin_step(connector_metadata))
+            self._guard(lambda: side.begin_step(connector_metadata), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
         if (side := self.worker) is not None:
-            self._guard_step(side, side.start_loads)
+            self._guard(side.start_loads, None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if (side := self.worker) is not None:
@@ -195,7 +195,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def wait_for_save(self) -> None:
         if (side := self.worker) is not None:
-            self._guard_step(side, side.start_stores)
+            self._guard(side.start_stores, None)
 
     def clear_connector_metadata(self) -> None:
         """The end of a step. Stores are started by now, unless the step had no forward.
@@ -203,7 +203,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         VLLM 0.30 calls wait_for_save only for a step with a forward.
         """
         if (side := self.worker) is not None:
-            self._guard_step(side, side.start_stores)
+            self._guard(side.start_stores, None)
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -236,7 +236,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 parts.append([name, samples.to_plain()])
         return LMCacheAsyncStats({PARTS: parts}) if parts else None
 
-    def _stats_sources(self) -> list[tuple[str, SchedulerConnector | WorkerConnector]]:
+    def _stats_sources(self) -> list[tuple[str, SchedulerConnector | RankEngine]]:
         if self.scheduler is not None:
             return [("scheduler", self.scheduler)]
         engines = self.worker.engines if self.worker is not None else ()
@@ -268,14 +268,6 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         except Exception as error:  # noqa: BLE001 - no request may fail because of the connector
             _report(error)
             return otherwise
-
-    def _guard_step(self, side: Worker, call: Callable[[], None]) -> None:
-        """Run a part of a step. If it fails, report its jobs as failed, because vLLM waits for them."""
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - no request may fail because of the connector
-            _report(error)
-            self._guard(side.abandon_step, None)
 
 
 def _report(error: Exception) -> None:

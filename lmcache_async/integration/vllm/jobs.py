@@ -81,12 +81,11 @@ class JobPart:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Chunks of one request to be loaded or stored, in every KV group.
+    """Chunks of one request to be loaded or stored, with a part for each KV group.
 
     Attributes:
         job_id: Unique in the scheduler's process.
         epoch: Number of cache resets before the job was created.
-        parts: One for each KV group.
         layerwise: A load that the forward of the same step awaits, layer by layer.
         hand_over: A store that is promised to another vLLM; the tiers' answers are reported.
         event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
@@ -131,8 +130,7 @@ def load_job(
 ) -> Job:
     """The chunks that overlap the span. Blocks outside the span are skipped, because vLLM has them already.
 
-    Args:
-        block_ids: Block table of the request for each group, from its first token on.
+    `block_ids` is the block table of the request for each group, from its first token on.
     """
     leading = leading_group(groups)
     parts = tuple(
@@ -202,11 +200,7 @@ def _boundary_part(keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], 
 
 
 def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: bytes) -> JobPart:
-    """The chunks that a group other than full attention needs to continue after `boundary` tokens.
-
-    Args:
-        block_ids: Packed block ids from the first needed token up to the boundary.
-    """
+    """The chunks that a group other than full attention needs to continue after `boundary` tokens, with their blocks."""
     start = group.first_needed(boundary)
     return JobPart(
         group=group.index,
@@ -229,9 +223,7 @@ class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler connector to every worker connector, once per step.
 
-    Attributes:
-        plans: Load decisions of requests admitted by the step, for the status page.
-        step: Number of the step, which the workers report at its end; 0 if they need not.
+    `plans` are load decisions for the status page. The workers report the end of the step if it has a number.
     """
 
     loads: tuple[Job, ...] = ()

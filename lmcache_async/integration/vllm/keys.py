@@ -56,11 +56,7 @@ _PROMISE_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as vLLM names it.
-
-    Attributes:
-        load_id: vLLM's number of the loaded adapter. It changes when the adapter is unloaded and loaded again.
-    """
+    """A LoRA adapter as vLLM names it. `load_id` changes when it is unloaded and loaded again."""
 
     name: str
     path: str
@@ -130,7 +126,6 @@ class RequestKeys:
         return self.keys[rank][chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
 
     def packed_keys(self, first: int, stop: int) -> tuple[bytes, ...]:
-        """Keys of the full chunks first..stop, for each rank."""
         return tuple(keys[first * KEY_BYTES : stop * KEY_BYTES] for keys in self.keys)
 
     def texts_of(self, first: int, stop: int) -> dict[int, str]:
@@ -153,10 +148,8 @@ class RequestKeys:
     def boundary_keys(self, group: KVGroup, boundary: int, before: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """Per rank, the keys of what a group needs to continue after `boundary` hashed tokens, 16 bytes each.
 
-        These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own.
-
-        Args:
-            before: `keys_before(boundary)`, which is the same for all groups; computed if it is not given.
+        These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own. `before` is
+        `keys_before(boundary)`, which is the same for all groups.
         """
         identity = self.identity
         tokens = np.frombuffer(self.packed_tokens(group.first_needed(boundary), boundary), np.int32)
@@ -176,11 +169,7 @@ class RequestKeys:
         return tuple(packed)
 
     def chunk_keys(self, group: KVGroup, leading: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Per rank, the keys of chunks in a group of full attention, 16 bytes each.
-
-        Args:
-            leading: Per rank, the keys of these chunks in the leading group, whose root is that of the chunk keys.
-        """
+        """Per rank, the keys of chunks in a group of full attention, from their keys in the leading group."""
         pairs = [(roots[group.index], keys) for roots, keys in zip(self._group_roots, leading, strict=True)]
         made: dict[tuple[bytes, bytes], bytes] = {}  # ranks with equal roots have equal keys
         for own, packed in set(pairs):
@@ -255,7 +244,6 @@ class RequestKeys:
             roots: The root of each rank for this request. Ranks with equal roots are hashed once.
             identity: Identity of the first rank.
             request_namespace: Label of the request's namespace, stored in records.
-            hash_key: Secret of a keyed hash.
             group_roots: Per rank, the roots of the namespaces of the KV groups.
         """
         self._identity = identity
@@ -276,10 +264,7 @@ class RequestKeys:
         self.keys = (b"",) * len(roots)
 
     def extend(self, num_tokens: int, pause: Callable[[], None]) -> None:
-        """Hash up to `num_tokens` tokens.
-
-        Args:
-            pause: Called between pieces of `PIECE_TOKENS`.
+        """Hash up to `num_tokens` tokens, calling `pause` between pieces of `PIECE_TOKENS`.
 
         Raises:
             ValueError: A value is not a token id.
@@ -409,11 +394,8 @@ class Promise:
 class AdapterFingerprints:
     """Fingerprints of LoRA adapters by content. Reads files; not for the scheduler's thread.
 
-    The same adapter on two machines has one fingerprint. A changed adapter has another.
-
-    Args:
-        algorithm: Hash algorithm of the chunk keys. With a cryptographic one tenants may be hostile and may
-            bring their own adapters, so every byte of the files is hashed.
+    The same adapter on two machines has one fingerprint. A changed adapter has another. With a cryptographic hash
+    algorithm tenants may be hostile and may bring their own adapters, so every byte of the files is hashed.
     """
 
     def __init__(self, algorithm: str = "xxh3_128") -> None:
@@ -469,10 +451,7 @@ class MediaIdentity:
 
     vLLM identifies a media item by a hash of its content, or by the `uuid` that the client sent with it. With
     prefix caching off and `mm_processor_cache_gb=0` it counts instead of hashing. The count starts again in
-    each process, so the same identifier can name different images.
-
-    Attributes:
-        hashed: Whether vLLM hashes the content of items without a `uuid`.
+    each process, so the same identifier can name different images. `hashed` is whether vLLM hashes content.
     """
 
     hashed: bool = True
@@ -484,11 +463,7 @@ class MediaIdentity:
         return cls(hashed=media is None or caches or media.mm_processor_cache_gb > 0)
 
     def all_by_content(self, features: list[Any]) -> bool:
-        """Whether every item is identified by its content. The cause is logged if one is not.
-
-        Args:
-            features: The request's `mm_features`.
-        """
+        """Whether every item of a request's `mm_features` is identified by its content. The cause is logged if not."""
         if all(self.is_content(feature.identifier) for feature in features):
             return True
         logger.report(

@@ -84,11 +84,7 @@ def seconds_up_to(costs: Costs, chunks: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step whose end was not reported.
-
-    Attributes:
-        tokens: Its prompt tokens; 0 if the step does not measure how fast the model computes prompts.
-    """
+    """A step whose end was not reported. Its prompt tokens are 0 if it does not measure how fast prompts are computed."""
 
     number: int
     planned: float
@@ -121,15 +117,7 @@ class PrefillClock:
         self._runs: deque[tuple[float, int]] = deque(maxlen=_KEPT_RUNS)  # tokens per second, tokens
 
     def begin(self, prompt_tokens: int, tokens: int) -> int:
-        """Note that a step was planned.
-
-        Args:
-            prompt_tokens: Tokens of prompts that the step computes.
-            tokens: All tokens of the step.
-
-        Returns:
-            The number of the step, for `end`; 0 if its end is of no interest.
-        """
+        """Note that a step was planned. Return its number, for `end`; 0 if its end is of no interest."""
         if self._fixed is not None or not tokens:
             return 0
         self._number += 1
@@ -204,12 +192,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on a hit.
-
-    Attributes:
-        tokens: Leading tokens that are worth loading.
-        why: The reason, in words.
-    """
+    """The decision on a hit: how many leading tokens are worth loading, and the reason in words."""
 
     decided: Decided
     tokens: int
@@ -217,16 +200,7 @@ class Verdict:
 
 
 class LoadPolicy:
-    """Decides how much of a hit is loaded, and counts the decisions.
-
-    Args:
-        prefill: How fast the model computes prompts.
-        chunk_size: Tokens per chunk.
-        always: Load every hit.
-
-    Attributes:
-        counts: Number of decisions by `load`, `recompute` and `partial`.
-    """
+    """Decides how much of a hit is loaded, and counts the decisions `load`, `recompute` and `partial`."""
 
     def __init__(self, prefill: PrefillClock, chunk_size: int, *, always: bool = False) -> None:
         self._logger = LimitedLogger(logging.getLogger(__name__), clock=prefill.now)
@@ -238,8 +212,7 @@ class LoadPolicy:
     def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
         """Load all of the hit, nothing of it, or the part up to the end of a tier's run.
 
-        Args:
-            promised: Another vLLM has computed the hit for this one, so it is loaded.
+        A promised hit is loaded, because another vLLM has computed it for this one.
         """
         if hit.tokens <= hit.local_tokens:
             return Verdict("local", hit.tokens, LOCAL) if hit.tokens else Verdict("miss", 0, NO_PREFIX)

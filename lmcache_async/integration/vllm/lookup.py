@@ -70,15 +70,12 @@ SPACING_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup that was sent.
+    """A lookup that was sent, under the unique name of its pins, for the leading `num_tokens` tokens of a request.
 
     Attributes:
-        lookup_id: Unique name of its pins.
-        num_tokens: Number of leading tokens of the request that are looked up.
         epoch: Number of cache resets before it. An answer of an earlier epoch is void.
         asked_at: Time on the monotonic clock.
-        promise: Promise of a producer for this request.
-        wait_s: Longest wait for the promise, from `asked_at` on.
+        promise: Promise of a producer for this request, which the lookup waits for up to `wait_s` from `asked_at` on.
     """
 
     lookup_id: str
@@ -97,7 +94,6 @@ class Answer:
         chunks: Leading full chunks.
         partial_tokens: Tokens of the partial chunk after them; 0 for none.
         partial_keys: Key of the partial chunk, by rank.
-        partial_text: Extra text of the partial chunk.
         tiers: Number of records by the id of the tier that has them, on the first rank. A chunk has one in each group
             of full attention.
         pinned: A rank holds leases for this lookup until they are released.
@@ -148,7 +144,6 @@ class PromiseCounts:
     Attributes:
         promises: Requests with a promise that was believed.
         doubted: Requests with a promise that cannot be theirs.
-        kept: Promises that were kept, at once or within their time.
         late: Promises that were not kept in time. What is stored is loaded and the rest computed.
         asks: Queries for the last promised chunk alone.
         waiting: Requests that wait for their promise now.
@@ -167,13 +162,9 @@ class LookupClient:
 
     Args:
         addresses: Address of the lookup server of each rank; None for one that `set_addresses` will give.
-        chunk_size: Tokens per chunk. Ranks that use another chunk size or block size are not queried.
-        block_size: Tokens per block of vLLM's cache.
-        lookup_timeout_s: Deadline of one lookup.
         groups: KV groups of the model, if there are others than one of full attention.
         hash_key: Secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
-        clock: Monotonic clock in seconds.
         loop: Loop to run on; None creates one on a thread of its own.
 
     Attributes:
@@ -250,13 +241,9 @@ class LookupClient:
     def ask(
         self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
     ) -> Lookup:
-        """Hash `num_tokens` of the request and look them up.
+        """Hash `num_tokens` of the request and look them up, waiting up to `wait_s` for a promise.
 
         Every lookup is released once with `release`.
-
-        Args:
-            promise: Promise of a producer for this request.
-            wait_s: Longest wait for the promise.
         """
         self._next_lookup += 1
         name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
@@ -283,11 +270,7 @@ class LookupClient:
             self._post(lambda: self._hash(keys, num_tokens))
 
     def release(self, lookup: Lookup, answer: Answer | None) -> None:
-        """Release the pins of a lookup, now or when it is answered.
-
-        Args:
-            answer: The answer, if it was taken.
-        """
+        """Release the pins of a lookup, now or when it is answered. The answer is given if it was taken."""
         if answer is None or answer.pinned:
             self._post(lambda: self._release(lookup.lookup_id))
 
@@ -458,11 +441,7 @@ def _yield_gil() -> None:
 class RankConnection:
     """Connection to the lookup server of one rank, reopened when it is lost. Runs on the client's loop.
 
-    Attributes:
-        identity: Identity of the rank, while connected.
-
-    Args:
-        changed: Called after `identity` has changed.
+    `changed` is called after `identity` has changed, which is None while not connected.
     """
 
     def __init__(self, rank: int, address: Address | None, changed: Callable[[], None]) -> None:
@@ -585,13 +564,7 @@ class RankConnection:
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A lookup that is not answered yet. The client's thread only.
-
-    Attributes:
-        abandoned: The scheduler has released it, so its pins are not needed.
-        believed: The promise is of this model and this prompt.
-        answered_at: When the ranks were queried last, if later than `asked_at`; else 0.
-    """
+    """A lookup that is not answered yet. It is abandoned if the scheduler has released it."""
 
     lookup: Lookup
     abandoned: bool = False
@@ -600,22 +573,14 @@ class PendingLookup:
 
 
 def pause_s(asks: int, waiting: int) -> float:
-    """Seconds until the next query of one request.
-
-    Args:
-        asks: Queries of this request so far.
-        waiting: Number of requests that wait.
-    """
+    """Seconds until the next query of one request, after `asks` queries, while `waiting` requests wait."""
     return max(min(FIRST_PAUSE_S * 2.0 ** min(asks, 16), LAST_PAUSE_S), waiting * SPACING_S)
 
 
 class PromiseWaiter:
     """Answers lookups: those with a promise when it is kept, or when its time has passed.
 
-    Args:
-        query: Queries the ranks.
-        timeout_s: Deadline of one query.
-        clock: Monotonic clock in seconds.
+    `timeout_s` is the deadline of one query.
     """
 
     def __init__(self, query: Query, *, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -719,14 +684,7 @@ class PromiseWaiter:
 
 
 class Query:
-    """Queries each rank for what is stored of a request.
-
-    Args:
-        groups: KV groups of the model, if there are others than one of full attention.
-
-    Attributes:
-        ranks: Connection to each rank.
-    """
+    """Queries each rank for what is stored of a request."""
 
     def __init__(self, ranks: Sequence[RankConnection], groups: Sequence[KVGroup] = ()) -> None:
         self.ranks = ranks
@@ -756,11 +714,7 @@ class Query:
         return replace(answer, boundary=boundary, pinned=answer.pinned or pinned, resident=False)
 
     async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
-        """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned.
-
-        Raises:
-            ValueError: The answer of a rank is invalid.
-        """
+        """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned."""
         messages = [_first_message(lookup_id, [run]) for run in self._records(keys, chunk)]
         replies = await _ask_all(self.ranks, messages)
         return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
@@ -773,10 +727,7 @@ class Query:
         return answer.hit_tokens(chunk_size) >= tokens
 
     async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> tuple[int, bool]:
-        """The longest part of a stored prefix after which every group can continue; 0 if there is none.
-
-        The second value is whether a rank holds leases for it.
-        """
+        """The longest part of a stored prefix after which every group can continue (0 for none), and whether it is pinned."""
         left = self._candidates(keys, lookup, answer.hit_tokens(keys.identity.chunk_size))
         asked, pinned = FIRST_BOUNDARIES, False
         while left:
@@ -897,11 +848,7 @@ class Query:
         return await _ask_all(self.ranks, messages)
 
     def _records(self, keys: RequestKeys, leading: Sequence[bytes]) -> Sequence[bytes]:
-        """Per rank, the keys of all records of chunks: chunk by chunk, one for each group of full attention.
-
-        Args:
-            leading: Per rank, the keys of the chunks.
-        """
+        """Per rank, the keys of all records of chunks: chunk by chunk, one for each group of full attention."""
         if not self._further:
             return leading
         groups = [leading, *(keys.chunk_keys(group, leading) for group in self._further)]

@@ -85,9 +85,7 @@ Address: TypeAlias = Path | TCPAddress
 class Identity:
     """Answer of a rank to `hello`: everything that is needed to compute the rank's keys.
 
-    Attributes:
-        root: Root of the chunk keys.
-        group_roots: Root of the namespace of each KV group.
+    `root` is that of the chunk keys, `group_roots` are those of the namespaces of the KV groups.
     """
 
     protocol: int
@@ -126,11 +124,7 @@ class Identity:
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message.
-
-    Raises:
-        ValueError: The message is longer than `MAX_MESSAGE_BYTES`.
-    """
+    """Encode a message. Raises a ValueError if it is longer than `MAX_MESSAGE_BYTES`."""
     body: bytes = msgpack.packb(message, unicode_errors="backslashreplace")
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
@@ -151,11 +145,7 @@ async def receive(reader: asyncio.StreamReader) -> Message:
 
 
 def check_peer(writer: asyncio.StreamWriter) -> int:
-    """Return the process id of the peer.
-
-    Raises:
-        PermissionError: The peer's process belongs to another user.
-    """
+    """Return the process id of the peer. Raises a PermissionError if it belongs to another user."""
     connection = writer.get_extra_info("socket")
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():
@@ -306,8 +296,6 @@ def _runs(keys: Sequence[ChunkKey], counts: Sequence[int]) -> list[Sequence[Chun
 
 
 class Lookups(Protocol):
-    """The parts of the engine that the server uses."""
-
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> Any: ...
 
     async def first_present(
@@ -320,12 +308,8 @@ class Lookups(Protocol):
 class LookupServer:
     """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
 
-    Args:
-        address: Path of the unix socket, or the host to listen at over TCP.
-        clear: Clears the cache; called with the new epoch and whether only memory is cleared.
-
-    Attributes:
-        tcp_address: Where clients connect over TCP, once the server is started; None for a unix socket.
+    `address` is the path of the socket, or the host to listen at over TCP. `clear` is called with the new epoch and
+    whether only memory is cleared. `tcp_address` is known once the server is started.
     """
 
     def __init__(
@@ -349,10 +333,7 @@ class LookupServer:
         self._released: set[str] = set()  # lookups of these that were released meanwhile
 
     async def start(self, *, wait_s: float = 5.0) -> None:
-        """Listen.
-
-        Args:
-            wait_s: Longest wait for a former process to close its socket.
+        """Listen, after at most `wait_s` for a former process to close its socket.
 
         Raises:
             ConfigError: A running process listens there, or the socket cannot be created.

@@ -40,11 +40,9 @@ _TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Roles of this vLLM, from its `kv_role` and the configuration.
+    """What this vLLM does, from its `kv_role` and the configuration.
 
     Attributes:
-        loads: It loads stored KV.
-        stores: It stores computed KV.
         hands_over: Another vLLM continues every request.
     """
 
@@ -57,11 +55,8 @@ class Roles:
 class RequestOptions:
     """Options in the `kv_transfer_params` of a request. Other keys are ignored.
 
-    LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names.
-
-    Attributes:
-        hand_over: Another vLLM continues the request and needs a promise.
-        promise: Promise of a producer for this request.
+    LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names. With `hand_over` another
+    vLLM continues the request and needs a promise; `promise` is that of a producer for this request.
     """
 
     load: bool = True
@@ -108,7 +103,6 @@ class RequestPolicy:
     """Settings that all requests of an engine share.
 
     Attributes:
-        groups: KV groups of the model.
         layerwise_tokens: Longest hit that is loaded layer by layer in the step that uses it; 0 for none.
         decide: Decides how much of a hit is loaded; called as `decide(request_id, hit, promised=...)`.
     """
@@ -202,12 +196,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The answer to vLLM's question for external tokens.
+    """The answer to vLLM's question for external tokens; `tokens` is None if vLLM has to ask again.
 
-    Attributes:
-        tokens: External tokens; None if vLLM has to ask again.
-        is_async: The tokens are loaded before the request joins a step.
-        late: The lookup has just become late: it is treated as a miss.
+    `late` is set once, when the lookup has become late and is treated as a miss.
     """
 
     tokens: int | None
@@ -217,12 +208,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Whether a lookup has to be asked before an offer can be made.
+    """Whether a lookup has to be asked before an offer can be made, and the former lookup if it still holds pins.
 
-    Attributes:
-        ask: The request needs a new lookup.
-        release: The former lookup, if it still holds pins.
-        repeated: The lookup is only repeated because of its age.
+    `repeated` means that the lookup is only repeated because of its age.
     """
 
     ask: bool
@@ -236,7 +224,6 @@ class Admission:
 
     Attributes:
         result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if the request has none to count.
-        plan: Sources of its tokens.
         tiers: Number of chunks of the hit by tier id.
         first: The request was not admitted before.
     """
@@ -251,9 +238,8 @@ class Admission:
 class LoadSpan:
     """Action: load the tokens `local`..`hit`, both on block boundaries.
 
-    Attributes:
-        answer: The lookup's answer; None if the load cannot be planned and all its blocks fail.
-        layerwise: The load is part of the step that uses it.
+    Without an answer the load cannot be planned, and all its blocks fail. A layer-wise load is part of the step that
+    uses it.
     """
 
     local: int
@@ -264,11 +250,10 @@ class LoadSpan:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpan:
-    """Action: store the chunks `first`..`stop`.
+    """Action: store the chunks `first`..`stop`, with `num_tokens` tokens in whole blocks.
 
     Attributes:
         is_tail: The single chunk is the partial end of the prompt.
-        num_tokens: Tokens of the span, in whole blocks.
         hashed: The keys of the chunks are known.
     """
 
@@ -318,14 +303,7 @@ class _StoreCursor:
 class RequestTracker:
     """State machine of one request. Only its own methods assign its fields.
 
-    Args:
-        request: vLLM's request, of which only the attributes of `RequestView` are read.
-        keys: Chunk keys of the request.
-        policy: Settings shared by all requests.
-        may_load: The request is looked up and loaded.
-        may_store: The request is stored.
-        hands_over: Another vLLM continues the request.
-        promise: Promise of a producer for this request.
+    Of vLLM's request only the attributes of `RequestView` are read.
     """
 
     def __init__(
@@ -376,7 +354,6 @@ class RequestTracker:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the request is looked up at all."""
         return self._may_load and not self._request.skip_reading_prefix_cache
 
     @property
@@ -468,10 +445,6 @@ class RequestTracker:
         """Whether the request needs a new lookup.
 
         It does if the last one is released, of another epoch, of the request before a preemption, or too old.
-
-        Args:
-            epoch: Number of cache resets so far.
-            may_repeat: A lookup may be repeated because of its age.
         """
         state = self._lookup
         if state is None:
@@ -487,11 +460,7 @@ class RequestTracker:
         return Refresh(ask=True, release=state.release(), repeated=repeated)
 
     def offer(self, now: float, *, ready: bool) -> Offer:
-        """External tokens for vLLM, from the current lookup.
-
-        Args:
-            ready: Lookups can be answered.
-        """
+        """External tokens for vLLM, from the current lookup. Without a ready client there are none."""
         state = self._lookup
         if state is None or self._load_failed or not ready:
             return Offer(0)
@@ -584,8 +553,7 @@ class RequestTracker:
     def load_tokens_failed(self, first_token: int) -> bool:
         """Tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
 
-        Returns:
-            Whether this is the first failure of the load.
+        Returns whether this is the first failure of the load.
         """
         first, self._load_failed = not self._load_failed, True
         self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
@@ -654,7 +622,6 @@ class RequestTracker:
         """Plan the stores of a step, of chunks whose keys are known.
 
         Args:
-            computed_tokens: Known tokens whose KV is computed when the step has run.
             in_flight: Keys of the first rank of chunks that are being stored. These are skipped.
             room: Number of blocks that may still be pinned. Chunks that do not fit wait for a later step.
         """
@@ -703,8 +670,7 @@ class RequestTracker:
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
         """The request ends. Plan the remaining stores, also of chunks that have no keys yet.
 
-        Returns:
-            The stores, and the number of chunks that are dropped because they do not fit in `room`.
+        Returns the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
         self._finished = True
         full, tail = self._due(computed_tokens)
@@ -724,11 +690,7 @@ class RequestTracker:
             cursor.lost_chunk = first if cursor.lost_chunk is None else min(first, cursor.lost_chunk)
 
     def promise(self, wait_s: float) -> Promise | None:
-        """The promise for the vLLM that continues this request, whose last stores are planned.
-
-        Args:
-            wait_s: Seconds until every store has ended.
-        """
+        """The promise for the vLLM that continues this request, whose last stores are planned and end in `wait_s`."""
         if not (self._hands_over and self._may_store):
             return None
         tokens = self._promised_tokens()
@@ -738,8 +700,7 @@ class RequestTracker:
     def cache_reset(self, keys: RequestKeys | None = None) -> None:
         """The cache was reset. KV computed before the reset is not stored.
 
-        Args:
-            keys: Keys of the request from now on, if its namespace has changed.
+        `keys` replaces the keys of the request if its namespace has changed.
         """
         if keys is not None:
             self.keys = keys

@@ -81,9 +81,6 @@ class BlockPins:
 
     The references are counted here, as the pool's `touch` and `free_blocks` count them, because a prompt has
     thousands of blocks and the scheduler's thread must not wait. The pool is called when a block becomes free.
-
-    Args:
-        max_fraction: Largest part of the pool that may be pinned at the same time.
     """
 
     def __init__(self, max_fraction: float) -> None:
@@ -145,11 +142,7 @@ class BlockPins:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStore:
-    """A store whose blocks are pinned. It is sent to the workers when its chunks have keys.
-
-    Attributes:
-        block_ids: For each group that is stored, the ids of its blocks.
-    """
+    """A store whose blocks are pinned, with their ids by group. It is sent to the workers when its chunks have keys."""
 
     job_id: int
     keys: RequestKeys
@@ -163,10 +156,7 @@ class _PlannedStore:
 class StoreQueue:
     """Stores of all requests: pinned, sent to the workers, and unpinned when every rank has copied the blocks.
 
-    Args:
-        world_size: Number of ranks, or shards of KV heads, that report each job.
-        pins: Pins of the blocks.
-        metrics: Counts the chunks that are skipped.
+    `world_size` counts the ranks, or shards of KV heads, that report each job.
     """
 
     def __init__(
@@ -199,10 +189,7 @@ class StoreQueue:
         epoch: int,
         now: float,
     ) -> None:
-        """Pin the blocks of a store.
-
-        Args:
-            blocks: All blocks of the request for each group of vLLM.
+        """Pin the blocks of a store, of all `blocks` of the request by group.
 
         Raises:
             RuntimeError: The request does not have these blocks.
@@ -239,15 +226,11 @@ class StoreQueue:
         epoch: int,
         now: float,
     ) -> bool:
-        """Pin the blocks that the groups other than full attention need at a boundary.
+        """Pin the blocks that the groups other than full attention need at a boundary. Return whether they exist.
 
         Args:
-            blocks: All blocks of the request for each group of vLLM.
-            states: By group, the id of the block with the recurrent state at the boundary. The table does not show
-                which block that is.
-
-        Returns:
-            Whether the blocks exist and are pinned.
+            states: By group, the id of the block with the recurrent state at the boundary. The table does not show which
+                block that is.
         """
         needed: list[Sequence[Any]] = []
         for group in self._bounded:
@@ -369,14 +352,7 @@ class _Load:
 class SchedulerConnector:
     """The connector in vLLM's EngineCore process.
 
-    Args:
-        groups: KV groups of the model.
-        world_size: Number of ranks, or shards of KV heads; each has an engine.
-        roles: What this vLLM does.
-        client: Looks requests up.
-        layerwise_tokens: Longest hit that is loaded by the step that uses it; 0 for none.
-        media: Which identifiers of images, audio and video identify their content.
-        tier_media: Where each tier stores records, by its id.
+    `world_size` counts the ranks, or shards of KV heads; each has an engine.
 
     Attributes:
         load_policy: Decides how much of a hit is loaded.
@@ -599,8 +575,7 @@ class SchedulerConnector:
     def finished(self, request: Any) -> Promise | None:
         """request_finished: after this call vLLM frees all of its blocks that we have not pinned.
 
-        Returns:
-            The promise for the vLLM that continues the request.
+        Returns the promise for the vLLM that continues the request.
         """
         self._deliver_answers()
         tracker = self._trackers.pop(request.request_id, None)
@@ -644,11 +619,7 @@ class SchedulerConnector:
             tracker.cache_reset(keys)
 
     def stores_answered(self, unshared: Mapping[int, int]) -> None:
-        """Tiers have answered stores that are handed over.
-
-        Args:
-            unshared: By job, the number of chunks that no shared tier has taken.
-        """
+        """Tiers have answered stores that are handed over: by job, the number of chunks that no shared tier has taken."""
         for job_id, chunks in unshared.items():
             self._reaches_shared_tier = not chunks
             if not chunks:
@@ -678,27 +649,22 @@ class SchedulerConnector:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that are not finished."""
         return len(self._trackers)
 
     @property
     def loads_active(self) -> bool:
-        """Whether a load is not finished."""
         return bool(self._loads)
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks that stores keep from reuse; a block of two jobs counts twice."""
         return self._pins.pinned_blocks
 
     @property
     def ready(self) -> bool:
-        """Whether lookups can be answered."""
         return self._client.ready
 
     @property
     def promises(self) -> PromiseCounts:
-        """Outcomes of producers' promises."""
         return self._client.promises
 
     def hit_tiers(self, request: Any) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
@@ -73,8 +73,6 @@ STATS_INTERVAL_S = 0.5
 
 
 class Loop(Protocol):
-    """Runs coroutines submitted by another thread."""
-
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]: ...
 
 
@@ -127,44 +125,42 @@ class Transfers:
         """Start loads, ordered after the work that the model's thread has queued on the device."""
         if not jobs:
             return
-        waited = self.layerwise.start([job for job in jobs if job.layerwise])
-        self._expect_loads(jobs)
-        try:
-            started = self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
-        except Exception as error:  # the loads fail, and vLLM computes instead
-            logger.log(logging.ERROR, repr(error), "loads could not be started: %r", error, exc_info=True)
-            self._loads_lost(jobs, waited)
-        else:
-            started.add_done_callback(lambda _: self._loads_lost(jobs, waited))
+        waited: dict[int, LoadProgress] = {}
+
+        def submit() -> Future[Any]:
+            waited.update(self.layerwise.start([job for job in jobs if job.layerwise]))
+            return self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
+
+        with self._lock:
+            self._loading.update(job.job_id for job in jobs)
+        self._start("loads", submit, lambda: self._loads_lost(jobs, waited))
 
     def store(self, jobs: Sequence[Job]) -> None:
         """Start stores of what the forward passes so far have computed."""
         if not jobs:
             return
-        self._expect_stores(jobs)
-        try:
-            started = self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
-        except Exception as error:  # the stores are dropped
-            logger.log(logging.ERROR, repr(error), "stores could not be started: %r", error, exc_info=True)
-            self._copies_ended(jobs)
-        else:
-            started.add_done_callback(lambda _: self._copies_ended(jobs))
+
+        def submit() -> Future[Any]:
+            return self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
+
+        with self._lock:
+            self._storing.update((job.job_id, len(job.parts)) for job in jobs)
+        self._start("stores", submit, lambda: self._copies_ended(jobs))
 
     def report_plans(self, plans: Sequence[RequestPlan]) -> None:
         """Pass load decisions of admitted requests to the engine's status."""
-        if not plans:
-            return
-        try:
-            self._loop.submit(self._report_plans(plans))
-        except Exception as error:  # only the status page needs them
-            logger.log(logging.ERROR, repr(error), "load decisions are not shown: %r", error, exc_info=True)
+        if plans:
+            self._start("load decisions", lambda: self._loop.submit(self._report_plans(plans)), lambda: None)
 
-    def drop(self, loads: Sequence[Job], stores: Sequence[Job]) -> None:
-        """Report jobs that were not started: loads as failed in every block, stores as copied."""
-        self._expect_loads(loads)
-        self._loads_lost(loads, {})
-        self._expect_stores(stores)
-        self._copies_ended(stores)
+    def _start(self, what: str, submit: Callable[[], Future[Any]], lost: Callable[[], None]) -> None:
+        """Submit work to the loop. `lost` is called when no part of it runs any more, also if it cannot be started."""
+        try:
+            started = submit()
+        except Exception as error:  # vLLM computes what is not loaded, and what is not stored is a later miss
+            logger.log(logging.ERROR, repr(error), "%s could not be started: %r", what, error, exc_info=True)
+            lost()
+        else:
+            started.add_done_callback(lambda _: lost())
 
     def give_up(self, job: Job) -> None:
         """Report a layer-wise load that was started as failed in every block, whatever its outcome."""
@@ -214,19 +210,15 @@ class Transfers:
     async def _load_all(
         self, jobs: Sequence[Job], fence: Fence | None, progress: Mapping[int, LoadProgress]
     ) -> None:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(self._load(job, fence, progress.get(job.job_id)))
+        await _together(self._load(job, fence, progress.get(job.job_id)) for job in jobs)
 
     async def _store_all(self, jobs: Sequence[Job], fence: Fence | None) -> None:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(self._store(job, fence))
+        await _together(self._store(job, fence) for job in jobs)
 
     async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
         try:
-            loaded = await _all_parts(job, lambda part: self._load_part(job, part, fence, progress))
+            loaded = await _together(self._load_part(job, part, fence, progress) for part in job.parts)
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
@@ -267,7 +259,7 @@ class Transfers:
         try:
             if job.epoch < self._epoch:
                 return
-            reports = await _all_parts(job, lambda part: self._store_part(job, part, fence))
+            reports = await _together(self._store_part(job, part, fence) for part in job.parts)
             present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
             unshared = job.num_chunks - present - shared
             if not unshared and not shared:
@@ -318,14 +310,6 @@ class Transfers:
             elif failed:
                 self._failed_requests.add(job.request_id)
 
-    def _expect_loads(self, jobs: Iterable[Job]) -> None:
-        with self._lock:
-            self._loading.update(job.job_id for job in jobs)
-
-    def _expect_stores(self, jobs: Iterable[Job]) -> None:
-        with self._lock:
-            self._storing.update((job.job_id, len(job.parts)) for job in jobs)
-
     def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
         """No load of these runs any more: report those that were not reported, and end their progress."""
         for job in jobs:
@@ -350,25 +334,23 @@ class Transfers:
                     self._copied[job.job_id] = 1
 
 
-async def _all_parts(job: Job, run: Callable[[JobPart], Coroutine[Any, Any, T]]) -> list[T]:
-    """Run a coroutine for each part of a job at the same time. If one fails, the others are cancelled."""
-    if len(job.parts) == 1:
-        return [await run(job.parts[0])]
+async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time. If one fails, the others are cancelled."""
+    coroutines = list(works)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(part)) for part in job.parts]
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
 
 
 class LayerwiseLoads:
-    """Loads that the forward of their own step awaits, each layer when the model reaches it.
-
-    Used on the model's thread.
+    """Loads that the forward of their own step awaits, each layer when the model reaches it. On the model's thread.
 
     Args:
         give_up: Reports a load as failed.
         layer_ends: For each layer, the number of leading planes that contain all of it. A layer that is missing here
             waits for every plane.
-        num_planes: Planes of the layout.
     """
 
     def __init__(
@@ -382,7 +364,7 @@ class LayerwiseLoads:
         self._deadline = 0.0
 
     def start(self, jobs: Sequence[Job]) -> Mapping[int, LoadProgress]:
-        """Start before the forward. Returns the progress of each job."""
+        """Start before the forward. Return the progress of each job."""
         if not jobs:
             return {}
         self.settle()
@@ -507,21 +489,19 @@ class OpenEngine(Protocol):
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
-class WorkerConnector:
-    """The connector in a vLLM worker process, or of one shard of its KV heads. Only `open` and `close` block.
+class RankEngine:
+    """The cache engine of one rank, or of one shard of its KV heads, with its loop and its lookup server.
+
+    Only `open` and `close` block.
 
     Attributes:
-        config: Configuration of the engine.
-        rank: Rank of this worker in the engine; with shards, the number of this shard among those of all ranks.
+        rank: Rank of this worker; with shards, the number of this shard among those of all ranks. Selects keys in a job.
         namespace: Namespace of the rank, without its layout, once the KV cache is registered.
         address: Path of the lookup server's socket, or the host where it listens over TCP.
         engine: The engine, once it is open.
+        loads_early: Loads may start before the forward of their step, once the engine is open.
 
     Args:
-        rank: See the attribute; selects its keys in a job.
-        groups: KV groups of the model.
-        address: See the attribute.
-        open_engine: Opens the engine.
         kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
         replica: Number of the data-parallel replica.
         shard: The shard of the rank's KV heads that is loaded and stored; None for all heads, in one record.
@@ -555,10 +535,7 @@ class WorkerConnector:
         self._transfers: Transfers | None = None
         self._feed: StatsFeed | None = None
         self._notices = Notices(config.chunk_size) if kv_events and rank == 0 else None
-        self._loads_early = False
-        self._loads: Sequence[Job] = ()
-        self._stores: Sequence[Job] = ()
-        self._step = 0
+        self.loads_early = False
 
     @classmethod
     def of_vllm(
@@ -569,11 +546,6 @@ class WorkerConnector:
         open_engine: OpenEngine = CacheEngine.open,
         shard: HeadShard | None = None,
     ) -> Self:
-        """Create this rank's connector. It is opened when the KV cache is registered.
-
-        Raises:
-            ConfigError: A key or value is wrong.
-        """
         groups = groups_of(kv_cache_config)
         config = engine_config(vllm_config, block_size_of(groups))
         rank = vllm_config.parallel_config.rank
@@ -593,10 +565,6 @@ class WorkerConnector:
             open_engine=open_engine,
             shard=shard,
         )
-
-    @property
-    def engines(self) -> Sequence[WorkerConnector]:
-        return (self,)
 
     def register(
         self,
@@ -659,7 +627,7 @@ class WorkerConnector:
         """
         # On a CPU a forward has ended when its call returns, and new blocks are zeroed before it, so a load may start
         # with the step. On a device it is ordered after the forward that was just launched.
-        self._loads_early = groups[0].layout.device.type == "cpu"
+        self.loads_early = groups[0].layout.device.type == "cpu"
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
         self._serving = self._loop.submit(self._serve(groups, opened))
@@ -670,15 +638,7 @@ class WorkerConnector:
             raise
 
     def attach(self, engine: CacheEngine, loop: Loop, *groups: EngineGroup) -> LookupServer:
-        """Run loads and stores of the following steps on an open engine.
-
-        Args:
-            groups: Layout and namespace of each KV group.
-            loop: Runs coroutines on the engine's loop.
-
-        Returns:
-            The lookup server of the engine, not started.
-        """
+        """Run loads and stores of the following steps on an open engine. Return its lookup server, not started."""
         self.engine = engine
         self._transfers = transfers = Transfers(
             engine,
@@ -697,49 +657,11 @@ class WorkerConnector:
         """Where the lookup server is reached over TCP; None if it is a unix socket, or not open."""
         return self._server.tcp_address if self._server is not None else None
 
-    def begin_step(self, metadata: StepMetadata) -> None:
-        """bind_connector_metadata."""
-        self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
-        self._running.report_plans(metadata.plans)
-        if self._loads_early:
-            self.start_loads()
-
-    def start_loads(self) -> None:
-        """start_load_kv."""
-        loads, self._loads = self._loads, ()
-        self._running.load(loads)
-
-    def wait_for_layer(self, layer_name: str) -> None:
-        """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
-        self._running.layerwise.wait(layer_name)
-
-    def start_stores(self) -> None:
-        """wait_for_save: the forward was launched. Does not block."""
-        stores, self._stores = self._stores, ()
-        self._running.store(stores)
-
-    def abandon_step(self) -> None:
-        """Report jobs that were not started as failed or dropped, after an error."""
-        loads, stores, self._loads, self._stores = self._loads, self._stores, (), ()
-        self._running.drop(loads, stores)
-
-    def take_finished(self) -> set[str]:
-        return self._running.take_finished()
-
-    def take_failed_requests(self) -> set[str]:
-        return self._running.take_failed_requests()
-
-    def take_failed_blocks(self) -> set[int]:
-        self._running.layerwise.settle()  # the forward is over
-        return self._running.take_failed_blocks()
-
-    def take_report(self) -> WorkerReport | None:
-        copied, unshared = self._running.take_copied(), self._running.take_unshared()
+    def take_report(self, step: int) -> WorkerReport:
+        """What has happened since the last call, in the report of this step."""
+        transfers = self.transfers
         notices = self._notices.take() if self._notices is not None else ()
-        step, self._step = self._step, 0
-        return (
-            WorkerReport(copied, unshared, notices, step) if copied or unshared or notices or step else None
-        )
+        return WorkerReport(transfers.take_copied(), transfers.take_unshared(), notices, step)
 
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: what the engine counted since the last call."""
@@ -765,7 +687,7 @@ class WorkerConnector:
             loop.close(0.5)
 
     @property
-    def _running(self) -> Transfers:
+    def transfers(self) -> Transfers:
         if self._transfers is None:
             raise RuntimeError("the KV cache was never registered")
         return self._transfers
@@ -818,24 +740,48 @@ class WorkerConnector:
         )
 
 
-class ShardedWorkerConnector:
-    """The connector in a vLLM worker process that stores its KV heads in several shards.
+class WorkerConnector:
+    """The connector in a vLLM worker process.
 
-    Each shard has an engine, a lookup server and records of its own, as if it were a rank of a vLLM with as many
-    ranks as shards. A step is over when it is over in all of them. Methods are those of `WorkerConnector`.
-
-    Attributes:
-        engines: The connector of each shard of this rank.
+    A rank has one engine, or one for each shard of its KV heads. Each has a lookup server and records of its own, as
+    if it were a rank of a vLLM with as many ranks as shards. A step is over when it is over in all of them.
     """
 
-    def __init__(self, engines: Sequence[WorkerConnector]) -> None:
+    def __init__(self, engines: Sequence[RankEngine]) -> None:
         self.engines = engines
         self._ended: Counter[str] = (
             Counter()
-        )  # shards in which a request's load has ended, until it has in all
+        )  # engines in which a request's load has ended, until it has in all
+        self._loads: Sequence[Job] = ()
+        self._stores: Sequence[Job] = ()
+        self._step = 0
+
+    @classmethod
+    def of_vllm(
+        cls, vllm_config: Any, kv_cache_config: Any, *, open_engine: OpenEngine = CacheEngine.open
+    ) -> Self:
+        """Create the connector of this rank. Its engines are opened when the KV cache is registered.
+
+        Raises:
+            ConfigError: A key or value is wrong.
+        """
+        config = engine_config(vllm_config, block_size_of(groups_of(kv_cache_config)))
+        shards = head_shards(config, vllm_config, kv_cache_config) or (None,)
+        return cls(
+            [
+                RankEngine.of_vllm(vllm_config, kv_cache_config, open_engine=open_engine, shard=shard)
+                for shard in shards
+            ]
+        )
 
     def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
-        opened: list[WorkerConnector] = []
+        """Open the engines over vLLM's KV cache. False if that fails: then all lookups are misses.
+
+        Raises:
+            ConfigError: The configuration is invalid, so vLLM must not start with it.
+            MissingDependencyError: A tier or stage needs a package.
+        """
+        opened: list[RankEngine] = []
         try:
             for engine in self.engines:
                 namespace = opened[0].namespace if opened else None
@@ -848,78 +794,66 @@ class ShardedWorkerConnector:
         return len(opened) == len(self.engines)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        self._in_each(lambda engine: engine.begin_step(metadata))
+        """bind_connector_metadata."""
+        self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
+        for engine in self.engines:
+            engine.transfers.report_plans(metadata.plans)
+        if self.engines[0].loads_early:
+            self.start_loads()
 
     def start_loads(self) -> None:
-        self._in_each(WorkerConnector.start_loads)
+        """start_load_kv."""
+        loads, self._loads = self._loads, ()
+        for engine in self.engines:
+            engine.transfers.load(loads)
 
     def wait_for_layer(self, layer_name: str) -> None:
+        """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
         for engine in self.engines:
-            engine.wait_for_layer(layer_name)
+            engine.transfers.layerwise.wait(layer_name)
 
     def start_stores(self) -> None:
-        self._in_each(WorkerConnector.start_stores)
-
-    def abandon_step(self) -> None:
-        self._in_each(WorkerConnector.abandon_step)
+        """wait_for_save: the forward was launched. Does not block."""
+        stores, self._stores = self._stores, ()
+        for engine in self.engines:
+            engine.transfers.store(stores)
 
     def take_finished(self) -> set[str]:
+        """Requests whose loads have ended in all engines since the last call."""
         for engine in self.engines:
-            self._ended.update(engine.take_finished())
+            self._ended.update(engine.transfers.take_finished())
         finished = {name for name, count in self._ended.items() if count == len(self.engines)}
         for name in finished:
             del self._ended[name]
         return finished
 
     def take_failed_requests(self) -> set[str]:
-        return {name for engine in self.engines for name in engine.take_failed_requests()}
+        return {name for engine in self.engines for name in engine.transfers.take_failed_requests()}
 
     def take_failed_blocks(self) -> set[int]:
-        return {block for engine in self.engines for block in engine.take_failed_blocks()}
+        """Blocks that were to be loaded and were not, when the forward is over."""
+        failed: set[int] = set()
+        for engine in self.engines:
+            engine.transfers.layerwise.settle()
+            failed |= engine.transfers.take_failed_blocks()
+        return failed
 
     def take_report(self) -> WorkerReport | None:
-        reports = [report for engine in self.engines if (report := engine.take_report()) is not None]
-        return reduce(WorkerReport.aggregate, reports) if reports else None
+        step, self._step = self._step, 0
+        report = reduce(WorkerReport.aggregate, [engine.take_report(step) for engine in self.engines])
+        return report if report.copied or report.unshared or report.notices or step else None
 
     def close(self) -> None:
+        """Close the engines. Blocks for at most `shutdown_timeout_s` and one second."""
         _close_all(self.engines)
 
-    def _in_each(self, call: Callable[[WorkerConnector], None]) -> None:
-        """Run a part of a step in every shard, and then raise the first error."""
-        errors = []
-        for engine in self.engines:
-            try:
-                call(engine)
-            except Exception as error:  # noqa: BLE001 - the other shards must know the step too
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
-
-def _close_all(engines: Sequence[WorkerConnector]) -> None:
+def _close_all(engines: Sequence[RankEngine]) -> None:
     """Close engines at the same time."""
     for engine in engines:
         engine.stop()
     for engine in engines:
         engine.close()
-
-
-Worker: TypeAlias = WorkerConnector | ShardedWorkerConnector
-
-
-def open_worker(vllm_config: Any, kv_cache_config: Any) -> Worker:
-    """Create the connector of this rank. It is opened when the KV cache is registered.
-
-    Raises:
-        ConfigError: A key or value is wrong.
-    """
-    config = engine_config(vllm_config, block_size_of(groups_of(kv_cache_config)))
-    shards = head_shards(config, vllm_config, kv_cache_config)
-    if not shards:
-        return WorkerConnector.of_vllm(vllm_config, kv_cache_config)
-    return ShardedWorkerConnector(
-        [WorkerConnector.of_vllm(vllm_config, kv_cache_config, shard=shard) for shard in shards]
-    )
 
 
 def shard_views(kv_cache_config: Any, kv_caches: Mapping[str, Any], shard: HeadShard) -> dict[str, Any]:

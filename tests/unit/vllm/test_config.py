@@ -44,7 +44,7 @@ from lmcache_async.integration.vllm.config import (
 )
 from lmcache_async.integration.vllm.groups import HeadShard, groups_of
 from lmcache_async.integration.vllm.versions import data_parallel_index
-from lmcache_async.integration.vllm.worker import WorkerConnector, shard_views
+from lmcache_async.integration.vllm.worker import RankEngine, shard_views
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import Setup, kv_cache_config, vllm_config
 
@@ -700,7 +700,7 @@ def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, 
         yield
 
     monkeypatch.setattr(config.parallel_config, "data_parallel_index", 3)
-    side = WorkerConnector.of_vllm(config, kv_cache_config(setup), open_engine=open_engine)
+    side = RankEngine.of_vllm(config, kv_cache_config(setup), open_engine=open_engine)
     layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
     with pytest.raises(ConfigError, match="far enough"):
         side.open(EngineGroup(layout, Rig().namespace))

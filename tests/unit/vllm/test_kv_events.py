@@ -115,7 +115,7 @@ def test_what_a_full_tier_gives_up_is_removed(
 
     until(evicted)
 
-    engine = sim.ranks[0].connector.worker.engine
+    engine = sim.ranks[0].connector.worker.engines[0].engine
     until(lambda: engine.statistics().running == 0)
     steps_until(sim, until, lambda: engine.statistics().running == 0 and not sim.connector.scheduler._notices)
     has: set[bytes] = set()
@@ -149,7 +149,7 @@ def test_without_kv_events_no_tier_is_watched(make: Any, until: Until) -> None:
     sim.add("one", prompt(300), max_tokens=1)
     sim.run()
 
-    assert sim.ranks[0].connector.worker._notices is None
+    assert sim.ranks[0].connector.worker.engines[0]._notices is None
     assert list(sim.connector.take_events()) == []
 
 

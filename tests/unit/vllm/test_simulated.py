@@ -19,8 +19,10 @@ from lmcache_async.types import RetrieveReport
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from lmcache_async.integration.vllm.jobs import Job
 
     Until = Callable[[Callable[[], bool]], None]
 
@@ -85,7 +87,7 @@ def scheduler_of(sim: SimulatedVLLM) -> Any:
 
 
 def engine_of(rank: Any) -> Any:
-    return rank.connector.worker.engine
+    return rank.connector.worker.engines[0].engine
 
 
 def engines_of(sim: SimulatedVLLM) -> list[Any]:
@@ -309,12 +311,11 @@ def test_a_step_that_fails_in_one_head_shard_is_reported_once_for_the_rank(
     simulators.settle(sim)
     first, _ = sim.ranks[0].connector.worker.engines
 
-    def fail() -> None:
-        if first._loads:
-            monkeypatch.undo()
-            raise RuntimeError("a bug of ours")
+    def fail(jobs: Sequence[Job]) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(first, "start_loads", fail)
+    monkeypatch.setattr(first.transfers.layerwise, "start", fail)
     sim.add("warm", tokens)
     sim.run()
 

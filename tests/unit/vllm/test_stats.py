@@ -172,9 +172,9 @@ def test_without_changes_nothing_is_sent(simulator: SimulatedVLLM, until: Until)
         return all(side.get_kv_connector_stats() is None for side in sides)
 
     until(silent)
-    worker = sim.ranks[0].connector.worker
-    assert not worker.take_stats()
-    assert worker._feed._timer is None or worker._feed._timer.when() > 0
+    rank = sim.ranks[0].connector.worker.engines[0]
+    assert not rank.take_stats()
+    assert rank._feed._timer is None or rank._feed._timer.when() > 0
 
 
 def test_an_error_in_the_metrics_does_not_affect_requests(

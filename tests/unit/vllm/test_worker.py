@@ -23,7 +23,7 @@ from lmcache_async.integration.vllm import worker as worker_module
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
-from lmcache_async.integration.vllm.worker import WorkerConnector
+from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
@@ -113,7 +113,7 @@ class Worker(WorkerConnector):
             yield engine
             self.closed = True
 
-        super().__init__(
+        self.rank = RankEngine(
             load_config(env={}, extra={"chunk_size": CHUNK}),
             rank=rank,
             groups=groups,
@@ -121,6 +121,8 @@ class Worker(WorkerConnector):
             kv_events=kv_events,
             open_engine=open_engine,
         )
+        self.open = self.rank.open
+        super().__init__([self.rank])
 
 
 NAMESPACE = Namespace(model="m", weights="w", dtype="float32", layout="l")
@@ -317,15 +319,6 @@ def test_the_models_thread_waits_for_no_engine(worker: Worker, until: Until):
     assert copied(worker, until) == {2: 1}
 
 
-def test_a_step_that_breaks_reports_all_of_its_jobs(worker: Worker, until: Until):
-    worker.begin_step(StepMetadata(stores=(job(7),)))
-    worker.abandon_step()
-    worker.start_stores()
-
-    assert copied(worker, until) == {7: 1}
-    assert not worker.engine.stored
-
-
 def test_without_a_fence_nothing_is_copied_and_all_is_reported(worker: Worker, until: Until, monkeypatch):
     monkeypatch.setattr(worker.engine, "fence", lambda: 1 / 0)
     worker.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
@@ -393,7 +386,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     side.start_stores()
     until(lambda: bool(side.engine.retrieved and side.engine.stored))
 
-    loops.break_one(side._loop_thread.call_soon)
+    loops.break_one(side.rank._loop_thread.call_soon)
     assert finished(side, until) == (["r1"], {10, 11, 12, 13, 14})
     assert copied(side, until) == {2: 1}
     side.engine.gate.set()
@@ -402,7 +395,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     side.start_stores()
     assert finished(side, until) == (["r3"], {1, 2})
     assert copied(side, until) == {4: 1}
-    assert side.take_stats() is not None
+    assert side.rank.take_stats() is not None
     side.close()
     assert side.take_finished() == set()
     assert side.take_report() is None
@@ -417,7 +410,7 @@ def test_the_end_of_a_numbered_step_is_reported_once(worker: Worker):
 
 
 def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVLayout):
-    side = WorkerConnector(
+    side = RankEngine(
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
         rank=0,
         groups=(KVGroup(0, BLOCK),),
@@ -525,13 +518,6 @@ def test_a_layerwise_load_that_cannot_be_started_holds_nobody_up(deep: Worker, m
         deep.wait_for_layer(name)
 
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
-
-
-def test_a_step_that_breaks_reports_its_layerwise_loads(deep: Worker):
-    deep._loads = waited_load().loads
-    deep.abandon_step()
-
-    assert (deep.take_failed_blocks(), deep.take_finished()) == ({10, 11, 12, 13, 14}, set())
 
 
 def test_a_load_whose_end_cannot_be_told_has_failed(deep: Worker, monkeypatch: pytest.MonkeyPatch):
