@@ -39,11 +39,13 @@ class LaneStatistics:
         parts: Number of parts.
         free: Parts that are not acquired.
         waiting: Callers waiting for a part.
+        waited: Number of calls that had to wait.
     """
 
     parts: int
     free: int
     waiting: int
+    waited: int
 
 
 class Lane(Generic[PartT]):
@@ -68,7 +70,7 @@ class Lane(Generic[PartT]):
         self._size = len(parts)
         self._free = deque(parts)
         self._turns = asyncio.Semaphore(len(parts))
-        self._waiting = 0
+        self._waiting = self._waited = 0
         self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, args=(prepare,), name=name, daemon=True)
         self._thread.start()
@@ -76,6 +78,7 @@ class Lane(Generic[PartT]):
     async def acquire(self) -> PartT:
         """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
         self._waiting += 1
+        self._waited += self._turns.locked()
         try:
             await self._turns.acquire()
         finally:
@@ -113,7 +116,7 @@ class Lane(Generic[PartT]):
         return future
 
     def statistics(self) -> LaneStatistics:
-        return LaneStatistics(self._size, len(self._free), self._waiting)
+        return LaneStatistics(self._size, len(self._free), self._waiting, self._waited)
 
     def close(self) -> None:
         """Wait for all watched events, then end the thread. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from lmcache_async.device import open_copiers
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
-from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import TorchMover, TritonMover
 from lmcache_async.testing.caches import SLOT_ORDERS, VLLM_ORDERS, CacheForm, cache_forms
+from tests.support.caches import check_copier, check_rows_of_two_sizes, job_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,69 +36,38 @@ def pinned(nbytes):
 
 
 def pinned_job(layout, rows):
-    return CopyJob(np.array(rows, np.int64), pinned(layout.payload_bytes(len(rows))))
+    return job_of(layout, rows, pinned)
+
+
+def open_copier(layout, *, mover=TritonMover, staging_bytes=1 << 20):
+    (copier,) = open_cuda_copiers([layout], staging_bytes=staging_bytes, movers=[mover(layout)])
+    return copier
 
 
 @contextmanager
-def copier_of(cache, *, mover=TritonMover, staging_bytes=1 << 20):
-    layout = cache.layout
-    (copier,) = open_cuda_copiers([layout], staging_bytes=staging_bytes, movers=[mover(layout)])
+def copier_of(cache, **options):
+    copier = open_copier(cache.layout, **options)
     try:
         yield copier
     finally:
         copier.close()
 
 
-async def compare(form, mover, *, staging_bytes=1 << 20, num_blocks=6):
-    """Gather and scatter on the GPU against the CPU copier over equal bytes; the whole memory is compared."""
-    source, target = (form.build(num_blocks, seed=seed, device="cuda") for seed in (0, 1))
-    origin, expected = (form.build(num_blocks, seed=seed) for seed in (0, 1))
-    last = source.layout.num_rows - 1
-    rows, target_rows = [[last, 0, last - 1], [1, -1]], [[1, -1, last], [0, last - 1]]
-    reference, check = CpuCopier(origin.layout), CpuCopier(expected.layout)
-    with (
-        copier_of(source, mover=mover, staging_bytes=staging_bytes) as gathering,
-        copier_of(target, mover=mover, staging_bytes=staging_bytes) as scattering,
-    ):
-        jobs, wanted = ([pinned_job(source.layout, some) for some in rows] for _ in range(2))
-        await gathering.gather(jobs, gathering.fence())
-        await reference.gather(wanted)
-        moved = [CopyJob(np.array(some), job.payload) for some, job in zip(target_rows, jobs, strict=True)]
-        await scattering.scatter(moved, scattering.fence())
-        await check.scatter(moved)
-    reference.close()
-    check.close()
-    assert all(np.array_equal(job.payload, want.payload) for job, want in zip(jobs, wanted, strict=True))
-    assert all(map(torch.equal, (storage.cpu() for storage in target.storages), expected.storages))
-    assert all(map(torch.equal, (storage.cpu() for storage in source.storages), origin.storages))
-
-
 @pytest.mark.parametrize("mover", [TritonMover, TorchMover])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.order}-{form.granularity}-{form.dtype}")
 async def test_every_layout_moves_what_the_cpu_copier_moves(form, mover):
-    await compare(form, mover)
+    await check_copier(form, partial(open_copier, mover=mover), device="cuda", payload=pinned)
 
 
 @settings(max_examples=25)
 @given(cache_forms(), st.sampled_from([TritonMover, TorchMover]), st.integers(1, 1 << 14))
 def test_any_form_through_a_ring_of_any_size(form, mover, staging_bytes):
-    asyncio.run(compare(form, mover, staging_bytes=staging_bytes))
+    opened = partial(open_copier, mover=mover, staging_bytes=staging_bytes)
+    asyncio.run(check_copier(form, opened, device="cuda", payload=pinned))
 
 
 async def test_rows_of_two_sizes_are_moved_in_one_launch():
-    wide, narrow = torch.randn(4, 2, 4, 16, device="cuda"), torch.randn(4, 1, 4, 6, device="cuda").half()
-    layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
-    job = pinned_job(layout, [2, 0, 3])
-    (copier,) = open_cuda_copiers([layout], movers=[TritonMover(layout)])
-
-    await copier.gather([job], copier.fence())
-    expected = wide[[2, 0, 3]].cpu().numpy().tobytes() + narrow[[2, 0, 3]].cpu().numpy().tobytes()
-    assert job.payload.tobytes() == expected
-    await copier.scatter([CopyJob(np.array([1, -1, 2]), job.payload)])
-    copier.close()
-
-    assert job.payload[: wide[0].nbytes].tobytes() == wide[1].cpu().numpy().tobytes()
-    assert torch.equal(narrow[1:3], narrow[[1, 3]])
+    await check_rows_of_two_sizes(open_copier, device="cuda", payload=pinned)
 
 
 async def test_the_ring_wraps_around_many_times():

@@ -24,7 +24,7 @@ from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import compiled
 from lmcache_async.testing.caches import CacheForm, cache_forms
-from tests.support.caches import assign
+from tests.support.caches import assign, job_of
 
 
 @pytest.fixture(autouse=True, scope="module", params=sorted({None, compiled}, key=str))
@@ -36,10 +36,7 @@ def way(request):
 
 
 def copy_jobs(layout, *rows):
-    return [
-        CopyJob(np.array(some, np.int64), np.full(layout.payload_bytes(len(some)), 0xA5, np.uint8))
-        for some in rows
-    ]
+    return [job_of(layout, some) for some in rows]
 
 
 async def transfer(source, target, rows, target_rows, *, threads=2):

@@ -19,7 +19,7 @@ from lmcache_async.device.cuda import TorchStreams, open_cuda_copiers
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
-from tests.support.caches import assign
+from tests.support.caches import assign, job_of
 from tests.support.fake_streams import FakeStreams
 
 
@@ -44,10 +44,6 @@ def fake_copier(cache, *, staging_bytes=1 << 20):
     movers = [LoggedMover(layout, streams)]
     (copier,) = open_cuda_copiers([layout], staging_bytes=staging_bytes, streams=streams, movers=movers)
     return copier, streams
-
-
-def job_of(layout, rows):
-    return CopyJob(np.array(rows, np.int64), np.full(layout.payload_bytes(len(rows)), 0xA5, np.uint8))
 
 
 def all_free(copier):

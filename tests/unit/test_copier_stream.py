@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lmcache_async.device.stream import Lane
+from lmcache_async.device.stream import Lane, LaneStatistics
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.steps import turns
 from tests.support.fake_streams import FakeEvent
@@ -41,7 +41,7 @@ async def test_parts_are_lent_once_to_waiters_in_order_and_newcomers_do_not_over
         assert not any(later.done() for later in waiters[waiters.index(task) + 1 :])
         lane.release(await task)
 
-    assert (lane.statistics().free, lane.statistics().waiting) == (1, 0)
+    assert lane.statistics() == LaneStatistics(parts=1, free=1, waiting=0, waited=3)
 
 
 @pytest.mark.parametrize("granted", [False, True])

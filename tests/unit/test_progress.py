@@ -328,15 +328,6 @@ def test_threads_that_run_free_never_tell_of_planes_too_early(firsts, threads, h
     assert told[-1] == 6
 
 
-def test_a_queue_of_nothing_is_done_and_tells_nothing():
-    parts_queue = PartQueue([], 4, lambda planes: pytest.fail("told"))
-
-    parts_queue.work()
-    parts_queue.withdraw()
-
-    assert parts_queue.done.result(0) is None
-
-
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
 def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, error):
     gated = Gated([0, 1, 2, 3], 4, {1: error})
@@ -352,19 +343,6 @@ def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, 
     assert [worker.result(LONG_S) for worker in workers] == [None, None]
     assert gated.told.empty()  # plane 1 may be torn, and plane 0 is of no use without an outcome
     assert (gated.begun.empty(), sorted(gated.copied)) == (True, [0, 1])
-
-
-def test_of_two_errors_the_first_arrives(pool):
-    errors = {0: OSError("second"), 1: OSError("first")}
-    gated = Gated([0, 1], 2, errors)
-    workers = [pool.submit(gated.queue.work) for _ in range(2)]
-    gated.next(), gated.next()
-
-    gated.finish(1)
-    wait(workers, LONG_S, FIRST_COMPLETED)
-    gated.finish(0)
-
-    assert gated.queue.done.exception(LONG_S) is errors[1]
 
 
 def test_withdrawn_it_is_done_when_what_runs_has_ended_and_tells_of_no_plane(pool):
