@@ -371,7 +371,7 @@ class TierStack:
             if not (wanted and stacked.writable) or (self._encrypted and stacked.leaves_memory):
                 continue
             if stacked.writer is not None:
-                await stacked.writer.submit(wanted, timeout_s=0.0)
+                await stacked.writer.submit(wanted, timeout_s=0.0, reserved=False)  # the room is a store's
             else:
                 outcomes = await stacked.tier.put(wanted)
                 self._counts[stacked.id].promoted_chunks.add(outcomes.count(None))

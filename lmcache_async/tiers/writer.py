@@ -152,12 +152,13 @@ class TierWriter:
         self._budget.release(unused * self._chunk_bytes)
 
     async def submit(
-        self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float
+        self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float, reserved: bool = True
     ) -> list[asyncio.Future[TierError | None]]:
         """Queue the chunks in order.
 
         If a chunk finds no room within `timeout_s`, it and all chunks after it are refused, so a prompt loses
-        its end. If the call is cancelled, chunks that are queued stay queued.
+        its end. Room that is reserved for a chunk is used if `reserved`. If the call is cancelled, chunks that are
+        queued stay queued.
 
         Returns:
             For each chunk a future of None if it was stored, else of the error.
@@ -170,7 +171,7 @@ class TierWriter:
             future: asyncio.Future[TierError | None] = loop.create_future()
             futures.append(future)
             if refusal is None:
-                refusal = await self._room(key, buffer.nbytes, deadline - loop.time())
+                refusal = await self._room(key if reserved else None, buffer.nbytes, deadline - loop.time())
             if refusal is not None:
                 self._refused += 1
                 future.set_result(refusal)
@@ -208,10 +209,11 @@ class TierWriter:
             refused=self._refused,
         )
 
-    async def _room(self, key: ChunkKey, nbytes: int, timeout_s: float) -> TierError | None:
+    async def _room(self, key: ChunkKey | None, nbytes: int, timeout_s: float) -> TierError | None:
+        """Take room for a chunk, with `key` also what is reserved for it. Return the error if there is none."""
         if refusal := self._refusal():
             return refusal
-        if nbytes <= self._chunk_bytes and self._take_reserved(key):
+        if key is not None and nbytes <= self._chunk_bytes and self._take_reserved(key):
             self._budget.release(self._chunk_bytes - nbytes)
             return None
         if self._budget.reserve_nowait(nbytes):

@@ -565,6 +565,22 @@ async def test_room_is_reserved_in_every_queue_or_in_none(arena):
         gate.open_gate()
 
 
+async def test_a_promotion_does_not_take_room_that_is_reserved_for_a_store(arena):
+    gate = GatedTier(DictTier())
+    async with Opened(arena, gate, DictTier(), max_bytes=200, chunk_bytes=100) as stack:
+        reserved = await stack.reserve_writes([key_of(0), key_of(1)], timeout_s=0)
+        items, outcomes = filled(arena, [0, 1]), []
+        await stack.promote(items[:1], [1])
+        await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
+        release([buffer for _, buffer in items] + reserved)
+
+        gate.open_gate()
+        assert await stack.flush(timeout_s=5)
+        await turns(2)
+        assert sorted(outcomes) == [(0, ""), (1, "")]
+        assert set(gate.inner.records) == {key_of(0), key_of(1)}
+
+
 async def test_memory_lacks_only_as_many_leading_chunks_as_it_is_to_have(arena):
     keys = [key_of(number) for number in range(5)]
     async with Opened(arena, CPUTier(CPUConfig()), holding([0, 1, 3])) as stack:
