@@ -16,9 +16,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lmcache_async.cli.app import app
+from lmcache_async.errors import TierError
 from lmcache_async.maintenance.stores import TierStore
 from lmcache_async.memory.header import peek_sizes, read_header
 from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Tier
@@ -131,6 +133,20 @@ def sealed(payloads: Sequence[int]) -> dict[ChunkKey, bytes]:
         with record(arena, number, nbytes) as buffer:
             made[key_of(number)] = bytes(buffer.view)
     return made
+
+
+class Failing(DictTier):
+    """One record can be neither read nor written."""
+
+    async def get(self, key, allocate):
+        if key == key_of(1):
+            raise TierError("it cannot be read")
+        return await super().get(key, allocate)
+
+    async def put(self, key, buffer):
+        if key == key_of(2):
+            raise TierError("it cannot be written")
+        await super().put(key, buffer)
 
 
 def store_of(tier: Tier, *, timeout_s: float = 30.0, max_record_bytes: int = SLAB_BYTES) -> TierStore:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-import threading
 
 import pytest
-import uvloop
 
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.stores import StoreSpec, open_store
 from lmcache_async.maintenance.verification import verify
@@ -16,89 +15,59 @@ from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import ChunkKey
-from tests.maintenance.filled import content, filled, invoke, record_files, told
+from tests.maintenance.filled import content, invoke, record_files, told
 
 
-class OpenTier:
+@contextlib.contextmanager
+def opened(root):
     """The disk tier, open on a loop and a thread of its own."""
-
-    def __init__(self, root):
-        self._config = DiskConfig(path=root, max_bytes=1 << 30)
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-
-    def __enter__(self):
-        self._thread.start()
-        self.tier = self.call(self._open())
-        return self
-
-    def __exit__(self, *_):
-        self.call(self.tier.__aexit__(None, None, None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
-
-    async def _open(self):
-        return await DiskTier(self._config).__aenter__()
+    thread = LoopThread("test-tier")
+    tier = DiskTier(DiskConfig(path=root, max_bytes=1 << 30))
+    thread.submit(tier.__aenter__()).result(60)
+    try:
+        yield
+    finally:
+        thread.submit(tier.__aexit__(None, None, None)).result(60)
+        thread.close()
 
 
 @pytest.fixture
-def held(tmp_path):
-    filled(tmp_path / "cache")
-    with OpenTier(tmp_path / "cache") as opened:
-        opened.root = tmp_path / "cache"
-        yield opened
+def held(root):
+    """A directory that a tier of this process holds."""
+    with opened(root):
+        yield root
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "gc --dry-run"])
-def test_reading_works_beside_an_engine_and_names_its_process(held, command):
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc --dry-run", "copy"])
+def test_reading_works_beside_an_engine_and_names_its_process(held, command, tmp_path):
     name, *options = command.split()
 
-    found = told(name, held.root, *options)
+    found = told(name, held, *options, *([tmp_path / "there"] if name == "copy" else []))
 
     assert found["held_by_process"] == str(os.getpid())
 
 
-def test_copying_from_it_works_beside_an_engine(held, tmp_path):
-    done = told("copy", held.root, tmp_path / "there")
+@pytest.mark.parametrize(
+    "command",
+    ["verify {} --remove", "verify {} --quarantine", "gc {}", "gc {} --max-bytes 1B", "copy {there} {}"],
+)
+def test_changing_it_beside_an_engine_is_refused(held, command, tmp_path):
+    there = tmp_path / "there"
+    assert told("copy", held, there)["records"] == 8
+    assert told("copy", there, held, "--dry-run")["there"] == 8
+    before = content(held)
 
-    assert (done["records"], done["held_by_process"]) == (5, str(os.getpid()))
-
-
-@pytest.mark.parametrize("command", ["verify --remove", "verify --quarantine", "gc", "gc --max-bytes 1B"])
-def test_changing_it_beside_an_engine_is_refused(held, command):
-    before = content(held.root)
-    name, *options = command.split()
-
-    refused = invoke(name, held.root, *options)
-
-    assert refused.exit_code == 3
-    assert f"in use by process {os.getpid()}" in refused.stderr
-    assert content(held.root) == before
-
-
-def test_copying_into_it_is_refused(held, tmp_path):
-    told("copy", held.root, tmp_path / "there")
-
-    refused = invoke("copy", tmp_path / "there", held.root)
+    refused = invoke(*command.format(held, there=there).split())
 
     assert refused.exit_code == 3
     assert f"in use by process {os.getpid()}" in refused.stderr
-    assert told("copy", tmp_path / "there", held.root, "--dry-run")["there"] == 5
-
-
-def test_a_process_that_has_ended_does_not_hold_the_directory(tmp_path):
-    filled(tmp_path / "cache")
-
-    assert told("inspect", tmp_path / "cache")["held_by_process"] is None
+    assert content(held) == before
 
 
 async def test_reading_does_not_lock_the_directory(root):
+    """A process that has ended does not hold it either."""
     async with open_store(StoreSpec(path=root), change=False) as store:
-        with OpenTier(root):
+        with opened(root):
             async with open_store(StoreSpec(path=root), change=False) as other:
                 assert other.holder == str(os.getpid())
         assert store.holder == ""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.cli.records import Bar
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
@@ -22,6 +22,7 @@ from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of
 from lmcache_async.tiers.offline import OfflineOptions
 from tests.maintenance.filled import (
+    Failing,
     content,
     damage,
     filled,
@@ -316,20 +317,6 @@ def test_a_copy_has_the_same_bytes_and_no_damaged_record(made, at):
     assert report.records == len(missing - damaged)
     assert report.refused.total() == len(missing & damaged)
     assert report.bytes == sum(len(records[key]) for key in missing - damaged)
-
-
-class Failing(DictTier):
-    """One record can be neither read nor written."""
-
-    async def get(self, key, allocate):
-        if key == key_of(1):
-            raise TierError("it cannot be read")
-        return await super().get(key, allocate)
-
-    async def put(self, key, buffer):
-        if key == key_of(2):
-            raise TierError("it cannot be written")
-        await super().put(key, buffer)
 
 
 async def test_a_record_that_fails_is_refused_and_the_others_are_copied():

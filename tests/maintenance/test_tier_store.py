@@ -13,7 +13,7 @@ from lmcache_async.maintenance.verification import verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Capabilities
-from tests.maintenance.filled import sealed, store_of
+from tests.maintenance.filled import Failing, sealed, store_of
 
 
 class Silent(DictTier):
@@ -42,15 +42,6 @@ async def test_a_tier_that_stops_answering_ends_the_run(verb):
             await verify(target, Meter())
 
 
-class Failing(DictTier):
-    """Cannot read one record."""
-
-    async def get(self, key, allocate):
-        if key == key_of(1):
-            raise TierError("the record cannot be read")
-        return await super().get(key, allocate)
-
-
 async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read():
     tier = Failing(records=sealed([10] * 3))
 
@@ -59,7 +50,7 @@ async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read(
         found = await inspect(target, Meter())
 
     assert (verified.records, verified.errors, verified.remedied) == (2, 1, 0)
-    assert verified.wrong_records[0]["message"] == "the record cannot be read"
+    assert verified.wrong_records[0]["message"] == "it cannot be read"
     assert (found.records, found.errors) == (2, 1)
     assert len(tier.records) == 3
 
