@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from rich import box
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Column, Table
@@ -60,13 +61,7 @@ def render(status: Status, *, width: int, notice: Text | None = None) -> Rendera
 
 
 def speed(nbytes: float, seconds: float) -> str:
-    if not (nbytes and seconds):
-        return "-"
-    value = nbytes / seconds
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if value >= size:
-            return f"{value / size:.{0 if value >= 100 * size else 2 if value < 10 * size else 1}f} {unit}"
-    return f"{value / 1e3:.0f} kB/s"
+    return f"{decimal(int(nbytes / seconds))}/s" if nbytes and seconds else "-"
 
 
 def spark(values: Sequence[float | None], most: float, width: int = SPARK_WIDTH) -> str:
