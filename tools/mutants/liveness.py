@@ -71,7 +71,7 @@ LEASES = (
         ARENA,
         "self._free.extend(waiter.slabs)",
         "pass",
-        ("tests/unit/test_arena.py::test_cancelled_in_the_turn_of_its_grant_it_gives_the_slab_on",),
+        ("tests/unit/test_arena_machine.py",),
     ),
     Mutation(
         "memory evicts chunks in use",
