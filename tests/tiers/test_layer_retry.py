@@ -165,11 +165,14 @@ async def test_a_batch_that_keeps_failing_ends_with_the_chunks_it_has(arena):
     inner.told_of[KEYS[2]].append(away())
     inner.told.extend([None, away(), TierError("now for good")])
 
-    results = await retrying(inner).get_many(KEYS, allocator(arena))
+    tier = retrying(inner)
+
+    results = await tier.get_many(KEYS, allocator(arena))
 
     assert [taken(result) for result in results[:2]] == [content(0), content(1)]
     assert str(results[2]) == "now for good"
     assert taken(results[3]) == content(3)
+    assert tier.layer_statistics() == RetryStatistics(retries=2, recovered=0, exhausted=0)
 
 
 @in_virtual_time

@@ -96,8 +96,8 @@ class RetryLayer(Layer):
 
     async def around(self, call: Call, next: Next) -> Results:
         per_chunk = call.verb in (Verb.GET_MANY, Verb.PUT_MANY)  # the others succeed or fail as a whole
-        attempt, positions, pauses = call, range(call.chunks), 0
-        left: Sequence[int] = positions
+        attempt, pauses = call, 0
+        left: Sequence[int] = range(call.chunks)
         results: list[Result] = []
         try:
             while True:
@@ -118,17 +118,13 @@ class RetryLayer(Layer):
                 else:
                     for position, answer in zip(left, answers, strict=True):
                         results[position] = answer
-                failed = [
-                    position
-                    for position in left
-                    if isinstance(results[position], TierError) and _is_retryable(results[position])
-                ]
+                failed = [position for position in left if isinstance(results[position], TierError)]
                 if pauses:
                     self._recovered += len(left) - len(failed) if per_chunk else 1
-                if not failed or not await self._pause(pauses, call.deadline):
+                left = [position for position in failed if _is_retryable(results[position])]
+                if not left or not await self._pause(pauses, call.deadline):
                     return results
                 pauses += 1
-                left = failed
                 attempt = call if len(left) == call.chunks else call.part(left)
         except BaseException:
             release_results(results)
