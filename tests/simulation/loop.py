@@ -269,12 +269,12 @@ MAX_CHOICE = 8
 """Maximum number of tasks to choose from, from the front of the queue, so that none starves."""
 
 
-class SimulatedTask(asyncio.Task[T]):
-    """A task hashed by its number, so that sets of tasks have the same order in every run."""
+class _Numbered:
+    """Hashed by its number, so that sets have the same order in every run."""
 
-    def __init__(self, number: int, coroutine: Any, **options: Any) -> None:
+    def __init__(self, number: int, *args: Any, **options: Any) -> None:
         self.number = number
-        super().__init__(coroutine, **options)
+        super().__init__(*args, **options)
 
     def __hash__(self) -> int:
         return self.number
@@ -282,17 +282,12 @@ class SimulatedTask(asyncio.Task[T]):
     __eq__ = object.__eq__
 
 
-class SimulatedFuture(asyncio.Future[T]):
-    """A future hashed by its number, like a task."""
+class SimulatedTask(_Numbered, asyncio.Task[T]):
+    """A task with a number."""
 
-    def __init__(self, number: int, **options: Any) -> None:
-        self.number = number
-        super().__init__(**options)
 
-    def __hash__(self) -> int:
-        return self.number
-
-    __eq__ = object.__eq__
+class SimulatedFuture(_Numbered, asyncio.Future[T]):
+    """A future with a number."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
