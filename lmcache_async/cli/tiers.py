@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_origin
 
 import typer
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from lmcache_async.cli.options import KINDS, Option, options_of, options_type
 from lmcache_async.cli.output import JSONFlag, print_json, refuse, say
@@ -108,18 +109,10 @@ def _stage_details(name: str, target: Any) -> dict[str, Any]:
 
 def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
     """Return the capabilities with default options, and the methods that replace a default of `Tier`."""
-    needed = {
-        name: _sample(info.annotation) for name, info in model.model_fields.items() if info.is_required()
-    }
-    config = model.model_construct(**needed)
-    tier = object.__new__(target)  # for a constructor that refuses the samples
-    tier.config = config
-    vars(tier)["_config"] = config
+    needed = {name: _sample(info) for name, info in model.model_fields.items() if info.is_required()}
     capabilities = None
-    with contextlib.suppress(Exception):
-        tier = target(config)
     with contextlib.suppress(Exception):  # the tier needs real options
-        capabilities = asdict(tier.capabilities)
+        capabilities = asdict(target(model.model_construct(**needed)).capabilities)
     defaults = inspect.getmembers(
         Tier, lambda value: inspect.isfunction(value) and not hasattr(value, "__isabstractmethod__")
     )
@@ -127,9 +120,11 @@ def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
     return {"capabilities": capabilities, "overrides": overrides}
 
 
-def _sample(annotation: Any) -> Any:
-    """A value of the type, for a required option."""
-    kind = get_origin(annotation) or annotation
+def _sample(info: FieldInfo) -> Any:
+    """An example of a required option, or a value of its type."""
+    if info.examples:
+        return info.examples[0]
+    kind: Any = get_origin(info.annotation) or info.annotation
     return {int: 1, float: 1.0, str: "", tuple: (None,), list: [None], dict: {}}.get(kind)
 
 

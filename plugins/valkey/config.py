@@ -81,7 +81,7 @@ class ValkeyConfig(TierConfig):
         node_pause_s: Seconds during which a failed node of a cluster is not contacted.
     """
 
-    url: str
+    url: str = Field(examples=["valkey://localhost:6379"])
     mode: Literal["single", "sentinel", "cluster"] | None = None
     sentinel_service: Annotated[str, Field(min_length=1)] = "mymaster"
     username: str = ""
