@@ -100,7 +100,7 @@ class _Steps:
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         self._loop.create_task(coroutine)
         return Future()
 

@@ -73,7 +73,7 @@ STATS_INTERVAL_S = 0.5
 
 
 class Loop(Protocol):
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]: ...
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]: ...
 
 
 class Transfers:
@@ -129,7 +129,10 @@ class Transfers:
 
         def submit() -> Future[Any]:
             waited.update(self.layerwise.start([job for job in jobs if job.layerwise]))
-            return self._loop.submit(self._load_all(jobs, self._engine.copier.fence(), waited))
+            fence = self._engine.copier.fence()
+            return self._loop.submit(
+                _together(self._load(job, fence, waited.get(job.job_id)) for job in jobs)
+            )
 
         with self._lock:
             self._loading.update(job.job_id for job in jobs)
@@ -141,7 +144,8 @@ class Transfers:
             return
 
         def submit() -> Future[Any]:
-            return self._loop.submit(self._store_all(jobs, self._engine.copier.fence()))
+            fence = self._engine.copier.fence()
+            return self._loop.submit(_together(self._store(job, fence) for job in jobs))
 
         with self._lock:
             self._storing.update((job.job_id, len(job.parts)) for job in jobs)
@@ -206,14 +210,6 @@ class Transfers:
     async def _report_plans(self, plans: Sequence[RequestPlan]) -> None:
         for plan in plans:
             self._engine.planned(plan)
-
-    async def _load_all(
-        self, jobs: Sequence[Job], fence: Fence | None, progress: Mapping[int, LoadProgress]
-    ) -> None:
-        await _together(self._load(job, fence, progress.get(job.job_id)) for job in jobs)
-
-    async def _store_all(self, jobs: Sequence[Job], fence: Fence | None) -> None:
-        await _together(self._store(job, fence) for job in jobs)
 
     async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
