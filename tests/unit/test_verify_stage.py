@@ -13,6 +13,7 @@ from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing.rig import Rig
+from tests.support.engines import store
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 116))  # 2 chunks
@@ -27,13 +28,6 @@ def collector_off() -> Iterator[None]:
     gc.enable()
 
 
-async def store(rig: Rig, engine) -> None:
-    slots = range(len(TOKENS))
-    rig.write(slots, rig.content(TOKENS))
-    await engine.store(TOKENS, slots)
-    assert await engine.flush(timeout_s=5)
-
-
 async def hits(rig: Rig, engine) -> int:
     rig.wipe()
     return int((await engine.retrieve(TOKENS, range(len(TOKENS)))).sum())
@@ -43,7 +37,7 @@ async def hits(rig: Rig, engine) -> int:
 async def test_a_corrupt_record_costs_no_slab(collector_off, position: int) -> None:
     rig, made = Rig(), Made()
     async with rig.open(registry=made.registry, tiers=["dict"]) as engine:
-        await store(rig, engine)
+        await store(rig, engine, TOKENS)
         for key, record in made.records.items():
             content = bytearray(record)
             content[position] ^= 1
@@ -58,7 +52,7 @@ async def test_a_corrupt_record_costs_no_slab(collector_off, position: int) -> N
 async def test_a_record_of_another_shape_is_a_miss() -> None:
     rig, made = Rig(), Made()
     async with rig.open(registry=made.registry, tiers=["dict"]) as engine:
-        await store(rig, engine)
+        await store(rig, engine, TOKENS)
         first, second = ChunkHasher(rig.namespace.root(), chunk_size=rig.chunk_size).extend(TOKENS)
         record = bytearray(made.records[second.key])
         header = read_header(memoryview(record))
