@@ -1,6 +1,28 @@
-"""Cost of an operation as a line over its size, fitted to measurements."""
+"""Measured load times of tiers, as lines over the number of chunks."""
 
 from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.buffer import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmcache_async.memory.arena import Arena
+    from lmcache_async.tiers.stack import TierStack
+    from lmcache_async.types import ChunkKey, RetrieveReport
+
+STALE_S = 10.0
+"""Age of the last measurement of a tier after which the next lookup with a hit there reads one chunk.
+
+Without this, a tier that was slow once and is not loaded from any more would count as slow forever.
+"""
 
 
 class CostLine:
@@ -48,3 +70,64 @@ class CostLine:
         """Return the estimated seconds for `count` items."""
         latency, each = self.line
         return latency + each * count if count > 0 else 0.0
+
+
+class LoadCosts:
+    """Measured load time of each slow tier, as a line of seconds over chunks. Used on the engine's loop.
+
+    Chunks in host memory cost nothing here: copying them is always faster than computing, and a slow load
+    from there has waited for something else.
+    """
+
+    def __init__(self, stack: TierStack, arena: Arena, chunk_size: int) -> None:
+        self._stack = stack
+        self._arena = arena
+        self._slow = {stacked.id: i for i, stacked in enumerate(stack.tiers) if stacked.leaves_memory}
+        self._lines = {tier: CostLine() for tier in self._slow.values()}
+        self._noted = dict.fromkeys(self._lines, 0.0)
+        self._chunk_size = chunk_size
+
+    def note(self, report: RetrieveReport) -> None:
+        """Record a finished load. Its time is attributed to the slow tier if only one took part."""
+        match [name for name in report.by_tier if name in self._slow]:
+            case [name]:
+                self._note(self._slow[name], report.by_tier[name] / self._chunk_size, report.seconds)
+
+    def _note(self, tier: int, chunks: float, seconds: float) -> None:
+        self._lines[tier].note(chunks, seconds)
+        self._noted[tier] = asyncio.get_running_loop().time()
+
+    def ends(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """Return the `costs` of a `LookupResult` for the index of the tier of each chunk of a hit.
+
+        A tier that was never measured has cost 0, so that it is used and measured.
+        """
+        found: list[tuple[int, float]] = []
+        chunks, seconds = 0, 0.0
+        for tier, run in groupby(tiers):
+            count = len(list(run))
+            line = self._lines.get(tier)
+            chunks, seconds = chunks + count, seconds + (line.seconds(count) if line else 0.0)
+            found.append((chunks, seconds))
+        return tuple(found)
+
+    async def measure(self, key: ChunkKey, tier: int) -> None:
+        """Read one chunk and discard it. Does nothing if no memory is free."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        with contextlib.suppress(TierError, BudgetExceededError):  # a later lookup tries again
+            (buffer,) = await self._stack.tiers[tier].tier.get(
+                [key], partial(self._arena.lease, timeout_s=0.0)
+            )
+            if isinstance(buffer, Buffer):
+                buffer.release()
+                self._note(tier, 1, loop.time() - start)
+
+    def stale(self, tiers: Sequence[int]) -> int | None:
+        """Return the position of a chunk in a slow tier that should be measured again."""
+        now = asyncio.get_running_loop().time()
+        for tier, line in self._lines.items():
+            if line.known and now - self._noted[tier] > STALE_S and tier in tiers:
+                self._noted[tier] = now  # one measurement at a time
+                return tiers.index(tier)
+        return None

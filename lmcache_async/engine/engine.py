@@ -19,7 +19,8 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.arguments import Mask, leading_false, row_ids
 from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instrument_of
 from lmcache_async.engine.check import START_ERRORS, refusal
-from lmcache_async.engine.lookup import FirstPresent, LoadCosts, LookupResult, Lookups, Pins
+from lmcache_async.engine.costs import LoadCosts
+from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, Pins
 from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
