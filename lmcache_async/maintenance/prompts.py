@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import zlib
@@ -28,13 +29,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: token ids or text.
-
-    Attributes:
-        tokens: Token ids; None for text.
-        text: The text; "" for token ids.
-        times: Number of its occurrences in the file.
-    """
+    """One prompt, as token ids or (with None) as text, and the number of its occurrences in the file."""
 
     tokens: Tokens | None
     text: str
@@ -45,11 +40,8 @@ def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
     """Return the distinct prompts of the file.
 
     Each line is JSON: a list of token ids, a text, or an object with either, as in request logs. A document
-    with `requests`, which may be nested, is a trace of sessions. Files with the suffix .gz are decompressed.
-
-    Args:
-        path: The file.
-        by_use: Return the most frequent prompts first; otherwise in the order of the file.
+    with `requests`, which may be nested, is a trace of sessions. Files with the suffix .gz are decompressed. With
+    `by_use`, the most frequent prompts come first; otherwise they are in the order of the file.
 
     Raises:
         ConfigError: The file cannot be read, or a line is not a prompt; the message names it.
@@ -97,7 +89,10 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: split it")
-    if (document := _whole(data)) is not None:
+    document: Any = None
+    with contextlib.suppress(ValueError, RecursionError):  # the file has lines
+        document = json.loads(data)
+    if _has_requests(document):
         yield from _nested(document, str(path))
         return
     for number, line in enumerate(data.splitlines(), 1):
@@ -109,19 +104,14 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"{where}: not JSON: {error}") from None
 
 
-def _whole(data: bytes) -> Any | None:
-    """Return the file as one document if it has requests; None if it has lines."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) and isinstance(document.get("requests"), list) else None
+def _has_requests(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("requests"), list)
 
 
 def _nested(document: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
     for number, request in enumerate(document["requests"], 1):
         place = f"{where}, request {number}"
-        if isinstance(request, dict) and isinstance(request.get("requests"), list):
+        if _has_requests(request):
             yield from _nested(request, place)
         else:
             yield place, request

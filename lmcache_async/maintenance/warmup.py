@@ -47,13 +47,7 @@ class Warmup(CopyCounts):
 
 @dataclass(frozen=True, slots=True)
 class KeyChain:
-    """Computes the keys of prompts in one namespace.
-
-    Attributes:
-        namespace: Text of the namespace.
-        hasher: Returns a new hasher.
-        unit: The number of tokens of a partial chunk is a multiple of this.
-    """
+    """Computes the keys of prompts in one namespace. Partial chunks have a multiple of `unit` tokens."""
 
     namespace: str
     hasher: Callable[[], ChunkHasher]
