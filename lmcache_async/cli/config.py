@@ -145,7 +145,7 @@ def _parse_extra(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         extra = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"--extra: not JSON: {error}")
     if not isinstance(extra, dict):
         refuse('--extra: expected a mapping, such as {"arena.max_bytes": "8GiB"}')

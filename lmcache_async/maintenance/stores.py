@@ -116,7 +116,7 @@ def named_tier(
     if text.lstrip().startswith("{"):
         try:
             return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))
-        except ValueError as error:  # includes pydantic's error
+        except (ValueError, RecursionError) as error:  # includes pydantic's error
             raise ConfigError(
                 f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
             ) from None

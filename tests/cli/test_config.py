@@ -189,7 +189,11 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
 
 @pytest.mark.parametrize(
     ("extra", "told"),
-    [("{", "--extra: not JSON: "), ("3", '--extra: expected a mapping, such as {"arena.max_bytes": "8GiB"}')],
+    [
+        ("{", "--extra: not JSON: "),
+        ("[" * 100_000, "--extra: not JSON: "),
+        ("3", '--extra: expected a mapping, such as {"arena.max_bytes": "8GiB"}'),
+    ],
 )
 def test_an_extra_config_that_is_not_a_json_mapping_is_refused(invoke, file, extra, told):
     for command in ("show", "check"):

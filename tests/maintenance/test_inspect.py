@@ -141,6 +141,7 @@ def test_encrypted_records_show_their_key_id_only(tmp_path):
         ([], "name a directory, or a tier"),
         (["--tier", "disk"], "name its file with --config"),
         (["--tier", "{nonsense"], "expected a tier as JSON"),
+        (["--tier", '{"name":' * 100_000], "expected a tier as JSON"),
         (["--tier", '{"name": "cpu"}'], "memory of the engine's own process"),
         (["--tier", '{"name": "dsik"}'], "did you mean disk"),
         ([".", "not-a-key"], "expected a key of 32 hex digits"),
