@@ -50,11 +50,14 @@ def test_a_request_aborted_while_it_is_loaded(engine: Engine, reference: Referen
     engine.step_until("WAITING_FOR_REMOTE_KVS", name)
     engine.call("abort", names=[name])
     held = engine.call("free_blocks")[0]
+    engine.call("step")  # tells the worker of the abort
+    has_work = engine.call("has_work")
     beside = engine.ask(other)
     was_reset = engine.call("reset", connector=False)
     engine.call("call", name="let_copies_go")
 
     assert held == BLOCKS - 1 - 12  # vLLM keeps its blocks until the load has ended
+    assert has_work  # and steps until then, also without other requests
     assert not was_reset
     assert_same(beside, reference(other))
     assert_nothing_is_held(engine)

@@ -161,6 +161,10 @@ class Child:
         """Whether our scheduler connector asks the worker connector: connected, and no reset under way."""
         return bool(self._scheduler.connector.scheduler.ready)
 
+    def has_work(self) -> bool:
+        """Whether vLLM would step by itself."""
+        return bool(self._scheduler.has_requests())
+
     def overlaps(self) -> bool:
         """Whether vLLM schedules a step before the one before it has ended."""
         return self._engine.engine_core.engine_core.batch_queue is not None

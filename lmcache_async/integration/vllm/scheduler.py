@@ -635,8 +635,11 @@ class SchedulerConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether vLLM must keep stepping for us to learn of the end of copies."""
-        return bool(self._pins)
+        """Whether vLLM must keep stepping for us to learn of the end of copies.
+
+        Loads of aborted requests count: vLLM holds their blocks until the end, and cannot sleep before.
+        """
+        return bool(self._pins or self._loads)
 
     @property
     def would_free_blocks(self) -> bool:

@@ -535,8 +535,10 @@ def test_a_request_aborted_in_the_middle_of_its_load_stores_nothing_and_gives_it
 
     assert bench.idle().stores == ()
     assert not bench.client.released
+    assert bench.scheduler.has_work  # or vLLM would not step, and not learn that the load has ended
     bench.report(finished={request.request_id})
     assert len(bench.client.released) == 1
+    assert not bench.scheduler.has_work
 
 
 def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again():
