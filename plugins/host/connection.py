@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
-from lmcache_async.daemon.address import check_directory, peer_of
+from lmcache_async.daemon.address import check_directory, default_socket, peer_of
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
     PROTOCOL,
@@ -30,18 +29,20 @@ from lmcache_async.daemon.messages import (
     pack_hello,
     pack_numbers,
     unpack_figures,
-    unpack_grants,
     unpack_welcome,
 )
-from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierUnavailableError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.region import Region
 from lmcache_async.plugins.host.mapping import Mapping
 
 if TYPE_CHECKING:
-    from lmcache_async.daemon.messages import Grant
+    from lmcache_async.plugins.host.config import HostConfig
 
-T = TypeVar("T")
+logger = LimitedLogger(logging.getLogger(__name__))
 
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
 MAX_UNANSWERED = 256
 """Maximum number of unanswered requests. Further requests fail, except commits."""
 MAX_UNANSWERED_BYTES = 16 << 20
@@ -129,21 +130,6 @@ class Connection(asyncio.Protocol):
         except asyncio.CancelledError:
             _forget(request)
             raise
-
-    def parse(self, decode: Callable[[], T]) -> T:
-        """Return the result of `decode`, which decodes an answer.
-
-        Raises:
-            TierUnavailableError: The answer does not match the request. The connection is closed.
-        """
-        try:
-            return decode()
-        except ProtocolError as error:
-            raise self.fail(error) from error
-
-    def parse_grants(self, answer: bytes, count: int) -> list[Grant]:
-        """Decode `count` grants, as `parse`."""
-        return self.parse(partial(unpack_grants, answer, count, self.mapping.nbytes))
 
     def give_back(self, leases: list[int]) -> None:
         """Release leases and reservations. The end of the connection releases them too."""
@@ -233,78 +219,169 @@ def _forget(request: _Request) -> None:
         request.unwanted(answer.result())
 
 
-@dataclass(frozen=True, slots=True)
-class Dialer:
-    """Opens connections to the daemon.
+class Link:
+    """Keeps one connection to the daemon open and reconnects after it is lost.
 
-    Attributes:
-        path: Path of the socket.
-        hello: First message to the daemon.
-        users: User ids that the daemon may run as.
-        timeout_s: Longest time to connect, in seconds.
+    Args:
+        config: Options of the tier.
         pin: Whether to pin the memory for CUDA.
         pin_device: See `Region`.
-        prefault: See `Region`.
+
+    Attributes:
+        connected: Set while there is a connection.
     """
 
-    path: Path
-    hello: Hello
-    users: frozenset[int]
-    timeout_s: float
-    pin: bool
-    pin_device: int | None
-    prefault: bool
+    def __init__(self, config: HostConfig, *, pin: bool, pin_device: int | None) -> None:
+        self.connected = asyncio.Event()
+        self._config = config
+        self._path = config.socket or default_socket()
+        self._where = f"daemon at {self._path}"
+        self._pin = pin
+        self._pin_device = pin_device
+        self._connection: Connection | None = None
+        self._lost = asyncio.Event()
+        self._reason: TierError = TierUnavailableError(f"{self._where}: not connected")
+        self._task: asyncio.Task[None] | None = None
+        self._mappings: list[Mapping] = []  # of connections that have ended
+        self._evictions = 0  # of connections that have ended
+        self._first = 0  # evictions before the current connection
 
     @property
-    def where(self) -> str:
-        return f"daemon at {self.path}"
+    def connection(self) -> Connection:
+        """The current connection.
 
-    async def dial(self, ended: Callable[[Connection], None]) -> Connection:
+        Raises:
+            TierUnavailableError: There is no connection.
+        """
+        connection = self._connection
+        if connection is None or not connection.usable:
+            raise self._reason.with_traceback(None)
+        return connection
+
+    @property
+    def figures(self) -> Figures | None:
+        """Figures in the last answer; None without a connection."""
+        return None if self._connection is None else self._connection.figures
+
+    @property
+    def evictions(self) -> int:
+        """Evictions of the tenant while this process was connected."""
+        figures = self.figures
+        return self._evictions + (0 if figures is None else figures.evictions - self._first)
+
+    async def open(self) -> None:
+        """Connect. If the daemon cannot be reached, keep trying in the background."""
+        try:
+            await self._dial()
+        except TierUnavailableError as error:
+            logger.report(
+                "open", "the host tier misses every chunk until its daemon can be reached: %s", error
+            )
+            self._lost.set()
+        self._task = asyncio.create_task(self._keep())
+
+    def close(self) -> None:
+        """Close the connection and stop reconnecting. Calls under way fail with TierClosedError."""
+        self._reason = TierClosedError("the host tier is closed")
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.close(self._reason)
+
+    async def wait_closed(self) -> None:
+        """Wait until the background task and the connection have ended, and unused memory is unmapped."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.wait_closed()
+        await asyncio.gather(*(mapping.wait_closed() for mapping in self._mappings))
+
+    async def _keep(self) -> None:
+        while True:
+            await self._lost.wait()
+            pause = FIRST_PAUSE_S
+            while self._connection is None:
+                try:
+                    await self._dial()
+                    break
+                except TierUnavailableError:
+                    pass
+                except Exception as error:  # noqa: BLE001 - no free thread or memory now; the next attempt may have it
+                    logger.report("dial", "%s: cannot connect: %r", self._where, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_S)
+
+    async def _dial(self) -> None:
+        connection = await self.connect()
+        if not connection.usable:
+            raise TierUnavailableError(f"{self._where}: the connection was lost during the handshake")
+        self._lost.clear()
+        self._connection = connection
+        self._first = connection.figures.evictions
+        self.connected.set()
+
+    def _ended(self, connection: Connection) -> None:
+        self._mappings = [mapping for mapping in self._mappings if not mapping.closed]
+        self._mappings.append(connection.mapping)
+        if connection is not self._connection:
+            return  # it was never in use
+        self._evictions += connection.figures.evictions - self._first
+        self._connection = None
+        self.connected.clear()
+        self._lost.set()
+        if not isinstance(self._reason, TierClosedError):
+            logger.report(
+                "lost",
+                "%s: the connection was lost; the host tier misses every chunk until it is restored",
+                connection.where,
+            )
+
+    async def connect(self) -> Connection:
         """Connect and wait for a first answer. If the call is cancelled, no connection is left open.
-
-        Args:
-            ended: Called once, after the connection has ended.
 
         Raises:
             TierUnavailableError: The daemon cannot be reached, is not ready, runs as another user, or breaks
                 the protocol.
         """
         try:
-            check_directory(self.path, make=False)
-            async with asyncio.timeout(self.timeout_s):
-                return await self._dial(ended)
+            check_directory(self._path, make=False)
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                return await self._connect()
         except TimeoutError as error:
             raise TierUnavailableError(
-                f"{self.where}: no connection within connect_timeout_s of {self.timeout_s} s"
+                f"{self._where}: no connection within connect_timeout_s of {self._config.connect_timeout_s} s"
             ) from error
         except (OSError, ProtocolError, ConfigError) as error:
-            raise TierUnavailableError(f"{self.where}: cannot connect: {error}") from error
+            raise TierUnavailableError(f"{self._where}: cannot connect: {error}") from error
 
-    async def _dial(self, ended: Callable[[Connection], None]) -> Connection:
+    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(connected.close)
-            await loop.sock_connect(connected, os.fspath(self.path))
+            await loop.sock_connect(connected, os.fspath(self._path))
             _, user = peer_of(connected)
-            if user not in self.users:
-                expected = " or ".join(map(str, sorted(self.users)))
+            if user not in self._config.trusted_users:
+                expected = " or ".join(map(str, sorted(self._config.trusted_users)))
                 raise PermissionError(
                     f"it runs as user {user}, expected {expected}; set daemon_uid to its user if it is trusted"
                 )
-            await loop.sock_sendall(connected, pack_hello(self.hello))
+            hello = Hello(PROTOCOL, self._config.tenant, self._config.max_lease_bytes or 0)
+            await loop.sock_sendall(connected, pack_hello(hello))
             anchor = connected.dup()
             undo.callback(anchor.close)
             welcome, region = await self._receive(connected)
             mapping = Mapping(region, anchor)
             undo.callback(mapping.end)
-            connection = Connection(self.where, welcome.daemon, mapping, ended)
+            connection = Connection(self._where, welcome.daemon, mapping, self._ended)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
-            await connection.ask(Op.CONTAINS, timeout_s=self.timeout_s)  # waits for the first figures
+            await connection.ask(
+                Op.CONTAINS, timeout_s=self._config.connect_timeout_s
+            )  # waits for the first figures
         except BaseException:
-            connection.close(TierUnavailableError(f"{self.where}: the connection attempt was abandoned"))
+            connection.close(TierUnavailableError(f"{self._where}: the connection attempt was abandoned"))
             await connection.wait_closed()
             raise
         return connection
@@ -335,10 +412,10 @@ class Dialer:
         return Region(
             nbytes,
             grain_bytes=nbytes,  # a record at any offset must be within one pinned range
-            pin=self.pin,
-            pin_device=self.pin_device,
+            pin=self._pin,
+            pin_device=self._pin_device,
             huge_pages=True,
-            prefault=self.prefault,
+            prefault=self._config.prefault,
             fd=descriptor,
         )
 

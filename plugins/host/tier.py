@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from lmcache_async.daemon.address import default_socket
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
-    PROTOCOL,
     Grant,
-    Hello,
     Op,
     ProtocolError,
     Refusal,
@@ -21,16 +17,16 @@ from lmcache_async.daemon.messages import (
     pack_numbers,
     pack_wishes,
     unpack_flags,
+    unpack_grants,
     unpack_keys,
     unpack_numbers,
 )
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host.config import HostConfig
-from lmcache_async.plugins.host.connection import Dialer
+from lmcache_async.plugins.host.connection import Link
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
-from lmcache_async.plugins.host.link import Link
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
 from lmcache_async.tiers.calls import Calls
 from lmcache_async.tiers.results import no_memory, read_results, unwrap
@@ -149,7 +145,7 @@ class HostTier(Tier):
         """Remove all records of the tenant, including those of other engines."""
         with self._call() as connection:
             answer = await self._ask(connection, Op.CLEAR)
-            [count] = connection.parse(partial(unpack_numbers, answer))
+            [count] = unpack_numbers(answer)
         return count
 
     def statistics(self) -> TierStatistics:
@@ -169,19 +165,9 @@ class HostTier(Tier):
 
     async def __aenter__(self) -> Self:
         """Open. If the daemon cannot be reached, the tier connects in the background."""
-        config = self._config
-        dialer = Dialer(
-            path=config.socket or default_socket(),
-            hello=Hello(PROTOCOL, config.tenant, config.max_lease_bytes or 0),
-            users=config.trusted_users,
-            timeout_s=config.connect_timeout_s,
-            pin=self._pin,
-            pin_device=self._pin_device,
-            prefault=config.prefault,
-        )
-        link = Link(dialer)
+        link = Link(self._config, pin=self._pin, pin_device=self._pin_device)
         await link.open()
-        self._copier = Copier(config.copy_threads)
+        self._copier = Copier(self._config.copy_threads)
         self._link = link
         return self
 
@@ -200,11 +186,15 @@ class HostTier(Tier):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Connection]:
+        """The connection for a call. It is closed if an answer does not match its request."""
         if self._link is None:
             raise TierClosedError("the host tier is not open")
         connection = self._link.connection
         with self._calls.one():
-            yield connection
+            try:
+                yield connection
+            except ProtocolError as error:
+                raise connection.fail(error) from error
 
     async def _ask(self, connection: Connection, op: Op, *parts: bytes) -> bytes:
         return await connection.ask(op, *parts, timeout_s=self._config.lookup_timeout_s)
@@ -214,7 +204,7 @@ class HostTier(Tier):
         with self._call() as connection:
             for part in _parts(keys):
                 answer = await self._ask(connection, op, pack_keys(part))
-                flags += connection.parse(partial(unpack_flags, answer, len(part)))
+                flags += unpack_flags(answer, len(part))
         return flags
 
     async def _listed(self) -> list[ChunkKey]:
@@ -224,7 +214,7 @@ class HostTier(Tier):
             with self._call() as connection:
                 while True:
                     answer = await self._ask(connection, Op.KEYS, pack_numbers([len(found)]))
-                    piece = connection.parse(partial(unpack_keys, answer))
+                    piece = unpack_keys(answer)
                     found += piece
                     if len(piece) < MAX_ITEMS:
                         return found
@@ -233,13 +223,15 @@ class HostTier(Tier):
         """Request leases or reservations. Those that arrive after a cancellation or timeout are released."""
 
         def unwanted(answer: bytes) -> None:
-            with contextlib.suppress(TierError):
-                connection.give_back(_leases_of(connection.parse_grants(answer, count)))
+            try:
+                connection.give_back(_leases_of(unpack_grants(answer, count, connection.mapping.nbytes)))
+            except ProtocolError as error:
+                connection.fail(error)
 
         connection.mapping.flush()  # ended leases must not count against the limit of this engine
         answer = await connection.ask(op, body, timeout_s=self._config.transfer_timeout_s, unwanted=unwanted)
         connection.check()  # if it was lost after the answer, the leases have ended
-        return connection.parse_grants(answer, count)
+        return unpack_grants(answer, count, connection.mapping.nbytes)
 
     async def _put(
         self, connection: Connection, items: Sequence[tuple[ChunkKey, Buffer]]
@@ -249,7 +241,7 @@ class HostTier(Tier):
         results: list[TierError | None] = [_outcome_of(grant) for grant in grants]
         given = [position for position, grant in enumerate(grants) if grant.lease]
         if any(grants[position].nbytes != items[position][1].nbytes for position in given):
-            raise connection.fail(ProtocolError("a reservation does not have the requested length"))
+            raise ProtocolError("a reservation does not have the requested length")
         if not given:
             return results
         try:
@@ -259,7 +251,7 @@ class HostTier(Tier):
             raise
         commits = pack_commits((grants[position].lease, items[position][0]) for position in given)
         answer = await connection.ask(Op.COMMIT, commits, timeout_s=self._config.transfer_timeout_s)
-        flags = connection.parse(partial(unpack_flags, answer, len(given)))
+        flags = unpack_flags(answer, len(given))
         for position, flag in zip(given, flags, strict=True):
             if flag != Refusal.NONE:
                 results[position] = TierError("the daemon rejected the commit of a record")

@@ -25,7 +25,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer, Bytes
 from lmcache_async.plugins.host import HostTier, copying
-from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Dialer
+from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.results import memory_was_short
@@ -210,14 +210,14 @@ async def test_reconnecting_goes_on_after_an_unexpected_error(
     await put(tier, arena, 1)
     link = tier._link
     assert link is not None
-    dial, errors = Dialer.dial, [RuntimeError("can't start new thread")]
+    connect, errors = Link.connect, [RuntimeError("can't start new thread")]
 
-    async def fail_once(dialer: Dialer, ended: Any) -> Connection:
+    async def fail_once(link: Link) -> Connection:
         if errors:
             raise errors.pop()
-        return await dial(dialer, ended)
+        return await connect(link)
 
-    monkeypatch.setattr(Dialer, "dial", fail_once)
+    monkeypatch.setattr(Link, "connect", fail_once)
     link.connection.close(TierUnavailableError("lost"))
     async with asyncio.timeout(DEADLINE_S):
         while link.connected.is_set():
