@@ -21,38 +21,6 @@ MAX_TRIES = 64
 """Records whose neighbours are examined for one reservation. The pool is full for it if none of them suffices."""
 
 
-@dataclass(eq=False, slots=True)
-class Block:
-    """Memory of one record, and its state.
-
-    Attributes:
-        tenant: The tenant that holds it.
-        offset: Offset of its first byte, a multiple of 4096.
-        nbytes: Length of the record.
-        key: Key of the record; of a reservation the intended key, if known.
-        leases: Leases of readers and of the writer.
-        committed: Whether readers find the record.
-        used: Last use, on the pool's own clock.
-    """
-
-    tenant: str
-    offset: int
-    nbytes: int
-    key: ChunkKey | None = None
-    leases: int = 0
-    committed: bool = False
-    used: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that count against quotas: whole pages."""
-        return pages(self.nbytes)
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.held_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class TenantStatistics:
     """Statistics of a tenant.
@@ -127,6 +95,38 @@ class Tenant:
 
 
 @dataclass(eq=False, slots=True)
+class Block:
+    """Memory of one record, and its state.
+
+    Attributes:
+        owner: The tenant that holds it.
+        key: Key of the record.
+        offset: Offset of its first byte, a multiple of 4096.
+        nbytes: Length of the record.
+        leases: Leases of readers and of the writer.
+        committed: Whether readers find the record.
+        used: Last use, on the pool's own clock.
+    """
+
+    owner: Tenant
+    key: ChunkKey
+    offset: int
+    nbytes: int
+    leases: int = 0
+    committed: bool = False
+    used: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that count against quotas: whole pages."""
+        return pages(self.nbytes)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.held_bytes
+
+
+@dataclass(eq=False, slots=True)
 class Slot:
     """A lease of a record's memory. It ends exactly once, by `release`, or for a writer by `commit`.
 
@@ -141,8 +141,8 @@ class Slot:
     nbytes: int
     view: memoryview
     writes: bool
-    _block: Block = field(repr=False)
-    _ended: bool = field(default=False, repr=False)
+    block: Block = field(repr=False)
+    ended: bool = field(default=False, repr=False)
 
 
 class Pool:
@@ -201,13 +201,15 @@ class Pool:
         owner.readers += 1
         return self._slot(block, writes=False)
 
-    def reserve(self, tenant: str, nbytes: int, *, key: ChunkKey | None = None) -> Slot | None:
+    def reserve(self, tenant: str, key: ChunkKey, nbytes: int) -> Slot | None:
         """Reserve memory for a record, invisible to readers until `commit`; None if the pool is full.
+
+        The chunks that it continues are not evicted for it.
 
         Args:
             tenant: Tenant whose quota the memory counts against.
+            key: Key of the record.
             nbytes: Length of the record, at least 1.
-            key: Key of the record, if known: the chunks that it continues are not evicted for it.
 
         Raises:
             ValueError: `nbytes` is less than 1.
@@ -215,48 +217,45 @@ class Pool:
         if nbytes < 1:
             raise ValueError(f"a record has at least 1 byte, not {nbytes}")
         owner = self._tenant(tenant)
-        waits = key is not None and key not in owner.policy
-        if key is not None and waits:
+        is_new = key not in owner.policy
+        if is_new:
             owner.policy.add(key, 1)
-        block = self._take(owner, nbytes, key)
-        if block is None:
-            if key is not None and waits:
+        offset = self._take(owner, key, pages(nbytes))
+        if offset is None:
+            if is_new:
                 _forget(owner, key)
             return None
         self._clock += 1
-        block.used = self._clock
-        block.key = key
+        block = Block(owner, key, offset, nbytes, used=self._clock)
+        self._by_offset[block.offset] = self._by_end[block.end] = block
         owner.held_bytes += block.held_bytes
         owner.writers += 1
         return self._slot(block, writes=True)
 
-    def commit(self, tenant: str, key: ChunkKey, slot: Slot) -> None:
+    def commit(self, slot: Slot) -> None:
         """Make the record visible to readers and end the writer's lease.
 
         If the key already has a record, that one stays and this one is dropped: their contents are equal.
 
         Raises:
-            ValueError: The slot is of another tenant, or is not a writer's.
+            ValueError: The slot is not a writer's.
             RuntimeError: The lease has already ended.
         """
-        block = slot._block
-        if not slot.writes or block.tenant != tenant:
-            raise ValueError(f"slot at {slot.offset} is not a reservation of tenant {tenant}")
-        owner = self._tenants[tenant]
+        if not slot.writes:
+            raise ValueError(f"slot at {slot.offset} is not a reservation")
         self._end(slot)
+        block, owner = slot.block, slot.block.owner
         owner.writers -= 1
-        if block.key != key:
-            self._forget_intent(owner, block)
-        if key in owner.records:
+        if block.key in owner.records:
             self._free(block)
             return
-        block.key, block.committed = key, True
-        owner.records[key] = block
+        block.committed = True
+        owner.records[block.key] = block
         owner.record_bytes += block.held_bytes
         owner.sizes[block.held_bytes] += 1
-        if key not in owner.policy:
-            owner.policy.add(key, 1)
-        owner.policy.touch([key])
+        if block.key not in owner.policy:
+            owner.policy.add(block.key, 1)
+        owner.policy.touch([block.key])
 
     def release(self, slot: Slot) -> None:
         """End a reader's lease, or a writer's without a commit.
@@ -265,11 +264,11 @@ class Pool:
             RuntimeError: The lease has already ended.
         """
         self._end(slot)
-        block = slot._block
-        owner = self._tenants[block.tenant]
+        block, owner = slot.block, slot.block.owner
         if slot.writes:
             owner.writers -= 1
-            self._forget_intent(owner, block)
+            if block.key not in owner.records:
+                _forget(owner, block.key)
         else:
             owner.readers -= 1
         if not block.committed and not block.leases:
@@ -331,18 +330,13 @@ class Pool:
         return Slot(block.offset, block.nbytes, view, writes, block)
 
     def _end(self, slot: Slot) -> None:
-        if slot._ended:
+        if slot.ended:
             raise RuntimeError(f"the lease of the slot at {slot.offset} was released twice")
-        slot._ended = True
-        slot._block.leases -= 1
+        slot.ended = True
+        slot.block.leases -= 1
 
-    def _forget_intent(self, owner: Tenant, block: Block) -> None:
-        """Remove the key of a reservation from the eviction order, unless it has a record."""
-        if block.key is not None and block.key not in owner.records:
-            _forget(owner, block.key)
-
-    def _take(self, owner: Tenant, nbytes: int, key: ChunkKey | None) -> Block | None:
-        wanted = pages(nbytes)
+    def _take(self, owner: Tenant, key: ChunkKey, wanted: int) -> int | None:
+        """Allocate memory and evict records for it if necessary."""
         if wanted > owner.max_bytes:
             return None
         has_quota = owner.max_bytes < self._allocator.nbytes
@@ -357,17 +351,14 @@ class Pool:
                 return None
             for victim in victims:
                 self._evict(victim)
-        block = Block(owner.name, offset, nbytes)
-        self._by_offset[block.offset] = self._by_end[block.end] = block
-        return block
+        return offset
 
     def _evict(self, block: Block) -> None:
-        self._tenants[block.tenant].evictions += 1
+        block.owner.evictions += 1
         self._drop(block)
 
     def _drop(self, block: Block) -> None:
-        owner = self._tenants[block.tenant]
-        assert block.key is not None  # committed
+        owner = block.owner
         del owner.records[block.key]
         owner.record_bytes -= block.held_bytes
         owner.sizes[block.held_bytes] -= 1
@@ -379,11 +370,11 @@ class Pool:
             self._free(block)
 
     def _free(self, block: Block) -> None:
-        self._tenants[block.tenant].held_bytes -= block.held_bytes
+        block.owner.held_bytes -= block.held_bytes
         del self._by_offset[block.offset], self._by_end[block.end]
         self._allocator.give(block.offset, block.held_bytes)
 
-    def _choose(self, owner: Tenant, wanted: int, key: ChunkKey | None) -> Sequence[Block]:
+    def _choose(self, owner: Tenant, wanted: int, key: ChunkKey) -> Sequence[Block]:
         """Return records to evict for `wanted` bytes: the least recently used one, and neighbours if necessary.
 
         Leased records, reserved bytes of other tenants and the chunks that the new chunk continues are never
@@ -412,7 +403,7 @@ class Pool:
         return self._around(owner, min(oldest, key=lambda block: block.used), wanted, kept)
 
     def _around(
-        self, owner: Tenant, block: Block, wanted: int, kept: Callable[[], set[int]]
+        self, owner: Tenant, block: Block, wanted: int, kept: Callable[[], set[ChunkKey]]
     ) -> Sequence[Block]:
         """Return the record and the neighbours to evict with it so that `wanted` bytes are unused; () if none do.
 
@@ -423,14 +414,16 @@ class Pool:
         start, end = block.offset, block.end
         while True:
             victims.append(block)
-            taken[block.tenant] += block.held_bytes
+            taken[block.owner.name] += block.held_bytes
             start, end = self._allocator.unused_around(min(start, block.offset), max(end, block.end))
             if end - start >= wanted:
                 return victims
             beside = [
                 each
                 for each in (self._by_end.get(start), self._by_offset.get(end))
-                if each is not None and self._may_take(owner, each, taken) and id(each) not in kept()
+                if each is not None
+                and self._may_take(owner, each, taken)
+                and not (each.owner is owner and each.key in kept())
             ]
             if not beside:
                 return ()
@@ -438,11 +431,11 @@ class Pool:
 
     def _may_take(self, owner: Tenant, block: Block, taken: Mapping[str, int]) -> bool:
         """Whether the record can be evicted for a record of `owner`, with `taken` bytes of each tenant."""
-        if not _is_unused(block) or block.tenant == owner.name:
-            return _is_unused(block)
-        tenant = self._tenants[block.tenant]
-        left_bytes = tenant.held_bytes - taken.get(tenant.name, 0) - block.held_bytes
-        return left_bytes >= tenant.reserved_bytes
+        if not _is_unused(block):
+            return False
+        other = block.owner
+        left_bytes = other.held_bytes - taken.get(other.name, 0) - block.held_bytes
+        return other is owner or left_bytes >= other.reserved_bytes
 
 
 def _forget(owner: Tenant, key: ChunkKey) -> None:
@@ -465,11 +458,11 @@ def _among(tenant: Tenant, may_go: Callable[[Block], bool]) -> Callable[[ChunkKe
     return evictable
 
 
-def _ancestors(tenant: Tenant, key: ChunkKey | None) -> set[int]:
-    """Return the ids of the blocks of the chunks that the chunk continues."""
-    found: set[int] = set()
-    while key is not None and (key := tenant.policy.before(key)) is not None:
-        block = tenant.records.get(key)
-        if block is not None:
-            found.add(id(block))
+def _ancestors(tenant: Tenant, key: ChunkKey) -> set[ChunkKey]:
+    """Return the keys of the chunks that the chunk continues."""
+    found: set[ChunkKey] = set()
+    before = tenant.policy.before(key)
+    while before is not None:
+        found.add(before)
+        before = tenant.policy.before(before)
     return found

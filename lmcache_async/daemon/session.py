@@ -173,7 +173,7 @@ class Session(asyncio.Protocol):
             elif self._lease_bytes + nbytes > self._max_lease_bytes:
                 grants.append(Grant(0, refusal=Refusal.TOO_MUCH))
             else:
-                slot = self._pool.reserve(self.tenant, nbytes, key=key)
+                slot = self._pool.reserve(self.tenant, key, nbytes)
                 grants.append(Grant(0, refusal=Refusal.FULL) if slot is None else self._grant(slot))
         return messages.pack_grants(grants)
 
@@ -189,15 +189,15 @@ class Session(asyncio.Protocol):
 
     def _commit(self, body: bytes) -> bytes:
         commits = messages.unpack_commits(body)
-        for lease, _ in commits:
-            self._check(lease, writes=True)
+        for lease, key in commits:
+            self._check(lease, key)
         if len({lease for lease, _ in commits}) < len(commits):
             raise ProtocolError("a message commits the same lease twice")
         outcomes: list[Refusal] = []
-        for lease, key in reversed(commits):  # as for leases: prefixes are the most recently used
+        for lease, _ in reversed(commits):  # as for leases: prefixes are the most recently used
             slot = self._take(lease)
             if _is_record(slot):
-                self._pool.commit(self.tenant, key, slot)
+                self._pool.commit(slot)
                 outcomes.append(Refusal.NONE)
             else:
                 self._pool.release(slot)
@@ -209,10 +209,11 @@ class Session(asyncio.Protocol):
             self._check(lease)
             self._pool.release(self._take(lease))
 
-    def _check(self, lease: int, *, writes: bool = False) -> None:
+    def _check(self, lease: int, key: ChunkKey | None = None) -> None:
+        """Check that the client has the lease; with a key, that it is the reservation of that key."""
         slot = self._leases.get(lease)
-        if slot is None or (writes and not slot.writes):
-            raise ProtocolError(f"this client has no {'reservation' if writes else 'lease'} {lease}")
+        if slot is None or (key is not None and not (slot.writes and slot.block.key == key)):
+            raise ProtocolError(f"this client has no {'lease' if key is None else 'reservation'} {lease}")
 
     def _take(self, lease: int) -> Slot:
         slot = self._leases.pop(lease)

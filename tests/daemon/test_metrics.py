@@ -18,8 +18,8 @@ def values(pool):
 
 
 def put(pool, tenant, number):
-    slot = pool.reserve(tenant, 4096, key=key_of(number))
-    pool.commit(tenant, key_of(number), slot)
+    slot = pool.reserve(tenant, key_of(number), 4096)
+    pool.commit(slot)
 
 
 def test_the_pool_is_exported_by_tenant():
@@ -27,7 +27,7 @@ def test_the_pool_is_exported_by_tenant():
     for number in range(20):
         put(pool, "team", number)
     pool.lease("team", key_of(19))
-    pool.reserve("other", 100)
+    pool.reserve("other", key_of(0), 100)
 
     told = values(pool)
 

@@ -42,10 +42,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: dict[Slot, bytes] = {}
         self.read: dict[Slot, tuple[str, bytes]] = {}  # slots of readers, of records that are not removed
 
-    @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=st.none() | numbers)
-    def reserve(self, tenant: str, nbytes: int, number: int | None):
+    @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=numbers)
+    def reserve(self, tenant: str, nbytes: int, number: int):
         before = self.pool.statistics().tenants
-        slot = self.pool.reserve(tenant, nbytes, key=None if number is None else key_of(number))
+        slot = self.pool.reserve(tenant, key_of(number), nbytes)
         after = self.pool.statistics().tenants
         b = after["b"]
         if tenant != "b" and b.evictions > before["b"].evictions:
@@ -59,12 +59,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.live[slot] = content
         return (tenant, slot, content)
 
-    @rule(writer=consumes(writers), number=numbers)
-    def commit(self, writer: tuple[str, Slot, bytes], number: int) -> None:
+    @rule(writer=consumes(writers))
+    def commit(self, writer: tuple[str, Slot, bytes]) -> None:
         tenant, slot, content = writer
-        key = key_of(number)
+        key = slot.block.key
         there = self.pool.contains(tenant, [key]) == [True]
-        self.pool.commit(tenant, key, slot)
+        self.pool.commit(slot)
         del self.live[slot]
         if not there:
             self.contents[tenant, key] = content
@@ -82,14 +82,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.contains(tenant, [key_of(number) for number in some])
         for number in some:
             key = key_of(number)
-            slot = self.pool.reserve(tenant, nbytes, key=key)
+            slot = self.pool.reserve(tenant, key, nbytes)
             if slot is None or key in self.pool.keys(tenant):
                 if slot is not None:
                     self.pool.release(slot)
                 continue
             self.serial += 1
             slot.view[:] = self.contents[tenant, key] = (str(self.serial).encode() * nbytes)[:nbytes]
-            self.pool.commit(tenant, key, slot)
+            self.pool.commit(slot)
 
     @rule(target=readers, which=st.integers(0, 100), times=st.integers(1, 3))
     def lease(self, which: int, times: int):

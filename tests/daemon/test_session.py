@@ -307,3 +307,12 @@ def test_a_file_that_replaced_the_socket_is_not_removed() -> None:
             path.unlink()
             path.write_text("theirs")
         assert path.read_text() == "theirs"
+
+
+def test_a_reservation_is_committed_under_its_own_key_only(daemon: ThreadedDaemon) -> None:
+    with client(daemon, "keys") as one:
+        grant = one.reserve(1, 10_000)
+        one.socket.sendall(frame(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(2))])))
+        assert one.ends()
+    with client(daemon, "keys") as another:
+        assert another.ask(Op.CONTAINS, key_of(1) + key_of(2)) == b"\x00\x00"

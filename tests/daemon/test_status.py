@@ -24,9 +24,9 @@ def daemon() -> Iterator[ThreadedDaemon]:
 
 def put(daemon: ThreadedDaemon, tenant: str, nbytes: int) -> None:
     def run() -> None:
-        slot = daemon.pool.reserve(tenant, nbytes)
+        slot = daemon.pool.reserve(tenant, key_of(1), nbytes)
         assert slot is not None
-        daemon.pool.commit(tenant, key_of(1), slot)
+        daemon.pool.commit(slot)
 
     daemon.call(run)
 

@@ -106,10 +106,10 @@ class ThreadedDaemon:
             if not content:
                 return False
             self.pool.remove(tenant, key)
-            target = self.pool.reserve(tenant, len(content))
+            target = self.pool.reserve(tenant, key, len(content))
             assert target is not None
             target.view[:] = content
-            self.pool.commit(tenant, key, target)
+            self.pool.commit(target)
             return True
 
         return self.call(replace)

@@ -66,10 +66,10 @@ def churn(daemon: ThreadedDaemon) -> None:
 
     def write() -> None:
         for number in range(3000):
-            slot = daemon.pool.reserve("churn", RECORD_BYTES)
+            slot = daemon.pool.reserve("churn", key_of(number), RECORD_BYTES)
             if slot is not None:
                 slot.view[:] = b"\xee" * RECORD_BYTES
-                daemon.pool.commit("churn", ChunkKey(number.to_bytes(16, "big")), slot)
+                daemon.pool.commit(slot)
 
     daemon.call(write)
 
@@ -321,7 +321,7 @@ async def test_a_full_pool_says_so_and_has_room_again(
     hold: list[object] = []
 
     def fill() -> None:
-        while (slot := daemon.pool.reserve("hog", 64 << 10)) is not None:
+        while (slot := daemon.pool.reserve("hog", key_of(len(hold)), 64 << 10)) is not None:
             hold.append(slot)
 
     daemon.call(fill)

@@ -24,7 +24,8 @@ class HostMachine(TierMachine):
         if not hasattr(self, "daemon"):
             wanted = max_bytes or 8 << 20
             self.daemon = ThreadedDaemon(directory / "s")
-            limits = {"max_bytes": wanted, "max_client_bytes": wanted}
+            # A call may lease a record more than once.
+            limits = {"max_bytes": wanted, "max_client_bytes": 16 * wanted}
             self.daemon.config = self.daemon.config.model_copy(update=limits)
             self.daemon.__enter__()
         return host_tier(self.daemon.path, tenant="t")
@@ -37,10 +38,10 @@ class HostMachine(TierMachine):
         """It may cost this one some, and that is counted; it is never seen here."""
 
         def put() -> None:
-            slot = self.daemon.pool.reserve("other", nbytes)
+            slot = self.daemon.pool.reserve("other", ChunkKey(b"k" * 16), nbytes)
             if slot is not None:
                 slot.view[:] = b"\xaa" * nbytes
-                self.daemon.pool.commit("other", ChunkKey(b"k" * 16), slot)
+                self.daemon.pool.commit(slot)
 
         self.daemon.call(put)
         self.run(self.tier.contains(ChunkKey(bytes(16))))  # what an answer tells is known here from then on

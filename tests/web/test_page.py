@@ -7,6 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect
 
+from lmcache_async.types import ChunkKey
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.web.serving import served
 
@@ -157,12 +158,12 @@ def test_a_daemon_has_a_page_of_its_tenants(page: Page, console: list[str]) -> N
     tenant = "chat"
     quota = {tenant: {"max_bytes": "8MiB"}}
     with socket_path() as path, ThreadedDaemon(path, http={"listen": "127.0.0.1:0"}, tenants=quota) as daemon:
-        key = uuid.uuid4().bytes
+        key = ChunkKey(uuid.uuid4().bytes)
 
         def put() -> None:
-            slot = daemon.pool.reserve(tenant, 4096)
+            slot = daemon.pool.reserve(tenant, key, 4096)
             assert slot is not None
-            daemon.pool.commit(tenant, key, slot)  # type: ignore[arg-type]
+            daemon.pool.commit(slot)
 
         daemon.call(put)
         url = daemon.daemon.status_url

@@ -143,9 +143,9 @@ async def damaged_engine(directory: Path) -> str:
 
 def daemon() -> str:
     pool = Pool(memoryview(bytearray(64 << 10)))
-    slot = pool.reserve("team", 4096, key=key_of(1))
+    slot = pool.reserve("team", key_of(1), 4096)
     assert slot is not None
-    pool.commit("team", key_of(1), slot)
+    pool.commit(slot)
     return exposition(pool_samples(pool.statistics()).families()).decode()
 
 
