@@ -36,7 +36,7 @@ LAYERWISE = (
         "lmcache_async/integration/vllm/connector.py",
         "self._guard(lambda: side.wait_for_layer(layer_name), None)",
         "del side",
-        ("tests/unit/vllm/test_simulated.py::test_what_was_computed_once_is_loaded_back",),
+        ("tests/unit/vllm/test_simulated.py::test_a_hit_has_all_of_a_prompt_that_vllm_can_use",),
     ),
     Mutation(
         "a forward that did not wait for every layer is believed",

@@ -444,18 +444,10 @@ class LookupServer:
 
     async def _answer(self, message: Message) -> Message | None:
         match message:
-            case {
-                "op": "lookup",
-                "lookup_id": str(lookup_id),
-                "keys": bytes(keys),
-                "tail": bytes(tail),
-                "boundary_keys": bytes(runs),
-                "boundary_counts": bytes(counts),
-            }:
+            case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
+                runs, counts = message.get("boundary_keys", b""), message.get("boundary_counts", b"")
                 boundaries = _runs(unpack_keys(runs), unpack_counts(counts))
                 return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail), boundaries)
-            case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
-                return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail), ())
             case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys), "counts": bytes(counts)}:
                 return await self._first(lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
             case {"op": "unpin", "lookup_id": str(lookup_id)}:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_async.integration.vllm.groups import block_size_of
@@ -175,17 +174,6 @@ class RequestView(Protocol):
     def skip_reading_prefix_cache(self) -> bool: ...
 
 
-class Phase(Enum):
-    """Where a request is."""
-
-    NEW = "new"
-    LOOKING_UP = "looking up"
-    DECIDED = "decided"
-    LOADING = "loading"
-    COMPUTING = "computing"
-    FINISHED = "finished"
-
-
 @dataclass(frozen=True, slots=True)
 class Release:
     """Action: release the pins of a lookup."""
@@ -264,13 +252,6 @@ class StoreSpan:
     hashed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BoundarySpan:
-    """Action: store what the groups other than full attention need to continue after `boundary` tokens."""
-
-    boundary: int
-
-
 @dataclass(slots=True, eq=False)
 class _LookupState:
     lookup: Lookup
@@ -335,22 +316,9 @@ class RequestTracker:
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
         self._load_failed = False
         self._admitted = False
-        self._finished = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
         self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
         self._known_boundary = 0  # found by the lookup
-
-    @property
-    def phase(self) -> Phase:
-        if self._finished:
-            return Phase.FINISHED
-        if self._loading:
-            return Phase.LOADING
-        if self._admitted:
-            return Phase.COMPUTING
-        if self._lookup is None:
-            return Phase.NEW
-        return Phase.LOOKING_UP if self._lookup.answer is None else Phase.DECIDED
 
     @property
     def looks_up(self) -> bool:
@@ -629,14 +597,14 @@ class RequestTracker:
         full = min(full, self.keys.num_hashed // self._policy.chunk_size)
         return self._spans(full, tail and self.keys.tail is not None, in_flight, room)
 
-    def plan_boundaries(self, computed_tokens: int) -> list[BoundarySpan]:
-        """Plan the stores of the groups other than full attention at the boundaries that a step reaches.
+    def plan_boundaries(self, computed_tokens: int) -> list[int]:
+        """Boundaries that a step reaches, at which the groups other than full attention are stored.
 
         They are planned once: later the blocks may not exist any more.
         """
         due = self._due_boundaries(computed_tokens)
         self._boundaries = self._boundaries[len(due) :]
-        return [BoundarySpan(boundary) for boundary in due]
+        return due
 
     @property
     def shared_tokens(self) -> int:
@@ -672,7 +640,6 @@ class RequestTracker:
 
         Returns the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
-        self._finished = True
         full, tail = self._due(computed_tokens)
         spans = self._spans(full, tail, (), room)
         dropped = max(0, full - self._cursor.next_chunk) + (tail and self._cursor.tail_pending)

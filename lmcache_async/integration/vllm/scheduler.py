@@ -37,7 +37,6 @@ from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
 from lmcache_async.integration.vllm.request import (
-    BoundarySpan,
     RequestOptions,
     RequestPolicy,
     RequestTracker,
@@ -142,11 +141,16 @@ class BlockPins:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStore:
-    """A store whose blocks are pinned, with their ids by group. It is sent to the workers when its chunks have keys."""
+    """A store whose blocks are pinned, with their ids by group. It is sent to the workers when its chunks have keys.
+
+    Attributes:
+        span: Chunks of full attention; None if the other groups are stored at a boundary.
+    """
 
     job_id: int
     keys: RequestKeys
-    span: StoreSpan | BoundarySpan
+    span: StoreSpan | None
+    boundary: int
     epoch: int
     block_ids: tuple[bytes, ...]
     deadline: float
@@ -204,12 +208,7 @@ class StoreQueue:
                 raise RuntimeError(
                     f"request {tracker.request_id} does not have blocks {start} to {stop} of group {group.index}"
                 )
-        self._pins.pin(job_id, [block for some in pinned for block in some])
-        ids = tuple(pack_blocks(_ids(some)) for some in pinned)
-        store = _PlannedStore(
-            job_id, tracker.keys, span, epoch, ids, now + HASH_WAIT_S, hand_over=tracker.hands_over
-        )
-        self._planned.append(store)
+        self._plan(job_id, tracker, span, 0, pinned, epoch=epoch, now=now)
         if span.hashed and not span.is_tail:
             keys = tuple(tracker.keys.key(0, chunk) for chunk in range(span.first, span.stop))
             self._job_keys[job_id] = keys
@@ -219,7 +218,7 @@ class StoreQueue:
         self,
         job_id: int,
         tracker: RequestTracker,
-        span: BoundarySpan,
+        boundary: int,
         blocks: Sequence[Sequence[Any]],
         *,
         states: Mapping[int, int],
@@ -234,8 +233,8 @@ class StoreQueue:
         """
         needed: list[Sequence[Any]] = []
         for group in self._bounded:
-            start = group.first_needed(span.boundary) // group.block_size
-            stop = span.boundary // group.block_size
+            start = group.first_needed(boundary) // group.block_size
+            stop = boundary // group.block_size
             if group.state:
                 needed.append([self._pins.block(states[group.index])] if group.index in states else [])
             else:
@@ -246,12 +245,33 @@ class StoreQueue:
         if sum(map(len, needed)) > self._pins.room:
             self._metrics.skipped("blocks", sum(1 for some in needed if some))
             return False
-        self._pins.pin(job_id, [block for some in needed for block in some])
-        ids = tuple(pack_blocks(_ids(some)) for some in needed)
-        self._planned.append(
-            _PlannedStore(job_id, tracker.keys, span, epoch, ids, now + HASH_WAIT_S, hand_over=False)
-        )
+        self._plan(job_id, tracker, None, boundary, needed, epoch=epoch, now=now)
         return True
+
+    def _plan(
+        self,
+        job_id: int,
+        tracker: RequestTracker,
+        span: StoreSpan | None,
+        boundary: int,
+        blocks: Sequence[Sequence[Any]],
+        *,
+        epoch: int,
+        now: float,
+    ) -> None:
+        self._pins.pin(job_id, [block for some in blocks for block in some])
+        self._planned.append(
+            _PlannedStore(
+                job_id,
+                tracker.keys,
+                span,
+                boundary,
+                epoch,
+                tuple(pack_blocks(_ids(some)) for some in blocks),
+                now + HASH_WAIT_S,
+                hand_over=span is not None and tracker.hands_over,
+            )
+        )
 
     def take(self, now: float) -> tuple[Job, ...]:
         """Stores whose chunks have keys. Stores whose keys do not arrive in time are dropped."""
@@ -263,7 +283,7 @@ class StoreQueue:
             elif store.keys.failed or now > store.deadline:
                 self._pins.unpin(store.job_id)
                 span = store.span
-                self._metrics.skipped("keys", 1 if isinstance(span, BoundarySpan) else span.stop - span.first)
+                self._metrics.skipped("keys", 1 if span is None else span.stop - span.first)
                 logger.report(
                     "keys",
                     "the end of request %s is not stored: its chunks had no keys within %g s",
@@ -287,34 +307,20 @@ class StoreQueue:
 
     def _needed_tokens(self, store: _PlannedStore) -> int:
         span = store.span
-        if isinstance(span, BoundarySpan):
-            return span.boundary
+        if span is None:
+            return store.boundary
         return store.keys.num_prompt_tokens if span.is_tail else span.stop * self._chunk_size
 
     def _job(self, store: _PlannedStore) -> Job:
-        keys, span, size = store.keys, store.span, self._chunk_size
-        if isinstance(span, BoundarySpan):
-            return self._boundary_job(store, span)
-        if span.is_tail and keys.tail is not None:
-            tail = keys.tail
-            start, stop, packed = tail.start, tail.start + tail.num_tokens, tail.keys
-            texts = {0: tail.text} if tail.text else {}
+        keys, span = store.keys, store.span
+        if span is None:
+            parts = tuple(
+                boundary_part(keys, group, store.boundary, block_ids)
+                for group, block_ids in zip(self._bounded, store.block_ids, strict=True)
+                if block_ids
+            )
         else:
-            start, stop = span.first * size, span.stop * size
-            packed = keys.packed_keys(span.first, span.stop)
-            texts = keys.texts_of(span.first, span.stop)
-        has_parent = bool(start) and not span.is_tail
-        tokens = keys.packed_tokens(start, stop)
-        parents = keys.packed_keys(span.first - 1, span.first) if has_parent else ()
-        leading, *further = self._full
-        own = [
-            (leading, packed, parents),
-            *((group, keys.chunk_keys(group, packed), ()) for group in further),
-        ]
-        parts = tuple(
-            JobPart(group.index, start, tokens, group_keys, tuple(texts.items()), block_ids, group_parents)
-            for (group, group_keys, group_parents), block_ids in zip(own, store.block_ids, strict=True)
-        )
+            parts = self._parts(keys, span, store.block_ids)
         return Job(
             job_id=store.job_id,
             request_id=keys.request_id,
@@ -322,21 +328,33 @@ class StoreQueue:
             epoch=store.epoch,
             parts=parts,
             hand_over=store.hand_over,
-            event_lora_name=None if span.is_tail else keys.event_lora_name,
+            event_lora_name=None if span is None or span.is_tail else keys.event_lora_name,
         )
 
-    def _boundary_job(self, store: _PlannedStore, span: BoundarySpan) -> Job:
-        parts = tuple(
-            boundary_part(store.keys, group, span.boundary, block_ids)
-            for group, block_ids in zip(self._bounded, store.block_ids, strict=True)
-            if block_ids
-        )
-        return Job(
-            job_id=store.job_id,
-            request_id=store.keys.request_id,
-            request_namespace=store.keys.request_namespace,
-            epoch=store.epoch,
-            parts=parts,
+    def _parts(self, keys: RequestKeys, span: StoreSpan, block_ids: Sequence[bytes]) -> tuple[JobPart, ...]:
+        """The chunks of a span in each group of full attention. Those of the leading group have parents."""
+        size = self._chunk_size
+        parents: tuple[bytes, ...] = ()
+        if span.is_tail and (tail := keys.tail) is not None:
+            start, stop, packed = tail.start, tail.start + tail.num_tokens, tail.keys
+            texts = {0: tail.text} if tail.text else {}
+        else:
+            start, stop = span.first * size, span.stop * size
+            packed, texts = keys.packed_keys(span.first, span.stop), keys.texts_of(span.first, span.stop)
+            parents = keys.packed_keys(span.first - 1, span.first) if start else ()
+        tokens = keys.packed_tokens(start, stop)
+        leading = self._full[0]
+        return tuple(
+            JobPart(
+                group.index,
+                start,
+                tokens,
+                packed if group is leading else keys.chunk_keys(group, packed),
+                tuple(texts.items()),
+                ids,
+                parents if group is leading else (),
+            )
+            for group, ids in zip(self._full, block_ids, strict=True)
         )
 
 
@@ -398,7 +416,6 @@ class SchedulerConnector:
         self.metrics = SchedulerMetrics(self.load_policy, lambda: client.promises)
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
-        self._layerwise_loads: dict[str, _Load] = {}  # those of them that are part of the current step
         self._new_loads: list[Job] = []
         self._pins = BlockPins(config.vllm.max_pinned_fraction)
         self._stores = StoreQueue(
@@ -543,7 +560,8 @@ class SchedulerConnector:
                 # Tokens beyond the known ones are drafts or not sampled yet.
                 self._plan_stores(tracker, tracker.known_after(num_tokens), states)
         # The model waits for layer-wise loads, so such a step measures no prefill.
-        prompt_tokens = 0 if self._layerwise_loads else _prompt_tokens(output)
+        layerwise = any(load.job.layerwise for load in self._loads.values())
+        prompt_tokens = 0 if layerwise else _prompt_tokens(output)
         step = self.load_policy.prefill.begin(prompt_tokens, output.total_num_scheduled_tokens)
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
@@ -563,7 +581,7 @@ class SchedulerConnector:
             self._request_failed(request_id)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
-        for request_id in list(self._layerwise_loads):
+        for request_id in [name for name, load in self._loads.items() if load.job.layerwise]:
             self._load_ended(request_id)  # its step has ended, and its failures are recorded above
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
             report = output.kv_connector_worker_meta
@@ -581,7 +599,8 @@ class SchedulerConnector:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return None
-        if request.request_id in self._layerwise_loads and request.status != RequestStatus.FINISHED_ABORTED:
+        load = self._loads.get(request.request_id)
+        if load is not None and load.job.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
             self._load_ended(request.request_id)  # it has an output token, so its step loaded everything
         self._release(tracker.lookup_unused())
         tracker.skip_stored(self._client.epoch)
@@ -745,14 +764,11 @@ class SchedulerConnector:
             chunk_size=self._policy.chunk_size,
         )
         self._new_loads.append(job)
-        load = self._loads[tracker.request_id] = _Load(tracker, job, span.local)
-        if job.layerwise:
-            self._layerwise_loads[tracker.request_id] = load
+        self._loads[tracker.request_id] = _Load(tracker, job, span.local)
         self.metrics.load_planned()
 
     def _load_ended(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
-        self._layerwise_loads.pop(request_id, None)
         if load is not None:
             self._release(load.tracker.load_ended())
             self.metrics.load_ended(request_id, failed=load.tracker.load_failed)
@@ -788,7 +804,7 @@ class SchedulerConnector:
 
     def _may_be_unfilled(self, tokens: int) -> bool:
         """Whether some of the leading tokens that vLLM has may be in blocks that a layer-wise load still fills."""
-        return any(load.local_tokens < tokens for load in self._layerwise_loads.values())
+        return any(load.job.layerwise and load.local_tokens < tokens for load in self._loads.values())
 
     # Stores
 
@@ -808,18 +824,18 @@ class SchedulerConnector:
     def _add_boundaries(
         self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]
     ) -> None:
-        spans = tracker.plan_boundaries(computed_tokens)
-        if not spans:
+        boundaries = tracker.plan_boundaries(computed_tokens)
+        if not boundaries:
             return
         blocks, now = self._blocks(tracker.request_id), self._client.now()
-        for span in spans:
+        for boundary in boundaries:
             self._next_job += 1
             self._stores.add_boundary(
                 self._next_job,
                 tracker,
-                span,
+                boundary,
                 blocks,
-                states=states.get(span.boundary, {}),
+                states=states.get(boundary, {}),
                 epoch=self._client.epoch,
                 now=now,
             )

@@ -7,7 +7,6 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.request import BoundarySpan
 from lmcache_async.integration.vllm.scheduler import BlockPins, StoreQueue
 
 
@@ -76,19 +75,25 @@ def test_references_are_those_that_the_pool_counts(pool: BlockPool, pins: BlockP
     assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]
 
 
+def queue_of(pins: BlockPins, *groups: KVGroup) -> StoreQueue:
+    metrics: Any = SimpleNamespace(skipped=lambda *_: None)
+    return StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+
+
+TRACKER: Any = SimpleNamespace(keys=None, hands_over=False)
+
+
 @pytest.mark.parametrize(("first", "stored"), [(0, True), (2, True), (3, False)])
 def test_a_boundary_is_stored_only_while_its_whole_window_exists(
     pool: BlockPool, pins: BlockPins, first: int, stored: bool
 ):
     """Blocks 2 to 4 are needed; vLLM has replaced those before `first` by the null block."""
     groups = (KVGroup(0, 16), KVGroup(1, 16, window=40))
-    metrics: Any = SimpleNamespace(skipped=lambda *_: None)
-    tracker: Any = SimpleNamespace(keys=None)
-    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    queue = queue_of(pins, *groups)
     blocks = pool.get_new_blocks(5)
     table = [pool.null_block] * first + blocks[first:]
 
-    added = queue.add_boundary(1, tracker, BoundarySpan(80), [blocks, table], states={}, epoch=0, now=0.0)
+    added = queue.add_boundary(1, TRACKER, 80, [blocks, table], states={}, epoch=0, now=0.0)
 
     assert added == stored
     assert pins.pinned_blocks == (3 if stored else 0)
@@ -100,14 +105,12 @@ def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers(
 ):
     """The block table has another block in that place. A boundary without the state of every group is useless."""
     groups = (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN"))
-    metrics: Any = SimpleNamespace(skipped=lambda *_: None)
-    tracker: Any = SimpleNamespace(keys=None)
-    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    queue = queue_of(pins, *groups)
     full, *tables = (pool.get_new_blocks(5) for _ in groups)
     states = {group: pool.get_new_blocks(1)[0] for group in offered}
     ids = {group: block.block_id for group, block in states.items()}
 
-    added = queue.add_boundary(1, tracker, BoundarySpan(80), [full, *tables], states=ids, epoch=0, now=0.0)
+    added = queue.add_boundary(1, TRACKER, 80, [full, *tables], states=ids, epoch=0, now=0.0)
 
     assert added == (offered == (1, 2))
     assert all(block.ref_cnt == (2 if added else 1) for block in states.values())
@@ -116,15 +119,11 @@ def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers(
 
 def test_a_recurrent_state_in_a_free_block_is_not_stored(pool: BlockPool, pins: BlockPins):
     groups = (KVGroup(0, 16), KVGroup(1, 16, state="GDN"))
-    metrics: Any = SimpleNamespace(skipped=lambda *_: None)
-    tracker: Any = SimpleNamespace(keys=None)
-    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    queue = queue_of(pins, *groups)
     table = pool.get_new_blocks(5)
     [state] = pool.get_new_blocks(1)
     pool.free_blocks([state])
 
     states = {1: state.block_id}
-    assert not queue.add_boundary(
-        1, tracker, BoundarySpan(80), [table, table], states=states, epoch=0, now=0.0
-    )
+    assert not queue.add_boundary(1, TRACKER, 80, [table, table], states=states, epoch=0, now=0.0)
     assert state.ref_cnt == 0
