@@ -145,11 +145,12 @@ def test_prompts_with_a_common_prefix_continue_there_from_the_third_on(
     assert [answer.cached_tokens for answer in answers] == [0, 0, 256]
 
 
-def test_vllms_own_hit_is_extended(engine: Engine, plain: Reference) -> None:
-    prompt = tokens("extended", 600)
+@pytest.mark.parametrize("local", [200, 560], ids=["before the window", "in the window"])
+def test_vllms_own_hit_is_extended(engine: Engine, plain: Reference, local: int) -> None:
+    prompt = tokens(f"extended from {local}", 600)
     engine.ask(Question(prompt))
     engine.settle()
-    engine.ask(Question(prompt[:200]))  # leaves its blocks in vLLM's own prefix cache
+    engine.ask(Question(prompt[:local]))  # leaves its blocks in vLLM's own prefix cache
 
     answer = engine.ask(Question(prompt))
 
