@@ -50,7 +50,7 @@ class DiskConfig(TierConfig):
         path: Directory; created if it does not exist. One process at a time owns it.
         max_bytes: Maximum bytes of all record files, including those being written.
         odirect: Whether to use direct I/O, which bypasses the page cache; `auto`: if the file system supports it.
-        io_threads: Records read or written at the same time.
+        io_threads: Threads that read records, and as many others that write them.
         fsync: Whether a put returns only when the record survives a power failure. Without it, a record that
             did not survive fails its checksum and is a miss.
         quarantine: Whether corrupt records are moved to the folder `quarantine` instead of deleted.

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 4 << 20
 _SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it
-_MEMORY = frozenset({"tmpfs", "ramfs"})
-_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre"})
+_MEMORY = "name a path on a disk: this one is in memory and is lost at a reboot"
+_NETWORK = "name a path on a disk of this machine: a network file system is slow and shared"
+_UNSUITABLE = {
+    "overlay": "mount a volume there: the container's own layer is slow and deleted with it",
+    **dict.fromkeys(("tmpfs", "ramfs"), _MEMORY),
+    **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre"), _NETWORK),
+}
 _SCAN_S = 3.0
 _SPEED_S = 15.0  # for writing and for reading
 
@@ -76,16 +81,9 @@ def file_system_of(path: Path) -> str:
 def _check_file_system(root: Path, existing: Path) -> Check:
     name, kind = "file system", file_system_of(existing.resolve())
     found = f"{root} is on {kind}"
-    if kind in _MEMORY:
-        return warn(name, found, "name a path on a disk: this one is in memory and is lost at a reboot")
-    if kind in _NETWORK or kind.startswith("fuse"):
-        return warn(
-            name, found, "name a path on a disk of this machine: a network file system is slow and shared"
-        )
-    if kind == "overlay":
-        return warn(
-            name, found, "mount a volume there: the container's own layer is slow and deleted with it"
-        )
+    todo = _NETWORK if kind.startswith("fuse") else _UNSUITABLE.get(kind)
+    if todo is not None:
+        return warn(name, found, todo)
     return ok(name, found)
 
 
@@ -178,21 +176,14 @@ def _measure(file: Path, nbytes: int, *, direct: bool) -> tuple[float, float]:
 
 
 def _used_bytes(root: Path) -> int:
-    """Bytes of the records that are found within `_SCAN_S`.
-
-    0 if the directory does not exist or cannot be read, which other checks report.
-    """
-    directory, total, end = RecordDirectory(root), 0, time.monotonic() + _SCAN_S
-    try:
+    """Bytes of the records that are found within `_SCAN_S`. Other checks report a directory that cannot be read."""
+    total, end = 0, time.monotonic() + _SCAN_S
+    with closing(RecordDirectory(root)) as directory, suppress(OSError):
         directory.open_shared()
         for record in directory.scan():
             total += record.nbytes
             if time.monotonic() > end:
                 break
-    except OSError:
-        return 0
-    finally:
-        directory.close()
     return total
 
 

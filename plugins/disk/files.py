@@ -45,15 +45,10 @@ T = TypeVar("T")
 
 
 class RecordFiles:
-    """Writes, reads and deletes record files in one directory. Blocking.
+    """Writes, reads and deletes record files in one open directory. Blocking.
 
-    A record is written under a temporary name and renamed when it is complete.
-
-    Args:
-        directory: Open.
-        direct: Whether to use direct I/O.
-        fsync: Whether a write returns only when it is durable.
-        quarantine: Keeps rejected records; without it they are deleted.
+    A record is written under a temporary name and renamed when it is complete. Rejected records are deleted if
+    there is no quarantine.
     """
 
     def __init__(
@@ -72,9 +67,8 @@ class RecordFiles:
     def write(self, key: ChunkKey, view: memoryview, stamp: int) -> Failure | None:
         """Write and publish a record. After a failure no part of it is left.
 
-        Args:
-            view: The record in whole pages; the bytes after the end of the record have no meaning.
-            stamp: mtime of the file, in ns.
+        `view` is in whole pages; the bytes after the end of the record have no meaning. `stamp` is the mtime of
+        the file in ns.
         """
         try:
             _record_size(view)
@@ -102,12 +96,11 @@ class RecordFiles:
         return None
 
     def open(self, key: ChunkKey, nbytes: int) -> int:
-        """Return a descriptor of the record's file, which must have that size. Opening never blocks on a pipe.
+        """Return a descriptor of the record's file. Opening never blocks on a pipe.
 
         Raises:
             ChunkCorruptError: It is not a regular file, or has another size.
-            FileNotFoundError: It does not exist.
-            OSError: It cannot be opened.
+            OSError: It does not exist or cannot be opened.
         """
         flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
@@ -248,12 +241,6 @@ class RecordReads:
     A disk is as fast with a few pieces in flight as with as many whole records, often faster. But whole
     records that are read side by side end together, and none can be verified and copied while the others are
     read.
-
-    Args:
-        files: The record files.
-        pool: Threads that read.
-        threads: Maximum number of threads that read at the same time.
-        piece_bytes: Approximate size of a piece.
     """
 
     def __init__(
@@ -291,9 +278,7 @@ class RecordReads:
     def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
         """Note that no read will be added. Return the positions of the reads that were withdrawn.
 
-        Args:
-            batch: The batch.
-            withdraw: Withdraw the reads that no thread has begun.
+        With `withdraw`, those that no thread has begun are.
         """
         with self._lock:
             batch.closed = True

@@ -58,12 +58,9 @@ class DiskIndex:
     `used_bytes` never exceeds `max_bytes`. At every moment it is at least the size of all record files,
     including those being written.
 
-    Args:
-        max_bytes: Maximum of `used_bytes`.
-        clock_ns: Wall clock.
-
     Attributes:
         used_bytes: Bytes of the records, the reservations and the records that were taken.
+        policy: Order of eviction. Uses of chunks are recorded there.
         evictions: Number of records evicted.
         undeletable: Records that must not be served and could not be deleted. Their bytes are counted.
         on_evicted: Called with the keys of evicted records, if set.
@@ -78,7 +75,7 @@ class DiskIndex:
         self._clock_ns = clock_ns
         self._entries: dict[ChunkKey, Entry] = {}
         self._reserved: dict[ChunkKey, Entry] = {}
-        self._policy = LRUPolicy()
+        self.policy = LRUPolicy()
         self._readers: Counter[ChunkKey] = Counter()
 
     def __len__(self) -> int:
@@ -105,29 +102,12 @@ class DiskIndex:
         for file in sorted(files, key=lambda file: file.used_ns):
             if file.nbytes <= self.max_bytes:
                 self._insert(file.key, Entry(file.nbytes, min(max(file.used_ns, 0), now)))
-        victims = self._policy.evict(self.used_bytes - self.max_bytes, lambda _: True)
+        victims = self.policy.evict(self.used_bytes - self.max_bytes, lambda _: True)
         for key in victims:
             self.used_bytes -= self._entries.pop(key).nbytes
         victims += too_large
         self.evictions += len(victims)
         return victims
-
-    def touch(self, keys: Sequence[ChunkKey], *, gapless: bool) -> None:
-        """Note the use of chunks of one prompt, given in prefix order."""
-        self._policy.touch(keys, gapless=gapless)
-
-    def touch_each(self, keys: Sequence[ChunkKey]) -> None:
-        """Note the use of chunks of one or several prompts, each prompt's in prefix order."""
-        self._policy.touch_each(keys)
-
-    @contextlib.contextmanager
-    def reading(self, key: ChunkKey) -> Iterator[None]:
-        """Exclude the record from eviction in the block."""
-        self.begin_reading(key)
-        try:
-            yield
-        finally:
-            self.end_reading(key)
 
     def begin_reading(self, key: ChunkKey) -> None:
         """Exclude the record from eviction until `end_reading`."""
@@ -154,12 +134,12 @@ class DiskIndex:
             raise TierFullError(f"a record of {nbytes} bytes is more than the tier's {self.max_bytes}")
         missing = max(self.used_bytes + nbytes - self.max_bytes, evict_bytes)
         # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
-        self._policy.add(key, nbytes)
-        victims = self._policy.evict(
+        self.policy.add(key, nbytes)
+        victims = self.policy.evict(
             missing, lambda k: k in self._entries and k not in self._readers and k not in busy
         )
         if missing > 0 and not victims:
-            self._policy.discard(key)
+            self.policy.discard(key)
             raise TierFullError(
                 f"cannot reserve {nbytes} bytes: {self.used_bytes} of {self.max_bytes} are used,"
                 " and the records that could be evicted are in use or too small"
@@ -183,7 +163,7 @@ class DiskIndex:
     def cancel(self, reservation: Reservation, *, left: Collection[ChunkKey]) -> None:
         """Release the reservation: nothing was published, and the victims named in `left` are still on disk."""
         del self._reserved[reservation.key]
-        self._policy.discard(reservation.key)
+        self.policy.discard(reservation.key)
         self.used_bytes -= reservation.held_bytes
         for key, entry in reservation.victims.items():
             if key in left:
@@ -194,7 +174,7 @@ class DiskIndex:
         """Remove a record that is to be deleted. Its bytes are counted until `forget` or `restore`."""
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._policy.discard(key)
+            self.policy.discard(key)
         return entry
 
     def forget(self, entry: Entry) -> None:
@@ -223,10 +203,10 @@ class DiskIndex:
         """
         stale = self._clock_ns() - STAMP_AGE_NS
         chain = [key for key in reversed(keys) if key in self._entries]
-        before = self._policy.before(chain[-1]) if chain else None
+        before = self.policy.before(chain[-1]) if chain else None
         while before is not None and before in self._entries and self._entries[before].stamp <= stale:
             chain.append(before)
-            before = self._policy.before(before)
+            before = self.policy.before(before)
         stamps = []
         for key in reversed(chain):
             entry = self._entries[key]
@@ -237,12 +217,12 @@ class DiskIndex:
 
     def _insert(self, key: ChunkKey, entry: Entry) -> None:
         self._entries[key] = entry
-        self._policy.add(key, entry.nbytes)
+        self.policy.add(key, entry.nbytes)
         self.used_bytes += entry.nbytes
 
     def _next_stamp(self, key: ChunkKey) -> int:
         now = self._clock_ns()
-        before = self._policy.before(key)
+        before = self.policy.before(key)
         if before is None:
             return now
         entry = self._entries.get(before) or self._reserved.get(before)

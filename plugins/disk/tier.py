@@ -110,12 +110,12 @@ class DiskTier(Tier):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         index = self._store.index
-        index.touch(keys, gapless=False)
+        index.policy.touch(keys, gapless=False)
         return [key in index for key in keys]
 
     async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
         index = self._store.index
-        index.touch(keys, gapless=False)
+        index.policy.touch(keys, gapless=False)
         for count, key in enumerate(keys):
             if key not in index:
                 return count
@@ -134,7 +134,7 @@ class DiskTier(Tier):
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         with self._call() as store:
             await store.write(key, buffer)
-            store.index.touch_each([key])
+            store.index.policy.touch_each([key])
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
@@ -152,7 +152,7 @@ class DiskTier(Tier):
                 # As many tasks as use all threads, with some waiting for them.
                 for _ in range(min(len(items), 4 * self._config.io_threads)):
                     group.create_task(work())
-            store.index.touch_each([key for key, _ in items])
+            store.index.policy.touch_each([key for key, _ in items])
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -345,14 +345,11 @@ class RecordStore:
     async def read(
         self, keys: Sequence[ChunkKey], allocate: Allocate, results: list[Buffer | TierError | None]
     ) -> None:
-        """Read records of one prompt into memory of `allocate`. The chunks count as used, in memory and on disk.
+        """Read records of one prompt into memory of `allocate` and store the buffers and errors in `results`.
 
-        Args:
-            keys: The chunks, in prefix order.
-            allocate: See `Allocate`.
-            results: One for each key, initially misses: the buffers and errors are stored here.
+        The chunks count as used, in memory and on disk.
         """
-        self.index.touch(keys, gapless=True)
+        self.index.policy.touch(keys, gapless=True)
         stamps = self.index.restamp(keys)
         stamped = [self._threads.start(self._files.set_stamps, stamps)] if stamps else []
         batch = self._reads.open_batch()
@@ -453,13 +450,7 @@ class RecordStore:
             return await self._reject(key, cause)
 
     async def scrub(self, max_bytes_per_s: int | None) -> ScrubReport:
-        """Verify the records that exist now.
-
-        One record is read at a time, in one thread and without a slab. It does not count as use.
-
-        Args:
-            max_bytes_per_s: Maximum rate of reading.
-        """
+        """Verify the records that exist now, one at a time and without a slab. It does not count as use."""
         chunks = nbytes = errors = 0
         corrupt: collections.Counter[str] = collections.Counter()
         loop = asyncio.get_running_loop()
@@ -498,9 +489,12 @@ class RecordStore:
             raise TierClosedError(f"the disk tier of {self.directory.root} was closed")
 
     async def _verify(self, key: ChunkKey, entry: Entry, scratch: memoryview) -> Failure | None:
-        with self.index.reading(key):
+        self.index.begin_reading(key)
+        try:
             future = self._threads.start(self._files.verify, key, entry.nbytes, scratch)
             await wait_ended(future)
+        finally:
+            self.index.end_reading(key)
         error = future.result()
         if error is not None:
             await self._drop_unreadable(key, entry, error)
@@ -545,10 +539,6 @@ class RecordStore:
 
     async def _write(self, key: ChunkKey, view: memoryview, *, evict_bytes: int = 0) -> Failure | None:
         """Make room, write and publish the record. After a failure no part of it is left.
-
-        Args:
-            view: As in `RecordFiles.write`.
-            evict_bytes: As in `DiskIndex.reserve`.
 
         Raises:
             TierFullError: There is no room, and not enough can be evicted.

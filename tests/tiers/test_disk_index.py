@@ -75,7 +75,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             index.drop_undeletable([key])
             del disk[number]
         elif verb == "x":
-            index.touch([key_of(n) for n in data.draw(st.lists(numbers))], gapless=False)
+            index.policy.touch([key_of(n) for n in data.draw(st.lists(numbers))], gapless=False)
 
         being_written = sum(
             max(0, r.entry.nbytes - sum(v.nbytes for v in r.victims.values())) for r in writing.values()
@@ -90,10 +90,13 @@ def test_a_record_read_or_busy_is_not_evicted() -> None:
     index = DiskIndex(2 * PAGE)
     index.load([StoredRecord(key_of(1), PAGE, 1), StoredRecord(key_of(2), PAGE, 2)])
 
-    with index.reading(key_of(1)), index.reading(key_of(1)):
-        with pytest.raises(TierFullError, match="in use"):
-            index.reserve(key_of(3), PAGE, busy={key_of(2)})
-        assert set(index.reserve(key_of(3), PAGE, busy=set()).victims) == {key_of(2)}
+    for _ in range(2):
+        index.begin_reading(key_of(1))
+    index.end_reading(key_of(1))
+    with pytest.raises(TierFullError, match="in use"):
+        index.reserve(key_of(3), PAGE, busy={key_of(2)})
+    assert set(index.reserve(key_of(3), PAGE, busy=set()).victims) == {key_of(2)}
+    index.end_reading(key_of(1))
     assert set(index.reserve(key_of(4), PAGE, busy=set()).victims) == {key_of(1)}
 
 
@@ -128,7 +131,7 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
 def test_what_a_record_continues_is_not_evicted_for_it() -> None:
     index = DiskIndex(2 * PAGE)
     index.load([StoredRecord(key_of(1), PAGE, 2), StoredRecord(key_of(2), PAGE, 1)])
-    index.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
+    index.policy.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
 
     with pytest.raises(TierFullError):
         index.reserve(key_of(3), PAGE, busy=set())
@@ -140,7 +143,7 @@ def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts: list[int], mi
     clock = Clock()
     index = DiskIndex(1000 * PAGE, clock_ns=clock)
     prompt = [key_of(number) for number in range(sum(parts))]
-    index.touch(prompt, gapless=False)
+    index.policy.touch(prompt, gapless=False)
     for chunk, key in enumerate(prompt):
         index.commit(index.reserve(key, PAGE, busy=set()))
         clock.now += minutes * STAMP_AGE_NS * (chunk % 2)
