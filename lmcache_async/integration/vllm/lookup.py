@@ -278,7 +278,7 @@ class LookupClient:
         """Start to clear every rank. Lookups are misses until all ranks are cleared."""
         self.epoch += 1
         epoch = self.epoch
-        self._post(lambda: self._clear(epoch, memory_only))
+        self._post(lambda: self._spawn(self._clear_all(epoch, memory_only)))
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread. It is a daemon thread, so one that hangs does not prevent the process from exiting."""
@@ -335,15 +335,14 @@ class LookupClient:
         if keys.num_hashed != lookup.num_tokens or lookup.epoch != self._cleared:
             self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS))
             return
-        pending = self._pending[lookup.lookup_id] = PendingLookup(lookup)
-        self._spawn(self._answer(keys, pending, keys.end_candidates()))
+        pending = PendingLookup(keys, lookup, keys.end_candidates())
+        self._pending[lookup.lookup_id] = pending
+        self._spawn(self._answer(pending))
 
-    async def _answer(
-        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]]
-    ) -> None:
+    async def _answer(self, pending: PendingLookup) -> None:
         lookup_id, answer = pending.lookup.lookup_id, MISS
         try:
-            answer = await self._waiter.answer(keys, pending, ends)
+            answer = await self._waiter.answer(pending)
         except TimeoutError:
             logger.report("timeout", "a lookup was not answered within %.3f s; it is a miss", self._timeout_s)
             pending.abandoned = True
@@ -355,8 +354,8 @@ class LookupClient:
             self._unpin(lookup_id)
         elif answer.pinned:
             self._pinned.add(lookup_id)
-        answered = Answered(keys.request_id, lookup_id, answer, pending.believed, pending.answered_at)
-        self._answers.append(answered)
+        request_id = pending.keys.request_id
+        self._answers.append(Answered(request_id, lookup_id, answer, pending.believed, pending.answered_at))
 
     def _hash(self, keys: RequestKeys, num_tokens: int) -> None:
         identities = [rank.identity for rank in self.ranks]
@@ -397,9 +396,6 @@ class LookupClient:
     def _unpin(self, lookup_id: str) -> None:
         for rank in self.ranks:
             rank.post({"op": "unpin", "lookup_id": lookup_id})
-
-    def _clear(self, epoch: int, memory_only: bool) -> None:
-        self._spawn(self._clear_all(epoch, memory_only))
 
     async def _clear_all(self, epoch: int, memory_only: bool) -> None:
         message = {"op": "clear", "epoch": epoch, "memory_only": memory_only}
@@ -564,9 +560,14 @@ class RankConnection:
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A lookup that is not answered yet. It is abandoned if the scheduler has released it."""
+    """A lookup that is not answered yet. It is abandoned if the scheduler has released it.
 
+    `ends` are, per rank, the partial chunks that can follow the last full chunk.
+    """
+
+    keys: RequestKeys
     lookup: Lookup
+    ends: Sequence[Sequence[Chunk]]
     abandoned: bool = False
     believed: bool = False
     answered_at: float = 0.0
@@ -589,18 +590,16 @@ class PromiseWaiter:
         self._clock = clock
         self.counts = PromiseCounts()
 
-    async def answer(
-        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]]
-    ) -> Answer:
+    async def answer(self, pending: PendingLookup) -> Answer:
         """Return what is stored, after at most `wait_s` of the lookup and two queries.
 
         Raises:
             TimeoutError: The first query was not answered.
             ValueError: The answer of a rank is invalid.
         """
-        lookup = pending.lookup
+        keys, lookup = pending.keys, pending.lookup
         async with asyncio.timeout(self._timeout_s):
-            answer = await self._query(keys, lookup, ends)
+            answer = await self._query(keys, lookup, pending.ends)
         promise = lookup.promise
         if promise is None:
             return answer
@@ -615,25 +614,28 @@ class PromiseWaiter:
         self.counts.promises += 1
         self.counts.waiting += 1
         try:
-            answer = await self._until_kept(keys, pending, ends, promise, answer)
+            answer = await self._until_kept(pending, promise, answer)
         finally:
             self.counts.waiting -= 1
         if self._query.keeps(promise, lookup, answer, size):
             self.counts.kept += 1
         elif not pending.abandoned:
-            self._note_late(keys, lookup, promise, answer.hit_tokens(size))
+            self.counts.late += 1
+            logger.report(
+                "late",
+                "request %s: %d of the %d tokens promised by %r are stored after %.3f s; the others are computed",
+                keys.request_id,
+                answer.hit_tokens(size),
+                promise.tokens,
+                promise.request_id,
+                self._clock() - lookup.asked_at,
+            )
         return answer
 
-    async def _until_kept(
-        self,
-        keys: RequestKeys,
-        pending: PendingLookup,
-        ends: Sequence[Sequence[Chunk]],
-        promise: Promise,
-        answer: Answer,
-    ) -> Answer:
+    async def _until_kept(self, pending: PendingLookup, promise: Promise, answer: Answer) -> Answer:
         """Query the last promised chunk alone, and once it is stored, all of them."""
-        size, lookup = keys.identity.chunk_size, pending.lookup
+        keys, lookup = pending.keys, pending.lookup
+        size = keys.identity.chunk_size
         last = keys.keys_at(promise.tokens, size)
         deadline = lookup.asked_at + lookup.wait_s
         asks = 0
@@ -642,45 +644,29 @@ class PromiseWaiter:
             asks += 1
             if pending.abandoned:
                 break
-            if await self._is_stored(keys, lookup, last, deadline) or self._clock() >= deadline:
-                answer = await self._query_again(keys, pending, ends, answer)
+            if await self._is_stored(pending, last, deadline) or self._clock() >= deadline:
+                answer = await self._query_again(pending, answer)
         return answer
 
-    async def _is_stored(
-        self, keys: RequestKeys, lookup: Lookup, last: Sequence[bytes], deadline: float
-    ) -> bool:
+    async def _is_stored(self, pending: PendingLookup, last: Sequence[bytes], deadline: float) -> bool:
         left = deadline - self._clock()
         if left <= 0:
             return False
         self.counts.asks += 1
         try:
             async with asyncio.timeout(min(self._timeout_s, left)):
-                return await self._query.is_stored(keys, lookup.lookup_id, last)
+                return await self._query.is_stored(pending.keys, pending.lookup.lookup_id, last)
         except TimeoutError:
             return False
 
-    async def _query_again(
-        self, keys: RequestKeys, pending: PendingLookup, ends: Sequence[Sequence[Chunk]], former: Answer
-    ) -> Answer:
+    async def _query_again(self, pending: PendingLookup, former: Answer) -> Answer:
         pending.answered_at = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._query(keys, pending.lookup, ends)
+                return await self._query(pending.keys, pending.lookup, pending.ends)
         except TimeoutError:
             # The pins of the former answer may be gone, and the late answer may still pin.
             return replace(former, pinned=True, resident=False)
-
-    def _note_late(self, keys: RequestKeys, lookup: Lookup, promise: Promise, tokens: int) -> None:
-        self.counts.late += 1
-        logger.report(
-            "late",
-            "request %s: %d of the %d tokens promised by %r are stored after %.3f s; the others are computed",
-            keys.request_id,
-            tokens,
-            promise.tokens,
-            promise.request_id,
-            self._clock() - lookup.asked_at,
-        )
 
 
 class Query:
@@ -733,7 +719,9 @@ class Query:
         while left:
             some, left = left[:asked], left[asked:]
             while some:
-                replies = await self._first_boundaries(keys, lookup, some)
+                runs = self._boundary_keys(keys, some)
+                messages = [_first_message(lookup.lookup_id, each) for each in runs]
+                replies = await _ask_all(self.ranks, messages)
                 if replies is None:
                     return 0, True  # the ranks that did answer may hold leases
                 pinned = pinned or any(_flag(reply, "first_pinned") for reply in replies)
@@ -758,13 +746,6 @@ class Query:
             return []
         start = 0 if self._has_states else max(0, last - LAST_BLOCKS * unit) // size * size
         return [*range(last, start, -unit), *range(start, 0, -size)]
-
-    async def _first_boundaries(
-        self, keys: RequestKeys, lookup: Lookup, boundaries: Sequence[int]
-    ) -> list[Message] | None:
-        """Query each rank for the first boundary that is stored there."""
-        packed = self._boundary_keys(keys, boundaries)
-        return await _ask_all(self.ranks, [_first_message(lookup.lookup_id, each) for each in packed])
 
     def _boundary_keys(self, keys: RequestKeys, boundaries: Sequence[int]) -> list[list[bytes]]:
         """Per rank and boundary, the keys of what all groups other than full attention need there."""

@@ -102,8 +102,9 @@ class Bench:
     ) -> tuple[Answer, PendingLookup, float]:
         """The answer, and when it was there."""
         keys = chain_of(tokens)
-        pending = PendingLookup(Lookup("r#1", len(tokens), 0, now(), promise, wait_s))
-        answer = await self.waiting.answer(keys, pending, keys.end_candidates())
+        lookup = Lookup("r#1", len(tokens), 0, now(), promise, wait_s)
+        pending = PendingLookup(keys, lookup, keys.end_candidates())
+        answer = await self.waiting.answer(pending)
         return answer, pending, now()
 
 
@@ -244,8 +245,8 @@ def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
 def test_a_request_that_is_gone_is_not_waited_for():
     async def test(bench: Bench) -> None:
         keys = chain_of(PROMPT)
-        pending = PendingLookup(Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S))
-        asking = asyncio.create_task(bench.waiting.answer(keys, pending, keys.end_candidates()))
+        pending = PendingLookup(keys, Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S), keys.end_candidates())
+        asking = asyncio.create_task(bench.waiting.answer(pending))
         await asyncio.sleep(0.3)
         pending.abandoned = True
         await asking
