@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from lmcache_async.tiers.offline import LeftoverFile as Litter
+from lmcache_async.tiers.offline import LeftoverFile
 from lmcache_async.types import ChunkKey
 
-__all__ = ["AtRest", "Kept", "Litter"]
+Litter = LeftoverFile
 
 
 class Kept(NamedTuple):
