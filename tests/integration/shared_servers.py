@@ -17,7 +17,8 @@ from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
 from tests.support.valkey_servers import Server
 
 PATIENCE_S = 60.0
-"""Timeouts of the tiers themselves, far longer than the deadlines of the engine."""
+"""Timeouts of the tiers themselves, far longer than the deadlines of the engine whose server hangs."""
+TIMEOUTS = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), PATIENCE_S)
 
 
 class SharedServer(Protocol):
@@ -48,7 +49,7 @@ class ValkeyShared(SharedServer):
     def __init__(self, directory: Path) -> None:
         del directory  # it makes one of its own
         self._server = Server()
-        self.tier = {"name": "valkey", "url": self._server.tcp_url, "transfer_timeout_s": PATIENCE_S}
+        self.tier = {"name": "valkey", "url": self._server.tcp_url, **TIMEOUTS}
 
     def start(self) -> None:
         self._server.start()
@@ -159,11 +160,7 @@ class HostShared(SharedServer):
         del directory  # its path may be too long for a socket's
         self._directory = Path(tempfile.mkdtemp(prefix="lmca-"))
         self._daemon = Daemon(self._directory)
-        self.tier = {
-            "name": "host",
-            "socket": str(self._daemon.socket),
-            "transfer_timeout_s": PATIENCE_S,
-        }
+        self.tier = {"name": "host", "socket": str(self._daemon.socket), **TIMEOUTS}
 
     def start(self) -> None:
         self._daemon.start()

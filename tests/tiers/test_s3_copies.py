@@ -55,20 +55,7 @@ def tier_over(directory: Path, part_bytes: int, arena: Arena) -> S3Tier:
 
 
 @pytest.mark.parametrize("part_bytes", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_records_are_copied_in_threads_alone(
-    copies: Copies, tmp_path: Path, arena: Arena, allocate: Allocate, part_bytes: int
-) -> None:
-    copies.gate.set()
-    async with tier_over(tmp_path, part_bytes, arena) as tier:
-        await TierRig(tier, arena, lambda _: 60_000).put(1)
-        assert await TierRig(tier, arena, lambda _: 60_000).holds(1)
-
-    assert copies.threads
-    assert threading.get_ident() not in copies.threads
-
-
-@pytest.mark.parametrize("part_bytes", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_a_cancelled_get_keeps_its_lease_until_the_copy_has_ended(
+async def test_a_cancelled_get_keeps_its_lease_until_the_copy_in_a_thread_has_ended(
     copies: Copies, tmp_path: Path, arena: Arena, allocate: Allocate, part_bytes: int
 ) -> None:
     async with tier_over(tmp_path, part_bytes, arena) as tier:
@@ -85,6 +72,7 @@ async def test_a_cancelled_get_keeps_its_lease_until_the_copy_has_ended(
         await in_time(asyncio.wait({reading}))
         assert reading.cancelled()
         assert arena.statistics().leased_slabs == 0
+        assert threading.get_ident() not in copies.threads
 
 
 async def test_closing_waits_for_a_copy_and_ends_the_threads(
