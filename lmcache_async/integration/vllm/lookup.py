@@ -163,6 +163,7 @@ class LookupClient:
     Args:
         addresses: Address of the lookup server of each rank; None for one that `set_addresses` will give.
         groups: KV groups of the model, if there are others than one of full attention.
+        partial_chunks: Prompts are stored up to their last whole block, by producers of promises too.
         hash_key: Secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
         loop: Loop to run on; None creates one on a thread of its own.
@@ -180,6 +181,7 @@ class LookupClient:
         block_size: int,
         lookup_timeout_s: float,
         groups: Sequence[KVGroup] = (),
+        partial_chunks: bool = True,
         hash_key: bytes = b"",
         adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
@@ -192,7 +194,9 @@ class LookupClient:
         self.ranks = [
             RankConnection(rank, address, self._ranks_changed) for rank, address in enumerate(addresses)
         ]
-        self._waiter = PromiseWaiter(Query(self.ranks, groups), timeout_s=lookup_timeout_s, clock=clock)
+        self._waiter = PromiseWaiter(
+            Query(self.ranks, groups, partial_chunks=partial_chunks), timeout_s=lookup_timeout_s, clock=clock
+        )
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
         self._answers: deque[Answered] = deque()
@@ -672,13 +676,20 @@ class PromiseWaiter:
 class Query:
     """Queries each rank for what is stored of a request."""
 
-    def __init__(self, ranks: Sequence[RankConnection], groups: Sequence[KVGroup] = ()) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankConnection],
+        groups: Sequence[KVGroup] = (),
+        *,
+        partial_chunks: bool = True,
+    ) -> None:
         self.ranks = ranks
         self._bounded = [group for group in groups if not group.is_full]
         self._further = full_groups(groups)[1:]
         self._unit = block_size_of(groups) if groups else 0
         self._has_chunks = not groups or len(self._bounded) < len(groups)
         self._has_states = any(group.state for group in groups)
+        self._partial_chunks = partial_chunks or self._has_states
 
     async def __call__(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Return the longest stored prefix that every KV group can serve on every rank.
@@ -709,7 +720,8 @@ class Query:
         """Whether an answer has all promised tokens that the request can use."""
         tokens = promise.tokens
         if self._bounded:
-            tokens = min(tokens, (lookup.num_tokens - 1) // self._unit * self._unit)
+            unit = self._unit if self._partial_chunks else chunk_size
+            tokens = min(tokens, (lookup.num_tokens - 1) // unit * unit)
         return answer.hit_tokens(chunk_size) >= tokens
 
     async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> tuple[int, bool]:

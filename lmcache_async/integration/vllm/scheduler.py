@@ -464,6 +464,7 @@ class SchedulerConnector:
             block_size=block_size,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             groups=() if one_group else groups,
+            partial_chunks=config.store.partial_chunks,
             hash_key=config.read_hash_key(),
             adapter_algorithm=config.hash_algorithm,
         )

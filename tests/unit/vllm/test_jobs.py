@@ -4,7 +4,6 @@ import pickle
 from array import array
 
 import numpy as np
-import pytest
 
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
@@ -27,22 +26,14 @@ def job(*parts: JobPart) -> Job:
 
 def test_a_part_splits_into_its_rank_s_chunks_with_their_blocks():
     parts = list(part().chunks(0, chunk_size=4, block_size=2))
+    others = part().chunks(1, chunk_size=4, block_size=2)
 
     assert [chunk.key for chunk, _ in parts] == [b"a" * 16, b"b" * 16, b"c" * 16]
+    assert [chunk.key for chunk, _ in others] == [b"x" * 16] * 3
     assert [(chunk.start, chunk.stop) for chunk, _ in parts] == [(8, 12), (12, 16), (16, 18)]
     assert [chunk.extra for chunk, _ in parts] == ["", "image", ""]
     assert [rows.tolist() for _, rows in parts] == [[5, SKIP], [7, 8], [9]]
     assert np.concatenate([chunk.tokens for chunk, _ in parts]).tolist() == list(range(10))
-
-
-def test_each_rank_has_keys_of_its_own():
-    first, _ = next(part().chunks(1, chunk_size=4, block_size=2))
-
-    assert first.key == b"x" * 16
-
-
-def test_skipped_blocks_are_no_touched_blocks():
-    assert job().touched_blocks() == [5, 7, 8, 9]
 
 
 def test_the_first_failed_token_is_that_of_the_group_with_the_largest_loss():
@@ -72,8 +63,3 @@ def test_reports_of_ranks_add_up():
 
 def test_a_report_is_truthy_or_vllm_would_drop_it():
     assert WorkerReport({1: 1})
-
-
-def test_metadata_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        job().epoch = 1  # type: ignore[misc]

@@ -562,28 +562,6 @@ def test_leases_of_a_boundary_are_released(windows: Ranks):
     assert not windows.ask(tokens).pinned
 
 
-def test_a_boundary_inside_of_the_last_chunk_is_found_and_one_token_is_left(windows: Ranks):
-    windows.serve_all()
-    tokens = list(range(4 * CHUNK))
-    for rank in (0, 1):
-        windows.hold(rank, tokens)
-        for boundary in (4 * CHUNK, 4 * CHUNK - BLOCK, 3 * CHUNK):
-            windows.hold_boundary(rank, tokens, boundary)
-
-    assert windows.ask(tokens).boundary == 4 * CHUNK - BLOCK
-
-
-def test_full_attention_alone_or_windows_alone_are_no_hit(windows: Ranks):
-    windows.serve_all()
-    chunks, boundaries = list(range(4 * CHUNK)), list(range(1, 4 * CHUNK + 1))
-    for rank in (0, 1):
-        windows.hold(rank, chunks)
-        windows.hold_boundary(rank, boundaries, 3 * CHUNK)
-
-    assert windows.ask(chunks).hit_tokens(CHUNK) == 0
-    assert windows.ask(boundaries).hit_tokens(CHUNK) == 0
-
-
 def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ranks):
     windows.serve_all()
     tokens = [7] * (200 * CHUNK)
@@ -595,19 +573,24 @@ def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ran
 
 
 @pytest.mark.parametrize(
-    ("groups", "answer", "kept"),
+    ("groups", "partial_chunks", "answer", "kept"),
     [
-        (GROUPS, Answer(4, boundary=4 * CHUNK - BLOCK), True),  # one token is left to compute
-        (GROUPS, Answer(4, boundary=3 * CHUNK), False),
-        ((), Answer(4), True),
-        ((), Answer(3), False),
+        (GROUPS, True, Answer(4, boundary=4 * CHUNK - BLOCK), True),  # one token is left to compute
+        (GROUPS, True, Answer(4, boundary=3 * CHUNK), False),
+        (GROUPS, False, Answer(4, boundary=3 * CHUNK), True),  # no boundary is stored inside of a chunk
+        (GROUPS, False, Answer(4, boundary=2 * CHUNK), False),
+        ((), True, Answer(4), True),
+        ((), True, Answer(3), False),
     ],
 )
-def test_a_promise_of_a_whole_prompt_is_kept_by_the_last_position_where_it_can_continue(groups, answer, kept):
+def test_a_promise_of_a_whole_prompt_is_kept_by_the_last_position_where_it_can_continue(
+    groups, partial_chunks, answer, kept
+):
     promise = Promise("p", 4 * CHUNK, "0" * 32, "0" * 32, 1.0)
     lookup = Lookup("r#1", 4 * CHUNK, 0, 0.0, promise, 1.0)
 
-    assert Query([], groups).keeps(promise, lookup, answer, CHUNK) == kept
+    query = Query([], groups, partial_chunks=partial_chunks)
+    assert query.keeps(promise, lookup, answer, CHUNK) == kept
 
 
 def test_a_boundary_that_one_group_lacks_on_every_rank_is_no_hit(windows: Ranks):
