@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -76,58 +75,6 @@ class TestDiskTierDurable(DiskConformance):
     options: ClassVar[dict[str, object]] = {"fsync": True}
 
 
-async def test_what_is_counted_is_what_the_files_have(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
-    async with DiskTier(config) as tier:
-        await put(tier, arena, 1, 2, 3)
-        assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
-        await tier.remove(key_of(2))
-        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
-        await tier.clear()
-        assert tier.statistics().bytes == bytes_in(config.root) == 0
-
-
-async def test_only_the_owner_may_read(config: DiskConfig, arena: Arena) -> None:
-    old = os.umask(0)
-    try:
-        async with DiskTier(config) as tier:
-            await put(tier, arena, 1)
-    finally:
-        os.umask(old)
-
-    for path in [config.root, *config.root.rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-@pytest.mark.parametrize("damage", ["cut", "cut_to_pages", "grown", "empty", "overwritten", "header"])
-async def test_a_damaged_file_is_a_miss_and_is_removed(
-    config: DiskConfig, arena: Arena, allocate: Allocate, damage: str
-) -> None:
-    async with DiskTier(config) as tier:
-        await put(tier, arena, 1, 2)
-        path = path_of(config, 1)
-        content = path.read_bytes()
-        path.write_bytes(
-            {
-                "cut": content[:-100],
-                "cut_to_pages": content[:-4096],
-                "grown": content + bytes(4096),
-                "empty": b"",
-                "overwritten": bytes(len(content)),
-                "header": content[:14] + b"\xff" * 8 + content[22:],
-            }[damage]
-        )
-
-        assert not await get(tier, allocate, 1)
-        assert tier.statistics().corrupt == 1
-        assert not path.exists()
-        assert tier.statistics().bytes == RECORD_BYTES
-        await put(tier, arena, 1)
-        assert await get(tier, allocate, 1)
-        assert await get(tier, allocate, 2)
-
-
 @pytest.mark.parametrize("damage", [b"", b"x" * 100])
 async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(
     config: DiskConfig, arena: Arena, allocate: Allocate, damage: bytes
@@ -156,21 +103,6 @@ async def test_a_deleted_file_is_a_miss_and_can_be_put_again(
         await put(tier, arena, 2)
         assert await get(tier, allocate, 2)
         assert tier.statistics().bytes == RECORD_BYTES
-
-
-async def test_a_vanished_directory_is_made_again(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
-    async with DiskTier(config) as tier:
-        await put(tier, arena, 1, 2)
-        shutil.rmtree(config.root)
-
-        assert not await get(tier, allocate, 1)
-        await put(tier, arena, 1, 2, 3)
-        assert [await get(tier, allocate, number) for number in (1, 2, 3)] == [True] * 3
-        assert tier.statistics().bytes == bytes_in(config.root)
-        with pytest.raises(TierUnavailableError, match="in use"):
-            await DiskTier(config).__aenter__()
 
 
 async def test_writes_side_by_side_make_a_vanished_directory_again_once(
@@ -588,24 +520,6 @@ async def test_a_file_system_without_direct_io_is_found_out(
 )
 def test_paths_are_plain_or_file_urls(text: str, path: str) -> None:
     assert DiskConfig.model_validate({"path": text, "max_bytes": "1GiB"}).root == Path(path)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"path": "/kv"},
-        {"path": "", "max_bytes": 1},
-        {"path": "file://host/kv", "max_bytes": 1},
-        {"path": "/kv", "max_bytes": "many"},
-        {"path": "/kv", "max_bytes": 1, "odirect": "perhaps"},
-        {"path": "/kv", "max_bytes": 1, "io_threads": 0},
-        {"path": "/kv", "max_bytes": 1, "subdirectory": "../x"},
-        {"path": "/kv", "max_bytes": 1, "max_byte": 1},
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="validation error"):
-        DiskConfig.model_validate(options)
 
 
 def test_options_are_read_as_people_write_them() -> None:

@@ -23,10 +23,15 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
 
-DAMAGES = {
-    "magic": lambda content: b"X" + content[1:],
-    "version": lambda content: content[:8] + b"\x63" + content[9:],
-    "length": lambda content: content[:-4096],
+DAMAGES = {  # by kind: the edit of the file, and the cause that is counted
+    "magic": (lambda content: b"X" + content[1:], "magic"),
+    "version": (lambda content: content[:8] + b"\x63" + content[9:], "version"),
+    "header": (lambda content: content[:14] + b"\xff" * 8 + content[22:], "length"),
+    "overwritten": (lambda content: bytes(len(content)), "magic"),
+    "cut": (lambda content: content[:-100], "length"),
+    "length": (lambda content: content[:-4096], "length"),
+    "grown": (lambda content: content + bytes(4096), "length"),
+    "empty": (lambda content: b"", "length"),
 }
 
 
@@ -37,7 +42,7 @@ def keeping(config: DiskConfig) -> DiskConfig:
 
 def damage(config: DiskConfig, number: int, kind: str = "magic") -> bytes:
     path = path_of(config, number)
-    content = DAMAGES[kind](path.read_bytes())
+    content = DAMAGES[kind][0](path.read_bytes())
     path.write_bytes(content)
     return content
 
@@ -56,7 +61,7 @@ def kept(config: DiskConfig) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES))
-async def test_a_broken_record_is_counted_by_cause_and_told_once(
+async def test_a_broken_record_is_a_miss_removed_counted_by_cause_and_logged_once(
     config: DiskConfig, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     async with DiskTier(config) as tier:
@@ -66,12 +71,16 @@ async def test_a_broken_record_is_counted_by_cause_and_told_once(
         with caplog.at_level(logging.WARNING):
             assert [await get(tier, allocate, number) for number in (1, 2, 3)] == [False, False, True]
 
-        assert tier.statistics().corrupt_by_cause == {kind: 2}
+        cause = DAMAGES[kind][1]
+        assert tier.statistics().corrupt_by_cause == {cause: 2}
         assert tier.statistics().corrupt == 2
         [line] = [entry.getMessage() for entry in caplog.records]
         assert str(path_of(config, 1)) in line
-        assert kind in line
+        assert cause in line
+        assert not path_of(config, 1).exists()
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+        await put(tier, arena, 1)
+        assert await get(tier, allocate, 1)
 
 
 async def test_a_broken_record_is_kept_in_the_quarantine_by_option(

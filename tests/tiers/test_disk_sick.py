@@ -139,6 +139,8 @@ async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_whe
         parent.unlink()
 
         await put(tier, arena, 4)
+        with pytest.raises(TierUnavailableError, match="in use"):  # the new directory is locked
+            await DiskTier(config).__aenter__()
         assert [await get(tier, allocate, number) for number in (1, 2, 3, 4)] == [False] * 3 + [True]
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
         assert open_fds() <= fds

@@ -226,7 +226,7 @@ DISK = (
         FILES,
         "return os.open(name, flags, 0o600, ",
         "return os.open(name, flags, 0o644, ",
-        ("tests/tiers/test_disk.py::test_only_the_owner_may_read",),
+        ("tests/tiers/test_disk_owner.py::test_every_directory_that_is_made_is_the_owners_alone",),
     ),
     Mutation(
         "disk capacity is not checked",
