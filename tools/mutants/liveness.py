@@ -144,10 +144,17 @@ WAITS = (
     ),
     Mutation(
         "a cancelled copy is not awaited",
+        "lmcache_async/memory/threads.py",
+        "            await wait_done(ended)\n",
+        "            pass\n",
+        TEST_CANCEL,
+    ),
+    Mutation(
+        "a cancelled copy of a GPU is not awaited",
         "lmcache_async/device/copier.py",
         "        await wait_done(*futures)\n",
         "",
-        TEST_CANCEL,
+        ("tests/unit/test_copier_cuda.py",),
     ),
     Mutation(
         "a cancelled call in a thread is abandoned",
