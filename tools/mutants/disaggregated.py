@@ -71,8 +71,8 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: chunks that only memory has are not written to the shared tier",
         REQUEST,
-        "if self._load_failed or self._hands_over:",
-        "if self._load_failed:",
+        "if self.load_failed or self.hands_over:",
+        "if self.load_failed:",
         TEST_PROMISE,
     ),
     Mutation(

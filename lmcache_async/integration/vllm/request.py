@@ -285,6 +285,12 @@ class RequestTracker:
     """State machine of one request. Only its own methods assign its fields.
 
     Of vLLM's request only the attributes of `RequestView` are read.
+
+    Attributes:
+        stores: The request may still be stored.
+        hands_over: Another vLLM continues the request.
+        is_loading: VLLM waits for a load.
+        load_failed: A load of the current lookup failed.
     """
 
     def __init__(
@@ -303,8 +309,8 @@ class RequestTracker:
         self._request = request
         self._policy = policy
         self._may_load = may_load
-        self._may_store = may_store
-        self._hands_over = may_store and hands_over
+        self.stores = may_store
+        self.hands_over = may_store and hands_over
         self._promise = promise
         self._tail_tokens = policy.tail_tokens(keys.num_prompt_tokens)
         self._lookup: _LookupState | None = None
@@ -312,9 +318,9 @@ class RequestTracker:
         self._keys_until: float | None = None
         self._local_tokens = 0
         self._layerwise = False
-        self._loading = False
+        self.is_loading = False
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
-        self._load_failed = False
+        self.load_failed = False
         self._admitted = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
         self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
@@ -323,23 +329,6 @@ class RequestTracker:
     @property
     def looks_up(self) -> bool:
         return self._may_load and not self._request.skip_reading_prefix_cache
-
-    @property
-    def stores(self) -> bool:
-        return self._may_store
-
-    @property
-    def hands_over(self) -> bool:
-        return self._hands_over
-
-    @property
-    def is_loading(self) -> bool:
-        return self._loading
-
-    @property
-    def load_failed(self) -> bool:
-        """Whether a load of the current lookup failed."""
-        return self._load_failed
 
     @property
     def next_chunk(self) -> int:
@@ -376,7 +365,7 @@ class RequestTracker:
 
     def lookup_sent(self, lookup: Lookup) -> None:
         self._lookup = _LookupState(lookup, self._request.num_preemptions)
-        self._load_failed = self._cursor.stored_skipped = False
+        self.load_failed = self._cursor.stored_skipped = False
 
     def lookup_answered(self, answered: Answered) -> None:
         """An answer of an earlier lookup of the request has no effect."""
@@ -403,7 +392,7 @@ class RequestTracker:
         If vLLM has nearly all of the request, it ends within one step, and without keys nothing can be promised.
         """
         hashed = self.keys.failed or self.keys.num_hashed >= self.keys.num_prompt_tokens
-        if not self._hands_over or hashed or not connected:
+        if not self.hands_over or hashed or not connected:
             return False
         if self._keys_until is None:
             self._keys_until = now + self._policy.lookup_timeout_s
@@ -419,7 +408,7 @@ class RequestTracker:
             return Refresh(ask=True)
         repeated = False
         if state.preemptions == self._request.num_preemptions:
-            if self._load_failed:
+            if self.load_failed:
                 return Refresh(ask=False)
             if not state.released and state.lookup.epoch == epoch:
                 repeated = may_repeat and self._is_old(state, now)
@@ -430,7 +419,7 @@ class RequestTracker:
     def offer(self, now: float, *, ready: bool) -> Offer:
         """External tokens for vLLM, from the current lookup. Without a ready client there are none."""
         state = self._lookup
-        if state is None or self._load_failed or not ready:
+        if state is None or self.load_failed or not ready:
             return Offer(0)
         if state.answer is None:
             if self._may_wait(state, now):
@@ -496,7 +485,7 @@ class RequestTracker:
 
     def lookup_unused(self) -> Release | None:
         """Nothing is loaded, so the lookup's pins are not needed."""
-        return self._lookup.release() if self._lookup is not None and not self._loading else None
+        return self._lookup.release() if self._lookup is not None and not self.is_loading else None
 
     def load_started(self, load_tokens: int) -> LoadSpan:
         """VLLM waits for `load_tokens` tokens after the local ones.
@@ -507,15 +496,15 @@ class RequestTracker:
         state = self._lookup
         if state is None or state.answer is None:
             raise RuntimeError(f"{load_tokens} tokens of request {self.request_id} were never offered")
-        self._loading, self._load_lookup = True, state
+        self.is_loading, self._load_lookup = True, state
         hit = self._local_tokens + load_tokens
         return LoadSpan(self._local_tokens, hit, state.answer, self._layerwise)
 
     def load_impossible(self) -> LoadSpan | None:
         """A load that vLLM waits for cannot be planned; None if a load is running already."""
-        if self._loading:
+        if self.is_loading:
             return None
-        self._loading, self._load_lookup = True, self._lookup
+        self.is_loading, self._load_lookup = True, self._lookup
         return LoadSpan(self._local_tokens, self._local_tokens, None, self._layerwise)
 
     def load_tokens_failed(self, first_token: int) -> bool:
@@ -523,7 +512,7 @@ class RequestTracker:
 
         Returns whether this is the first failure of the load.
         """
-        first, self._load_failed = not self._load_failed, True
+        first, self.load_failed = not self.load_failed, True
         self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
         self._cursor.tail_pending = self._tail_tokens > 0
         self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
@@ -532,7 +521,7 @@ class RequestTracker:
 
     def load_ended(self) -> Release | None:
         """Every rank has finished the load, or the step of a layer-wise load has ended."""
-        self._loading = False
+        self.is_loading = False
         state, self._load_lookup = self._load_lookup, None
         return state.release() if state is not None else None
 
@@ -565,7 +554,7 @@ class RequestTracker:
         if cursor.stored_skipped or state is None or state.answer is None or state.lookup.epoch != epoch:
             return
         cursor.stored_skipped = True
-        if self._load_failed or self._hands_over:
+        if self.load_failed or self.hands_over:
             return  # a request that is handed over is stored in every tier that lacks it
         answer, size = state.answer, self._policy.chunk_size
         chunks = answer.chunks if state.verdict is None else min(answer.chunks, state.verdict.tokens // size)
@@ -646,7 +635,7 @@ class RequestTracker:
         return spans, dropped
 
     def store_started(self, job_id: int, span: StoreSpan) -> None:
-        if self._hands_over:
+        if self.hands_over:
             self._cursor.first_chunks[job_id] = span.first
 
     def store_not_shared(self, job_id: int) -> None:
@@ -658,7 +647,7 @@ class RequestTracker:
 
     def promise(self, wait_s: float) -> Promise | None:
         """The promise for the vLLM that continues this request, whose last stores are planned and end in `wait_s`."""
-        if not (self._hands_over and self._may_store):
+        if not (self.hands_over and self.stores):
             return None
         tokens = self._promised_tokens()
         digests = self.keys.digests(tokens, self._policy.chunk_size)
@@ -671,8 +660,8 @@ class RequestTracker:
         """
         if keys is not None:
             self.keys = keys
-        if self._loading or self._request.num_computed_tokens:
-            self._may_store = False
+        if self.is_loading or self._request.num_computed_tokens:
+            self.stores = False
         else:
             cursor = self._cursor
             cursor.next_chunk, cursor.stored_skipped = 0, False
@@ -681,13 +670,13 @@ class RequestTracker:
             self._known_boundary = 0
 
     def _due_boundaries(self, computed_tokens: int) -> list[int]:
-        if not self._may_store or self._loading or self.keys.failed:
+        if not self.stores or self.is_loading or self.keys.failed:
             return []
         return [boundary for boundary in self._boundaries if boundary <= computed_tokens]
 
     def _due(self, computed_tokens: int) -> tuple[int, bool]:
         """Number of full chunks that are computed, and whether the prompt's partial end is to be stored now."""
-        if not self._may_store or self._loading or self.keys.failed or not self._policy.has_chunks:
+        if not self.stores or self.is_loading or self.keys.failed or not self._policy.has_chunks:
             return 0, False
         prompt = self.keys.num_prompt_tokens
         limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)

@@ -801,25 +801,17 @@ def test_nothing_is_stored_while_a_load_is_under_way():
     assert bench.step((request, 0)).stores == ()
 
 
-def test_generated_tokens_are_stored_chunk_by_chunk():
-    bench = Bench()
+@pytest.mark.parametrize(("generated", "stored"), [(True, [(8, 16)]), (False, [])])
+def test_generated_tokens_are_stored_chunk_by_chunk_unless_configured_otherwise(generated: bool, stored: Any):
+    bench = Bench(**{"store.generated_tokens": generated})
     request = bench.request(8)
     bench.step((request, 8))
+    jobs: list[Job] = []
     for token in range(9):
         request.append_output_token_ids(token)
-        jobs = bench.step((request, 1)).stores
+        jobs.extend(bench.step((request, 1)).stores)
 
-    assert spans(jobs) == [] or request.num_computed_tokens == 17
-    assert tracker(bench, request).next_chunk == 2
-
-
-def test_generated_tokens_stay_out_if_so_configured():
-    bench = Bench(**{"store.generated_tokens": False})
-    request = bench.request(8)
-    bench.step((request, 8))
-    for token in range(9):
-        request.append_output_token_ids(token)
-        assert bench.step((request, 1)).stores == ()
+    assert spans(jobs) == stored
 
 
 def test_partial_chunks_stay_out_if_so_configured():
