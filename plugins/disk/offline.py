@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from lmcache_async.errors import (
     ChunkCorruptError,
@@ -84,13 +84,13 @@ class DiskRecords(OfflineStore):
             self._scratch.put(memoryview(mmap.mmap(-1, PIECE_BYTES)))  # aligned
 
     async def list(self) -> Sequence[StoredRecord]:
-        found = await self._run(lambda: tuple(self._directory.scan()))
+        found = await self._run(lambda: list(self._directory.scan()))
         self._sizes = {each.key: each.nbytes for each in found}
         self._used_bytes = sum(self._sizes.values())
         return found
 
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
-        return await self._run(functools.partial(self._examine, record.key, visit, header_only))
+        return await self._run(self._examine, record.key, visit, header_only)
 
     async def load(self, record: StoredRecord) -> Buffer | None:
         buffer = await self.allocate(record.nbytes)
@@ -101,7 +101,7 @@ class DiskRecords(OfflineStore):
             )
         with contextlib.ExitStack() as undo:
             undo.callback(buffer.release)
-            read = await self._run(functools.partial(self._read, record.key, buffer.padded_view))
+            read = await self._run(self._read, record.key, buffer.padded_view)
             if read is None:
                 return None
             buffer.resize(min(read, record.nbytes))
@@ -134,7 +134,7 @@ class DiskRecords(OfflineStore):
         view[record.nbytes :] = bytes(len(view) - record.nbytes)  # the slab's previous content
         self._used_bytes += more_bytes  # before the first await: other records are being written
         try:
-            await self._run(functools.partial(self._write, key, view, min(max(used_ns, 0), time.time_ns())))
+            await self._run(self._write, key, view, min(max(used_ns, 0), time.time_ns()))
         except BaseException:
             self._used_bytes -= more_bytes
             raise
@@ -142,23 +142,19 @@ class DiskRecords(OfflineStore):
 
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
         self._sizes = None  # listed again before the next write
-        await self._run(functools.partial(self._unlink, [self._directory.record_name(key) for key in keys]))
+        await self._run(self._unlink, [self._directory.record_name(key) for key in keys])
 
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
         self._sizes = None
-        await self._run(functools.partial(self._quarantine.take, key, cause))
+        await self._run(self._quarantine.take, key, cause)
         self._changed |= {str(Path(self._directory.record_name(key)).parent), QUARANTINE_FOLDER}
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
-        return await self._run(
-            lambda: (
-                self._files_in(TEMPORARY_FOLDER, TEMPORARY_NAME),
-                self._files_in(QUARANTINE_FOLDER, QUARANTINE_NAME),
-            )
-        )
+        unfinished = await self._run(self._files_in, TEMPORARY_FOLDER, TEMPORARY_NAME)
+        return unfinished, await self._run(self._files_in, QUARANTINE_FOLDER, QUARANTINE_NAME)
 
     async def delete_files(self, files: Sequence[LeftoverFile]) -> None:
-        await self._run(functools.partial(self._unlink, [each.name for each in files]))
+        await self._run(self._unlink, [each.name for each in files])
 
     async def sync(self) -> None:
         """Sync the directories. A record's bytes were synced before it was renamed."""
@@ -192,9 +188,10 @@ class DiskRecords(OfflineStore):
         assert self._sizes is not None
         return self._sizes
 
-    async def _run(self, call: Callable[[], T]) -> T:
+    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+        """Call a function in a thread. An OSError of it is raised as a TierError."""
         try:
-            return await in_thread(self._workers, call)
+            return await in_thread(self._workers, functools.partial(call, *args))
         except OSError as error:
             kind = TierFullError if error.errno in NO_SPACE else TierError
             raise kind(f"{self.name}: {error}") from error
