@@ -365,7 +365,10 @@ class RecordReads:
             read.unfinished -= 1
             last = not read.unfinished
         if last:
-            os.close(read.descriptor)
+            try:
+                os.close(read.descriptor)
+            except OSError as failure:  # some network file systems report errors here
+                read.error = read.error or failure
             self._finish(read)
 
     def _finish(self, read: _Read) -> None:
@@ -420,7 +423,8 @@ class DiskThreads:
     def close(self, *, cancel: bool = False) -> None:
         """Wait for running calls. There are none when every `wait_ended` has returned."""
         for pool in (self.deletions, self.calls, self.reads):
-            pool.shutdown(wait=True, cancel_futures=cancel)
+            # A call in `reads` serves all reads that were started; none of them would end without it.
+            pool.shutdown(wait=True, cancel_futures=cancel and pool is not self.reads)
 
     def close_later(self, when_ended: Callable[[], None]) -> None:
         """Start no further call. Call `when_ended`, in a thread, when the running calls have ended."""

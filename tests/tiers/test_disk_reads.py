@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +25,13 @@ from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.plugins.disk.directory import RecordDirectory
-from lmcache_async.plugins.disk.files import ReadBatch, RecordFiles, RecordReads, piece_size
+from lmcache_async.plugins.disk.files import (
+    DiskThreads,
+    ReadBatch,
+    RecordFiles,
+    RecordReads,
+    piece_size,
+)
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import put
@@ -232,6 +240,23 @@ async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(
     assert isinstance(outcomes[2], int)
 
 
+async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, batch = os.close, rig.reads.open_batch()
+    nbytes = len(rig.add(1, 3))
+
+    def fail(descriptor: int) -> None:
+        close(descriptor)
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(disk_files.os, "close", fail)
+    rig.start(batch, 1, nbytes)
+
+    assert isinstance((await rig.end(batch))[1], OSError)
+
+
 async def test_reads_that_no_thread_has_begun_are_withdrawn(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +274,23 @@ async def test_reads_that_no_thread_has_begun_are_withdrawn(
     assert not batch.ended.done()
     log.opened.set()
     assert set(await rig.end(batch, other)) == {1, 3}
+
+
+async def test_reads_started_before_the_end_are_read(rig: Rig) -> None:
+    threads, batch, blocked = DiskThreads(1), rig.reads.open_batch(), threading.Event()
+    rig.reads = RecordReads(rig.files, threads.reads, 1, PIECE)
+    nbytes = len(rig.add(1, 3))
+    threads.start(blocked.wait, WAIT_S, pool=threads.reads)
+    rig.start(batch, 1, nbytes)
+    ended = threading.Event()
+    threads.close_later(ended.set)
+    with contextlib.suppress(TierClosedError):
+        while True:  # until it is closed
+            threads.start(int, pool=threads.reads)
+    blocked.set()
+
+    assert isinstance((await rig.end(batch))[1], int)
+    assert await asyncio.to_thread(ended.wait, WAIT_S)
 
 
 async def test_a_read_after_the_end_is_refused(rig: Rig) -> None:
