@@ -64,23 +64,17 @@ class Connection(asyncio.Protocol):
 
     Args:
         where: Name of the daemon in messages.
-        daemon: Identifier of the daemon.
         mapping: Mapping of the daemon's memory.
         ended: Called once, after the connection has ended.
 
     Attributes:
         figures: Figures of the tenant in the last answer.
-        requests: Number of requests sent.
     """
 
-    def __init__(
-        self, where: str, daemon: bytes, mapping: Mapping, ended: Callable[[Connection], None]
-    ) -> None:
+    def __init__(self, where: str, mapping: Mapping, ended: Callable[[Connection], None]) -> None:
         self.where = where
-        self.daemon = daemon
         self.mapping = mapping
         self.figures = Figures()
-        self.requests = 0
         self._gone = asyncio.get_running_loop().create_future()
         self._ended = ended
         self._frames = Frames()
@@ -194,7 +188,6 @@ class Connection(asyncio.Protocol):
         request = _Request(op, nbytes, asyncio.get_running_loop().create_future(), unwanted)
         self._requests.append(request)
         self._unanswered_bytes += nbytes
-        self.requests += 1
         self._transport.write(frame(op, *parts))
         return request
 
@@ -370,10 +363,10 @@ class Link:
             await loop.sock_sendall(connected, pack_hello(hello))
             anchor = connected.dup()
             undo.callback(anchor.close)
-            welcome, region = await self._receive(connected)
+            region = await self._receive(connected)
             mapping = Mapping(region, anchor)
             undo.callback(mapping.end)
-            connection = Connection(self._where, welcome.daemon, mapping, self._ended)
+            connection = Connection(self._where, mapping, self._ended)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
@@ -386,7 +379,7 @@ class Link:
             raise
         return connection
 
-    async def _receive(self, connected: socket.socket) -> tuple[Welcome, Region]:
+    async def _receive(self, connected: socket.socket) -> Region:
         """Receive the daemon's answer and map its memory."""
         await _readable(connected)
         message, descriptors, _, _ = socket.recv_fds(connected, WELCOME_BYTES, 4, _MSG_CMSG_CLOEXEC)
@@ -401,7 +394,7 @@ class Link:
             _check(welcome)
             if len(descriptors) != 1:
                 raise ProtocolError(f"its answer has {len(descriptors)} file descriptors, expected one")
-            return welcome, self._map(descriptors[0], welcome.nbytes)
+            return self._map(descriptors[0], welcome.nbytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
